@@ -1,0 +1,82 @@
+"""Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers.
+
+The names below are the public face; everything else may change. They are loaded when first used: `import memfit`,
+reading a plan and asking the command line for help take no torch, which alone takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from memfit.api import apply, fit, frontier, measure, plan
+    from memfit.engine import Engine
+    from memfit.errors import (
+        BatchError,
+        BudgetError,
+        CaptureError,
+        ConfigError,
+        EngineError,
+        InfeasibleError,
+        InputError,
+        MemfitError,
+        NonFiniteLossError,
+        PlanFileError,
+        Remedy,
+        SnapshotError,
+        SplitError,
+    )
+    from memfit.machine import Machine
+    from memfit.plans import Plan
+    from memfit.trace import Trace
+
+__version__: Final = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "BudgetError",
+    "CaptureError",
+    "ConfigError",
+    "Engine",
+    "EngineError",
+    "InfeasibleError",
+    "InputError",
+    "Machine",
+    "MemfitError",
+    "NonFiniteLossError",
+    "Plan",
+    "PlanFileError",
+    "Remedy",
+    "SnapshotError",
+    "SplitError",
+    "Trace",
+    "apply",
+    "fit",
+    "frontier",
+    "measure",
+    "plan",
+]
+
+_HOME: Final = {
+    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan"), "memfit.api"),
+    "Engine": "memfit.engine",
+    "Machine": "memfit.machine",
+    "Plan": "memfit.plans",
+    "Trace": "memfit.trace",
+}
+
+if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.
+
+    def __getattr__(name: str) -> object:
+        """Load a public name when it is first asked for."""
+        if name not in __all__:
+            message = f"module 'memfit' has no attribute {name!r}"
+            raise AttributeError(message)
+        value = getattr(import_module(_HOME.get(name, "memfit.errors")), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,134 @@
+"""A batch: its structure, its size, how to split it, and how a model makes a loss of it.
+
+A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie along dimension 0 of every tensor that has the batch's length there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memfit.errors import BatchError, InputError
+
+Batch = Any
+LossFunction = Callable[[torch.nn.Module, Batch], torch.Tensor]
+
+
+def leaves(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
+    """The same batch with every tensor replaced."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, _plain(batch))
+
+
+def _plain(batch: Batch) -> Batch:
+    # transformers' BatchEncoding is a UserDict, which pytree would take for a leaf.
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def size(batch: Batch) -> int:
+    """Number of samples: the length of dimension 0 of the first tensor that has one.
+
+    Raises:
+        BatchError: no tensor in it has a dimension.
+    """
+    for leaf in leaves(batch):
+        if leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise BatchError("the batch holds no tensor with a dimension: memfit needs at least one whose first dimension counts samples")
+
+
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Views of the batch with `sizes` samples each; tensors without the batch's length in front go whole into every part."""
+    total = size(batch)
+    if sum(sizes) != total:
+        raise BatchError(f"cannot split {total} samples into parts of {list(sizes)}")
+    if len(sizes) == 1:
+        return [batch]
+    parts = []
+    start = 0
+    for length in sizes:
+        stop = start + length
+        parts.append(map_tensors(lambda t, a=start, b=stop: t[a:b] if t.dim() and t.shape[0] == total else t, batch))  # type: ignore[misc]
+        start = stop
+    return parts
+
+
+def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:
+    """`total` samples in `micro_batches` parts, the largest first, differing by at most one."""
+    base, extra = divmod(total, micro_batches)
+    return [base + 1] * extra + [base] * (micro_batches - extra)
+
+
+def signature(batch: Batch) -> str:
+    """Structure, shapes and dtypes in one readable line, e.g. `input_ids int64[16, 128], labels int64[16]`."""
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    parts = []
+    for path, leaf in flat:
+        name = pytree.keystr(path).strip("[]'\".") or "tensor"
+        if isinstance(leaf, torch.Tensor):
+            parts.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+        else:
+            parts.append(f"{name} {type(leaf).__name__}")
+    return ", ".join(parts)
+
+
+def parse_signature(text: str) -> list[tuple[str, str, tuple[int, ...] | None]]:
+    """(name, dtype, shape) for each leaf of a signature; shape is None for leaves that are not tensors."""
+    out: list[tuple[str, str, tuple[int, ...] | None]] = []
+    for part in text.replace("], ", "]\n").split("\n"):
+        for item in [part] if "[" in part else part.split(", "):
+            name, _, kind = item.rpartition(" ") if "[" not in item else item.partition("[")[0].rpartition(" ")
+            if "[" in item:
+                dims = item.partition("[")[2].rstrip("]")
+                out.append((name, kind, tuple(int(d) for d in dims.split(",") if d.strip())))
+            else:
+                out.append((name, kind, None))
+    return out
+
+
+def fits_within(batch_signature: str, planned_signature: str) -> bool:
+    """Whether a batch has the planned structure and is nowhere larger than planned."""
+    have, planned = parse_signature(batch_signature), parse_signature(planned_signature)
+    if len(have) != len(planned):
+        return False
+    for (name, kind, shape), (planned_name, planned_kind, planned_shape) in zip(have, planned, strict=True):
+        if (name, kind) != (planned_name, planned_kind) or (shape is None) != (planned_shape is None):
+            return False
+        if shape is not None and planned_shape is not None:
+            if len(shape) != len(planned_shape) or any(a > b for a, b in zip(shape, planned_shape, strict=True)):
+                return False
+    return True
+
+
+def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The scalar loss: `loss_fn(model, batch)`, or `model(**batch).loss` when no function is given.
+
+    Raises:
+        InputError: what came back is not a scalar tensor that autograd can follow.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(model, batch)
+    else:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping):
+            loss = output.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"
+        raise InputError(f"{where} gave {found}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
+    if not loss.requires_grad:
+        raise InputError("the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model")
+    return loss

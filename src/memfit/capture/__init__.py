@@ -1,0 +1,1 @@
+"""A model and a sample batch -> Trace; this computer -> Machine."""

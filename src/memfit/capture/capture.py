@@ -1,0 +1,217 @@
+"""A model, a sample batch and an optimizer -> a Trace of one training step.
+
+Fake tensors first: nothing is allocated, so a model far larger than memory can be written down. Where they cannot run the model, or where a
+small real run shows other operations, the real one is trusted: captured at two small micro-batches and scaled storage by storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memfit import batches, dispatch
+from memfit.batches import Batch, LossFunction
+from memfit.capture.recorder import CallSpec, Recorder
+from memfit.capture.standins import lent, model_tensors
+from memfit.errors import CaptureError, MemfitError
+from memfit.step import OptimizerFactory, StepProgram
+from memfit.trace import Category, Phase, Trace, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A trace without seconds yet, and the distinct calls to time."""
+
+    trace: Trace
+    calls: dict[str, CallSpec]
+
+
+def model_digest(model: nn.Module) -> str:
+    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained."""
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    tensors = [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()]
+    return digest(modules, tensors, buffers, model.training)
+
+
+def capture(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    *,
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+    device: torch.device | None = None,
+) -> Captured:
+    """Write down one optimizer step on fake tensors.
+
+    Args:
+        model: may be on the meta device.
+        sample: the whole batch of one optimizer step.
+        loss_fn: as in `StepProgram`.
+        optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
+        clip_norm: as in `StepProgram`.
+        micro_batches: into how many parts the batch is split; the largest part is captured.
+        device: where the step is to run; the model's own device when None (the CPU for a meta model).
+
+    Raises:
+        CaptureError: fake tensors cannot run this model; carries the cause.
+        MemfitError: the model's loss is not a scalar, or depends on nothing trainable.
+    """
+    target = device or device_of(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        where = target if tensor.device.type == "meta" else tensor.device
+        with mode:
+            return torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where, requires_grad=False
+            )
+
+    try:
+        # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
+        # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
+        sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
+        with _forked_generators(), lent(model, fake), mode:
+            return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches)
+    except MemfitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the model raises on fake tensors is a reason to run it for real
+        raise CaptureError(f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def capture_real(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    *,
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+) -> Captured:
+    """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+        return fresh.copy_(tensor.detach())
+
+    with _forked_generators(), lent(model, copy):
+        return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches, source="real")
+
+
+def _forked_generators() -> contextlib.AbstractContextManager[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices=devices)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Device of the first parameter; the CPU for a meta model or one without parameters."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Any:
+    # A collection in the middle would let reference cycles die at a moment that no other run repeats.
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _record(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    make_optimizer: OptimizerFactory | None,
+    clip_norm: float | None,
+    micro_batches: int,
+    source: str = "fake",
+) -> Captured:
+    total = batches.size(sample)
+    sizes = batches.micro_batch_sizes(total, micro_batches)
+    program = StepProgram(model, loss_fn, None, clip_norm)
+    trainable = program.trainable()
+    program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
+    weight = None if micro_batches == 1 else 1.0 / micro_batches
+    with _no_collection(), dispatch.ModulePaths(model) as paths:
+        # [1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards.
+        if micro_batches == 1:
+            loss = batches.loss_of(model, sample, loss_fn)
+            del loss
+        else:
+            program.forward_backward(batches.split(sample, sizes)[0], weight)
+        gc.collect()
+        recorder = Recorder(paths)
+        recorder.register(model.parameters(), Category.PARAMETER)
+        recorder.register(model.buffers(), Category.BUFFER)
+        recorder.register(model_tensors(model), Category.BUFFER)
+        recorder.register((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
+        recorder.register(batches.leaves(sample), Category.BATCH)
+        marks: list[int] = []
+
+        def after_forward() -> None:
+            marks.append(len(recorder.events))
+            recorder.phase = Phase.BACKWARD
+
+        with recorder:
+            # [2] One micro-batch, recorded; the largest one, after the gradients exist when there are several.
+            part = batches.split(sample, sizes)[0]
+            loss = program.forward_backward(part, weight, recorder.saving(), after_forward=after_forward)
+            del part
+            pass_events = len(recorder.events)
+            recorder.recategorise((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
+            # [3] The optimizer twice: the first time makes its state, the second is the steady one.
+            if program.optimizer is not None:
+                recorder.recording = False
+                program.optimizer.step()
+                recorder.recording = True
+                recorder.register(_state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
+            recorder.phase = Phase.CLIP
+            clip_optimizer = program.optimizer
+            program.optimizer = None
+            program.update()
+            recorder.phase = Phase.OPTIMIZER
+            if clip_optimizer is not None:
+                clip_optimizer.step()
+            del loss
+            program.clear()
+        operations, storages, saves = recorder.tables()
+        recorder.recording = False
+    del clip_optimizer, program
+    trace = Trace(
+        events=tuple(recorder.events),
+        operations=operations,
+        storages=storages,
+        saves=saves,
+        forward_events=marks[0],
+        pass_events=pass_events,
+        micro_batches=micro_batches,
+        micro_batch_size=sizes[0],
+        device=str(device_of(model)),
+        seconds_are="none",
+        source=source,
+        signature=batches.signature(sample),
+        model=model_digest(model),
+        notes=tuple(recorder.notes),
+    )
+    return Captured(trace, recorder.calls)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

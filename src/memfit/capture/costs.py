@@ -1,0 +1,425 @@
+"""Seconds and hidden bytes of each distinct operation: measured once on this device, kept on disk; or estimated for a device that is not here.
+
+BERT-large runs 5,000 operations in a step, of some hundred distinct kinds. Each kind is run alone on tensors of the right shapes and layout. Fake
+tensors know what an operation returns, not what it allocates meanwhile (a convolution's reordered weights) nor what some kernels put into opaque
+outputs (a fused RNN's workspace): the same runs tell both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from memfit import dispatch
+from memfit.capture.capture import Captured
+from memfit.capture.recorder import CallSpec, TensorSpec
+from memfit.machine import Machine
+from memfit.meter import profiled, spans_and_changes
+from memfit.trace import Storage, Trace, digest
+
+# Operations with more input than this are not run alone but estimated from this device's measured rates.
+LARGEST_INPUT_BYTES: Final = 1 << 30
+MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long has been measured
+MOST_REPEATS: Final = 7
+FORMAT: Final = 2
+
+
+# Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash. They are run through autograd instead.
+FORWARD_OF: Final = {
+    "aten.mkldnn_rnn_layer_backward.default": "aten.mkldnn_rnn_layer.default",
+    "aten._cudnn_rnn_backward.default": "aten._cudnn_rnn.default",
+    "aten.miopen_rnn_backward.default": "aten.miopen_rnn.default",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One kind of operation.
+
+    Attributes:
+        seconds: of one run.
+        workspace_bytes: allocated while it runs and freed before it returns.
+        made_bytes: of the storages it returns, in order; None when not measured.
+        measured: run on the device, not estimated.
+    """
+
+    seconds: float
+    workspace_bytes: int = 0
+    made_bytes: tuple[int, ...] | None = None
+    measured: bool = True
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept: MEMFIT_CACHE_DIR, or memfit's folder in the user's cache."""
+    base = os.environ.get("MEMFIT_CACHE_DIR")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
+
+
+class CostTable:
+    """Costs of one device, read from and kept on disk."""
+
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self.device = device
+        self.name = device_name(device)
+        identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
+        self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
+        self._costs: dict[str, Cost] = {}
+        with suppress(OSError, ValueError, TypeError):
+            for key, (seconds, workspace, made, measured) in json.loads(self.path.read_text()).items():
+                self._costs[key] = Cost(seconds, workspace, None if made is None else tuple(made), measured)
+
+    def measure(self, calls: dict[str, CallSpec], progress: Callable[[str, float], None] | None = None) -> dict[str, Cost]:
+        """Costs of all calls; those not known yet are measured now and written to disk."""
+        missing = {key: call for key, call in calls.items() if digest(key) not in self._costs}
+        if missing:
+            workspaces = self._workspaces(missing)
+            machine = present_machine(self.device)
+            for number, (key, call) in enumerate(missing.items()):
+                if progress is not None:
+                    progress("timing operations", number / len(missing))
+                workspace, made = workspaces.get(key, (0, None))
+                seconds = self._time(call, missing) if made is not None else None
+                self._costs[digest(key)] = (
+                    Cost(estimated_seconds(call, machine), 0, None, measured=False)
+                    if seconds is None
+                    else Cost(seconds, workspace, made)
+                )
+            self._write()
+        return {key: self._costs[digest(key)] for key in calls}
+
+    def _write(self) -> None:
+        # The cache is a convenience: a read-only or full disk must not stop a plan.
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+            rows = {k: [c.seconds, c.workspace_bytes, c.made_bytes, c.measured] for k, c in self._costs.items()}
+            temporary.write_text(json.dumps(rows))
+            temporary.replace(self.path)
+
+    def _workspaces(self, calls: dict[str, CallSpec]) -> dict[str, tuple[int, tuple[int, ...] | None]]:
+        out: dict[str, tuple[int, tuple[int, ...] | None]] = {}
+        if self.device.type == "cuda":
+            for key, call in calls.items():
+                out[key] = self._cuda_workspace(call)
+            return out
+        names: dict[str, str] = {}
+        made: dict[str, tuple[int, ...]] = {}
+        with profiled() as profile:
+            for number, (key, call) in enumerate(calls.items()):
+                if input_bytes(call) > LARGEST_INPUT_BYTES:
+                    continue
+                watch = _Watch(call, f"memfit.cost.{number}")
+                try:
+                    watch.run(calls, self.device)
+                except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
+                    continue
+                names[f"memfit.cost.{number}"] = key
+                made[key] = watch.made
+        for name, changes in spans_and_changes(profile, "memfit.cost.").items():
+            key = names.get(name.rstrip("+"))
+            if key is None:
+                continue
+            total = peak = 0
+            for change in changes:
+                total += change
+                peak = max(peak, total)
+            out[key] = (max(0, peak - max(0, total)), made[key])
+        for key, sizes in made.items():
+            out.setdefault(key, (0, sizes))
+        return out
+
+    def _cuda_workspace(self, call: CallSpec) -> tuple[int, tuple[int, ...] | None]:
+        if input_bytes(call) > LARGEST_INPUT_BYTES:
+            return 0, None
+        try:
+            args, kwargs = build(call, self.device)
+            _run(call, args, kwargs)
+            torch.cuda.synchronize(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            result = _run(call, args, kwargs)
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            kept = torch.cuda.memory_allocated(self.device) - before
+            return max(0, peak - max(0, kept)), _made(result, args, kwargs)
+        except Exception:  # noqa: BLE001 - as above
+            return 0, None
+
+    def _time(self, call: CallSpec, calls: dict[str, CallSpec]) -> float | None:
+        try:
+            if str(call.func) in FORWARD_OF:
+                watch = _Watch(call, "memfit.timed")
+                watch.run(calls, self.device)
+                return watch.seconds
+            args, kwargs = build(call, self.device)
+            best: list[float] = []
+            spent = 0.0
+            while len(best) < MOST_REPEATS and (spent < MEASURE_SECONDS or len(best) < 2):
+                seconds = self._once(call, args, kwargs)
+                best.append(seconds)
+                spent += seconds
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        best.sort()
+        return best[0] if len(best) < 3 else best[len(best) // 2]
+
+    def _once(self, call: CallSpec, args: Any, kwargs: Any) -> float:
+        if self.device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            _run(call, args, kwargs)
+            end.record()
+            torch.cuda.synchronize(self.device)
+            return float(start.elapsed_time(end)) / 1e3
+        begin = time.perf_counter()
+        _run(call, args, kwargs)
+        return time.perf_counter() - begin
+
+
+class _Watch(TorchDispatchMode):
+    """Runs one call under a named profiler range, by itself or, where that would crash, through the autograd of its forward kernel."""
+
+    def __init__(self, call: CallSpec, label: str) -> None:
+        super().__init__()
+        self.call = call
+        self.label = label
+        self.seconds = 0.0
+        self.made: tuple[int, ...] = ()
+
+    def run(self, calls: dict[str, CallSpec], device: torch.device) -> None:
+        forward_name = FORWARD_OF.get(str(self.call.func))
+        if forward_name is None:
+            args, kwargs = build(self.call, device)
+            _run(self.call, args, kwargs)  # the first run may set things up that stay
+            with torch.profiler.record_function(self.label):
+                result = _run(self.call, args, kwargs)
+            self.made = _made(result, args, kwargs)
+            return
+        shape = _specs(self.call.args)[0].shape
+        forward = next(
+            c for c in calls.values() if str(c.func) == forward_name and _specs(c.args)[0].shape == shape
+        )
+        args, kwargs = build(forward, device)
+        for tensor in dispatch.tensors_in((args, kwargs)):
+            tensor.requires_grad_(tensor.is_floating_point())
+        for _ in range(2):
+            outputs = forward.func(*args, **kwargs)
+            with self:
+                torch.autograd.backward([o for o in outputs if o.requires_grad], [torch.ones_like(o) for o in outputs if o.requires_grad])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.call.func:
+            return func(*args, **(kwargs or {}))
+        self.label += "+"  # the last run counts: its range has the longest name
+        begin = time.perf_counter()
+        with torch.profiler.record_function(self.label):
+            result = func(*args, **(kwargs or {}))
+        self.seconds = time.perf_counter() - begin
+        self.made = _made(result, args, kwargs)
+        return result
+
+
+def _run(call: CallSpec, args: Any, kwargs: Any) -> Any:
+    with torch.no_grad():
+        return call.func(*args, **kwargs)
+
+
+def _made(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    there = dispatch.storages_of(dispatch.tensors_in((args, kwargs)))
+    sizes: dict[int, int] = {}
+    for tensor in dispatch.tensors_in(result):
+        if dispatch.has_storage(tensor) and (key := dispatch.storage_key(tensor)) not in there:
+            sizes[key] = tensor.untyped_storage().nbytes()
+    return tuple(sizes.values())
+
+
+def _specs(tree: Any) -> list[TensorSpec]:
+    if isinstance(tree, TensorSpec):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [s for item in tree for s in _specs(item)]
+    if isinstance(tree, dict):
+        return [s for item in tree.values() for s in _specs(item)]
+    return []
+
+
+def _extent(spec: TensorSpec) -> int:
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((n - 1) * abs(s) for n, s in zip(spec.shape, spec.stride, strict=True))
+
+
+def input_bytes(call: CallSpec) -> int:
+    """Bytes its tensor arguments span."""
+    places: dict[int, int] = {}
+    for spec in _specs((call.args, call.kwargs)):
+        places[spec.place] = max(places.get(spec.place, 0), _extent(spec) * spec.dtype.itemsize)
+    return sum(places.values())
+
+
+def build(call: CallSpec, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one run: integers zero (any index is valid), numbers between 0.5 and 1."""
+    specs = _specs((call.args, call.kwargs))
+    start: dict[int, int] = {}
+    for spec in specs:
+        position = spec.offset * spec.dtype.itemsize
+        start[spec.place] = min(start.get(spec.place, position), position)
+    size: dict[int, int] = {}
+    kind: dict[int, torch.dtype] = {}
+    for spec in specs:
+        end = spec.offset * spec.dtype.itemsize - start[spec.place] + _extent(spec) * spec.dtype.itemsize
+        size[spec.place] = max(size.get(spec.place, 0), end)
+        kind.setdefault(spec.place, spec.dtype)
+    storages: dict[int, torch.UntypedStorage] = {}
+    for place, count in size.items():
+        dtype = kind[place]
+        flat = torch.empty(-(-count // dtype.itemsize), dtype=dtype, device=device)
+        if dtype.is_floating_point:
+            flat.uniform_(0.5, 1.0)
+        else:
+            flat.zero_()
+        storages[place] = flat.untyped_storage()
+
+    def made(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            offset = value.offset - start[value.place] // value.dtype.itemsize
+            return torch.empty(0, dtype=value.dtype, device=device).set_(
+                storages[value.place], offset, value.shape, value.stride
+            )
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, (list, tuple)):
+            return type(value)(made(v) for v in value)
+        return value
+
+    return tuple(made(a) for a in call.args), {k: made(v) for k, v in call.kwargs.items()}
+
+
+def flops_of(call: CallSpec) -> float:
+    """Floating-point operations, by torch's own formulas; 0 for what is not a matrix product."""
+    packet = call.func.overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0.0
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return type(value)(meta(v) for v in value)
+        return value
+
+    try:
+        args, kwargs = tuple(meta(a) for a in call.args), {k: meta(v) for k, v in call.kwargs.items() if k != "device"}
+        return float(formula(*args, **kwargs, out_val=call.func(*args, **kwargs)))
+    except Exception:  # noqa: BLE001 - a formula that does not know this form counts as none
+        return 0.0
+
+
+def estimated_seconds(call: CallSpec, machine: Machine) -> float:
+    """Roofline time of a call on a machine."""
+    specs = _specs((call.args, call.kwargs))
+    if not call.made_bytes and not call.written:
+        return 0.0  # a view
+    half = any(s.dtype in (torch.bfloat16, torch.float16) for s in specs)
+    moved = input_bytes(call) + sum(call.made_bytes)
+    return machine.roofline_seconds(flops_of(call), moved, half=half)
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a present device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=4)
+def present_machine(device: torch.device) -> Machine:
+    """This computer's device with quickly measured rates (about a tenth of a second)."""
+
+    def best(function: Callable[[], object], repeats: int = 3) -> float:
+        times = []
+        for _ in range(repeats):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    n = 512 if device.type == "cpu" else 4096
+    with torch.random.fork_rng(devices=[]):
+        a = torch.rand(n, n, device=device)
+        source = torch.rand((1 << 23) if device.type == "cpu" else (1 << 27), device=device)
+    target = torch.empty_like(source)
+    flops = 2 * n**3 / best(lambda: a @ a)
+    half = a.to(torch.bfloat16)
+    half_flops = 2 * n**3 / best(lambda: half @ half)
+    bandwidth = 2 * source.numel() * 4 / best(lambda: target.copy_(source))
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    from memfit.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY
+
+    # Measured rates are what is reached, so the roofline's efficiencies are taken out again.
+    return Machine(
+        device_name(device),
+        device.type,
+        int(memory),
+        flops / MATRIX_EFFICIENCY,
+        half_flops / MATRIX_EFFICIENCY,
+        bandwidth / BANDWIDTH_EFFICIENCY,
+        launch_seconds=5e-6,
+        allocation_bytes=512 if device.type == "cuda" else 1,
+    )
+
+
+def with_costs(captured: Captured, costs: dict[str, Cost], *, seconds_are: str, device: str) -> Trace:
+    """The trace with seconds and workspace filled in, and hidden bytes in opaque outputs put right."""
+    trace = captured.trace
+    storages: list[Storage] = list(trace.storages)
+    operations = []
+    notes = list(trace.notes)
+    for op in trace.operations:
+        cost = costs[op.key]
+        operations.append(replace(op, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes))
+        if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
+            continue
+        for s, size in zip(op.makes, cost.made_bytes, strict=True):
+            if size > storages[s].bytes:
+                storages[s] = replace(storages[s], bytes=size)
+                note = f"{op.name} returns more memory than its fake kernel shows; measured bytes are used"
+                if note not in notes:
+                    notes.append(note)
+    return replace(
+        trace,
+        operations=tuple(operations),
+        storages=tuple(storages),
+        seconds_are=seconds_are,
+        device=device,
+        notes=tuple(notes),
+    )
+
+
+def estimated_costs(calls: dict[str, CallSpec], machine: Machine) -> dict[str, Cost]:
+    """Roofline costs of all calls on a machine that is not here."""
+    return {key: Cost(estimated_seconds(call, machine), 0, None, measured=False) for key, call in calls.items()}

@@ -1,0 +1,83 @@
+"""Lend a model other tensors for a while: fake ones (nothing is allocated) or private copies (the user's stay untouched).
+
+`torch.func.functional_call` does this for one call of one module; a step also holds closures over the model and an optimizer over its parameters, so the
+tensors are exchanged inside the modules and put back at the end, together with every attribute that forward may have set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Replace every parameter, buffer and tensor attribute of the model by `make(tensor)` inside the block.
+
+    One tensor used in several places (tied weights) stays one tensor. Everything is put back at exit, attributes set meanwhile included.
+    """
+    made: dict[int, torch.Tensor] = {}
+    keep: list[torch.Tensor] = []
+
+    def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            keep.append(tensor)
+            fresh = make(tensor)
+            if isinstance(tensor, nn.Parameter):
+                fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = fresh
+        return made[id(tensor)]
+
+    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))  # noqa: SLF001
+    try:
+        for module, attributes, parameters, buffers in before:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = exchanged(parameter)  # type: ignore[assignment]  # noqa: SLF001
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = exchanged(buffer)  # noqa: SLF001
+            for name, value in attributes.items():
+                replaced = _exchange(value, exchanged)
+                if replaced is not value:
+                    module.__dict__[name] = replaced
+        yield
+    finally:
+        for module, attributes, parameters, buffers in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for table, original in ((module._parameters, parameters), (module._buffers, buffers)):  # noqa: SLF001
+                table.clear()
+                table.update(original)
+
+
+def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return exchanged(value)
+    if type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value):
+        return type(value)(_exchange(v, exchanged) for v in value)
+    if type(value) is list and any(type(v) in (list, tuple) for v in value):
+        # torch.nn.RNNBase keeps its weights once more, in lists.
+        return [_exchange(v, exchanged) for v in value]
+    return value
+
+
+def model_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, besides parameters and buffers."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in {"_parameters", "_buffers", "_modules"}:
+                continue
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor) and id(item) not in known:
+                    known.add(id(item))
+                    found.append(item)
+    return found

@@ -1,0 +1,179 @@
+"""What the dispatcher shows: which calls count as operations, which tensors and storages they touch, which they write.
+
+Capture counts operations in fake runs and the engine counts them in real ones; both must count alike, so the rules live here, below both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+from torch.nn.modules import module as _hooks
+
+aten = torch.ops.aten
+
+# `detach` is called a different number of times on fake and on real tensors, and never allocates.
+IGNORED: Final = frozenset({"aten::detach", "aten::lift_fresh", "aten::alias", "aten::is_pinned"})
+
+# Batch norm's running statistics are written without saying so in the schema: operation -> positions of (training flag, written arguments).
+BATCH_NORMS: Final[Mapping[str, tuple[int, tuple[int, ...]]]] = {
+    "aten::native_batch_norm": (5, (3, 4)),
+    "aten::_native_batch_norm_legit": (5, (3, 4)),
+    "aten::cudnn_batch_norm": (5, (3, 4)),
+    "aten::miopen_batch_norm": (5, (3, 4)),
+}
+_ALWAYS_TRAINING_BATCH_NORMS: Final[Mapping[str, tuple[int, ...]]] = {"aten::_batch_norm_with_update": (3, 4)}
+
+# Libraries whose operations are known to be functions of their inputs (and the default generator, where tagged).
+_KNOWN_LIBRARIES: Final = frozenset({"aten", "prims", "mkldnn", "torchvision", "quantized"})
+
+# Operations that look inside storages, resize them or make new aliases in ways that cannot be run again.
+_NEVER_AGAIN: Final = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::set_",
+        "aten::resize_",
+        "aten::resize_as_",
+        "aten::record_stream",
+        "aten::_pin_memory",
+        "aten::lift",
+    }
+)
+
+
+@lru_cache(maxsize=None)
+def is_operation(func: OpOverload) -> bool:
+    """Whether a dispatched call counts: not a query (device, size), not a bare alias."""
+    name = func._schema.name  # noqa: SLF001
+    if name.startswith("prim::") or name in IGNORED:
+        return False
+    return not (name.startswith("aten::sym_") or name in {"aten::is_contiguous", "aten::is_strides_like_format"})
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """Tensors among an operation's arguments or results, in order; operations nest at most lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a plain strided view of one storage (not sparse, nested or opaque)."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_mkldnn
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage while it lives; addresses are reused after its death."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+@lru_cache(maxsize=None)
+def _written_positions(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    positions: list[int] = []
+    names: list[str] = []
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positions.append(index)
+            names.append(argument.name)
+    return tuple(positions), tuple(names)
+
+
+def batch_norm_statistics(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the running statistics that this call updates; empty for anything but a training batch norm."""
+    name = func._schema.name  # noqa: SLF001
+    if name in BATCH_NORMS:
+        flag, positions = BATCH_NORMS[name]
+        return positions if len(args) > flag and args[flag] else ()
+    return _ALWAYS_TRAINING_BATCH_NORMS.get(name, ())
+
+
+def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensor arguments the call changes in place, batch norm's statistics left out (the engine handles those)."""
+    positions, names = _written_positions(func)
+    if not positions:
+        return []
+    statistics = batch_norm_statistics(func, args)
+    out: list[torch.Tensor] = []
+    for position, name in zip(positions, names, strict=True):
+        if position in statistics:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(name)
+        out.extend(tensors_in(value))
+    return out
+
+
+def is_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call draws from the default generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.name in {"dropout_p", "dropout"} and argument.type.kind() == "FloatType":
+            value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(value)
+    return True
+
+
+def is_rerunnable(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a second call on the same inputs gives the same bits and does nothing else."""
+    name = func._schema.name  # noqa: SLF001
+    if name in _NEVER_AGAIN or name.split("::")[0] not in _KNOWN_LIBRARIES:
+        return False
+    if kwargs.get("generator") is not None:
+        return False  # the user's own generator; its state is not ours to rewind
+    inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
+    return all(type(t) in _PLAIN_TYPES or _is_fake(t) for t in inputs) and not any(
+        t.is_conj() or t.is_neg() for t in inputs if has_storage(t)
+    )
+
+
+_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return type(tensor).__name__ == "FakeTensor"
+
+
+class ModulePaths:
+    """Follows which module is running, by global forward hooks that live as long as the `with` block."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    @property
+    def current(self) -> str:
+        """Path of the innermost running module of the model; "" outside."""
+        return self._stack[-1] if self._stack else ""
+
+    def __enter__(self) -> ModulePaths:
+        self._handles = [
+            _hooks.register_module_forward_pre_hook(self._enter),
+            _hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._stack.clear()
+
+    def _enter(self, module: torch.nn.Module, _args: object) -> None:
+        self._stack.append(self._names.get(id(module), self.current))
+
+    def _leave(self, _module: torch.nn.Module, _args: object, _output: object) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Distinct storages under the tensors, by key."""
+    return {storage_key(t): t.untyped_storage() for t in tensors if has_storage(t)}

@@ -1,0 +1,353 @@
+"""Follow a script: keep, drop and rebuild what autograd saves, in eager PyTorch, for any module.
+
+torch's own activation checkpointing reruns whole regions named in advance, dead operations included. Here a dispatch mode follows the forward by
+operation index; a saved tensor whose storage is dropped is replaced by a `Handle`; when backward asks for it, the operations it takes, and no
+others, are run again, as the script says. Nothing is traced or compiled at run time, and nothing of PyTorch is patched.
+
+What a rerun reads is noted as *storages and geometry*, never as tensors of the graph: a graph node must not come to own itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import dispatch
+from memfit.errors import EngineError
+from memfit.plans import KEPT, Script
+
+
+class Argument:
+    """A tensor argument of a rerun: where its bytes are, and how they are looked at."""
+
+    __slots__ = ("base", "dtype", "offset", "place", "shape", "storage", "stride", "version")
+
+    def __init__(self, tensor: torch.Tensor, place: int) -> None:
+        self.place = place  # number of a storage the engine knows, or -1
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.storage: torch.UntypedStorage | None = None
+        self.base: torch.Tensor | None = None
+        self.version = 0
+        if place < 0:
+            self.storage = tensor.untyped_storage()
+            base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001
+            if base is not None and base.is_leaf:
+                self.base, self.version = base, base._version  # noqa: SLF001
+
+
+class Handle:
+    """What autograd holds in place of a tensor whose storage the engine answers for."""
+
+    __slots__ = ("dtype", "offset", "save", "shape", "stride", "tape")
+
+    def __init__(self, tape: Tape, save: int, tensor: torch.Tensor) -> None:
+        self.tape = tape
+        self.save = save
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+Noted = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+class CompiledScript:
+    """A script with its operation names resolved, laid out by forward index."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.functions: list[OpOverload | None] = [_resolve(name) for name in script.operations]
+        self.count = len(self.functions)
+        steps_of_save: dict[int, int] = {}
+        for step in script.steps:
+            steps_of_save.setdefault(step.save, 0)
+        self.outputs: list[tuple[tuple[int, int, int], ...]] = [script.makes.get(i, ()) for i in range(self.count)]
+        self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
+        self.acts = [bool(o) or r is not None for o, r in zip(self.outputs, self.recorded, strict=True)]
+        self.makes = {i: made for i, made in script.makes.items()}
+        self.states_ending: dict[int, list[int]] = {}
+        for operation, step in script.random.items():
+            self.states_ending.setdefault(step, []).append(operation)
+        self.recipe_of: dict[int, tuple[int, ...]] = {}
+        for step_ in script.steps:
+            for run in step_.runs:
+                for operation in run:
+                    for _, storage, _ in script.makes.get(operation, ()):
+                        self.recipe_of[storage] = run
+
+
+def _resolve(name: str) -> OpOverload | None:
+    parts = name.split(".")
+    if len(parts) != 3:
+        return None
+    packet = getattr(getattr(torch.ops, parts[0], None), parts[1], None)
+    return getattr(packet, parts[2], None)
+
+
+class Tape:
+    """State of one followed forward until its backward is done."""
+
+    def __init__(self, compiled: CompiledScript, *, retain: bool) -> None:
+        self.compiled = compiled
+        self.retain = retain
+        self.live: dict[int, torch.UntypedStorage] = {}
+        self.keys: dict[int, int] = {}
+        self.noted: dict[int, Noted] = {}
+        self.states: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        self.cursor = 0
+        self.in_order = not retain
+        self.reruns = 0
+
+    # -- backward ------------------------------------------------------------------------------------------------------------
+
+    def materialise(self, handle: Handle) -> torch.Tensor:
+        """The saved tensor, its storage made again if need be."""
+        compiled = self.compiled
+        storage_number = compiled.script.saves[handle.save]
+        steps = compiled.script.steps
+        if self.in_order and self.cursor < len(steps) and steps[self.cursor].save == handle.save:
+            step = steps[self.cursor]
+            if step.runs:
+                with _rerunning():
+                    for run, releases in zip(step.runs, step.releases, strict=True):
+                        self._run(run)
+                        for storage in releases:
+                            self.live.pop(storage, None)
+            tensor = self._view(handle, storage_number)
+            for storage in step.after:
+                self.live.pop(storage, None)
+            for operation in compiled.states_ending.get(self.cursor, ()):
+                self.states.pop(operation, None)
+            self.cursor += 1
+            return tensor
+        # Backward went another way than the captured one: from here on make what is missing and let nothing go early.
+        self.in_order = False
+        if storage_number not in self.live:
+            with _rerunning():
+                self._make(storage_number)
+        return self._view(handle, storage_number)
+
+    def _view(self, handle: Handle, number: int) -> torch.Tensor:
+        storage = self.live.get(number)
+        if storage is None:
+            raise EngineError(
+                "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
+                "`with engine.forward(retain_graph=True)`"
+            )
+        return torch.empty(0, dtype=handle.dtype, device=storage.device).set_(
+            storage, handle.offset, handle.shape, handle.stride
+        )
+
+    def _make(self, number: int) -> None:
+        recipe = self.compiled.recipe_of.get(number)
+        if recipe is None or any(operation not in self.noted for operation in recipe):
+            raise EngineError(
+                "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
+                "`with engine.forward(retain_graph=True)`"
+            )
+        inside = {s for operation in recipe for _, s, _ in self.compiled.makes.get(operation, ())}
+        for operation in recipe:
+            for place in self.compiled.recorded[operation] or ():
+                if place >= 0 and place not in inside and place not in self.live:
+                    self._make(place)
+        self._run(recipe)
+
+    def _run(self, recipe: tuple[int, ...]) -> None:
+        for operation in recipe:
+            function, args, kwargs = self.noted[operation]
+            state = self.states.get(operation)
+            arguments = tuple(self._argument(a) for a in args)
+            keywords = {k: self._argument(v) for k, v in kwargs.items()} if kwargs else {}
+            if state is None:
+                result = function(*arguments, **keywords)
+            else:
+                with _generator_at(*state):
+                    result = function(*arguments, **keywords)
+            made = self.compiled.makes.get(operation, ())
+            if made:
+                results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
+                for output, number, _ in made:
+                    self.live[number] = results[output].untyped_storage()
+            self.reruns += 1
+
+    def _argument(self, value: Any) -> Any:
+        if type(value) is Argument:
+            if value.place >= 0:
+                storage = self.live[value.place]
+            else:
+                assert value.storage is not None
+                storage = value.storage
+                if value.base is not None and value.base._version != value.version:  # noqa: SLF001
+                    raise RuntimeError(
+                        f"a tensor of shape {tuple(value.base.shape)} needed to rebuild what backward reads was changed in place "
+                        f"after forward (version {value.base._version}, expected {value.version})"  # noqa: SLF001
+                    )
+            return torch.empty(0, dtype=value.dtype, device=storage.device).set_(
+                storage, value.offset, value.shape, value.stride
+            )
+        if type(value) in (list, tuple):
+            return type(value)(self._argument(v) for v in value)
+        return value
+
+
+@contextmanager
+def _generator_at(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Draw from an earlier state of the default generator, then go on as if nothing had happened."""
+    generator = _generator(device)
+    present = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(present)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+    return torch.default_generator
+
+
+class _rerunning:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Reruns happen below autograd and autocast: the operations were noted there."""
+
+    __slots__ = ("_autocast", "_grad")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: SLF001
+        self._autocast = torch._C._DisableAutocast()  # noqa: SLF001
+        self._autocast.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._autocast.__exit__(None, None, None)
+        torch._C._set_grad_enabled(self._grad)  # noqa: SLF001
+
+
+NO_DETACH: Final = torch.ops.aten.detach.default
+
+
+class Follower(TorchDispatchMode):
+    """The dispatch mode and saved-tensor hooks of one followed forward.
+
+    At the first operation that differs from the script the rest of the forward is kept plain; `departure` then says where.
+    """
+
+    def __init__(self, compiled: CompiledScript, *, retain: bool = False) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self.tape = Tape(compiled, retain=retain)
+        self.index = 0
+        self.save = 0
+        self.departure: str | None = None
+        self._functions = compiled.functions
+        self._acts = compiled.acts
+        self._count = compiled.count
+
+    @contextmanager
+    def following(self) -> Iterator[Follower]:
+        """Run forward and loss inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self:
+            yield self
+        if self.departure is None and self.index != self._count:
+            self._depart(f"forward ended after {self.index} operations, the plan has {self._count}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        index = self.index
+        if index < self._count and func is self._functions[index] and self.departure is None:
+            self.index = index + 1
+            if not self._acts[index]:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return self._act(index, func, args, kwargs or {})
+        if self.departure is None and dispatch.is_operation(func):
+            planned = str(self._functions[index]) if index < self._count else "the end of forward"
+            self._depart(f"operation {index} is {func}, the plan has {planned}")
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiled, tape = self.compiled, self.tape
+        places = compiled.recorded[index]
+        if places is not None:
+            self._note(index, func, args, kwargs, places)
+        result = func(*args, **kwargs)
+        made = compiled.outputs[index]
+        if made:
+            results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
+            held = compiled.script.held
+            for output, number, size in made:
+                if output >= len(results):
+                    self._depart(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
+                    return result
+                storage = results[output].untyped_storage()
+                if storage.nbytes() > size:
+                    self._depart(
+                        f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
+                    )
+                    return result
+                tape.keys[number] = storage._cdata  # noqa: SLF001
+                if number in held:
+                    tape.live[number] = storage
+        return result
+
+    def _note(
+        self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]
+    ) -> None:
+        position = 0
+
+        def noted(value: Any) -> Any:
+            nonlocal position
+            if isinstance(value, torch.Tensor):
+                argument = Argument(value, places[position] if position < len(places) else -1)
+                position += 1
+                return argument
+            if type(value) in (list, tuple):
+                return type(value)(noted(v) for v in value)
+            return value
+
+        noted_args = [noted(a) for a in args]
+        noted_kwargs = {k: noted(v) for k, v in kwargs.items()} if kwargs else kwargs
+        for statistics in dispatch.batch_norm_statistics(func, args):
+            noted_args[statistics] = None  # a rerun must not update the running statistics a second time
+        self.tape.noted[index] = (func, tuple(noted_args), noted_kwargs)
+        if index in self.compiled.script.random:
+            device = next((t.device for t in dispatch.tensors_in((args, kwargs))), torch.device("cpu"))
+            if kwargs.get("device") is not None:
+                device = torch.device(kwargs["device"])
+            self.tape.states[index] = (_generator(device).get_state(), device)
+
+    def _depart(self, why: str) -> None:
+        self.departure = why
+        self.tape.in_order = False
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        save = self.save
+        self.save = save + 1
+        if self.departure is None:
+            saves = self.compiled.script.saves
+            if save >= len(saves):
+                self._depart(f"autograd saved more than the {len(saves)} tensors of the plan")
+            else:
+                number = saves[save]
+                if number != KEPT:
+                    if tensor.layout is torch.strided and self.tape.keys.get(number) == tensor.untyped_storage()._cdata:  # noqa: SLF001
+                        return Handle(self.tape, save, tensor)
+                    self._depart(f"save {save} is not the tensor of the plan")
+        return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.tape.materialise(packed) if type(packed) is Handle else packed
+
+
+FollowerFactory = Callable[[], Follower]

@@ -1,0 +1,122 @@
+"""Every exception memfit raises on purpose.
+
+    MemfitError
+    ├── InputError (also ValueError)
+    │   ├── BudgetError
+    │   ├── BatchError
+    │   ├── ConfigError
+    │   ├── PlanFileError
+    │   └── SnapshotError
+    ├── InfeasibleError
+    ├── SplitError
+    ├── CaptureError
+    ├── NonFiniteLossError
+    └── EngineError
+
+The type is for the program, the sentence for the person: what was asked, what is there, who is to blame, what to do
+next. Anything else that comes out of memfit is either the user's own exception, passed on untouched, or a bug.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+
+class MemfitError(Exception):
+    """Base of all: catches whatever memfit raises on purpose, and nothing else."""
+
+
+class InputError(MemfitError, ValueError):
+    """An argument, a file or a batch handed in cannot be used as it is."""
+
+
+class BudgetError(InputError):
+    """A number of bytes cannot be read, or is not positive."""
+
+
+class BatchError(InputError):
+    """A batch has another structure than the one planned for, or is longer."""
+
+
+class ConfigError(InputError):
+    """A configuration names something that does not exist, lacks something, or contradicts itself."""
+
+
+class PlanFileError(InputError):
+    """A plan or trace file is damaged, of a format this version does not read, or belongs to another model."""
+
+
+class SnapshotError(InputError):
+    """Saved training state cannot be read back (truncated, checksum differs) or cannot be written (no space left)."""
+
+
+class Remedy(NamedTuple):
+    """A way out of a budget that is too small.
+
+    Attributes:
+        text: what to do, as the user would write it: 'allow="bf16"'.
+        saved_bytes: by how much it lowers the smallest budget that would do.
+        extra_seconds: what it adds to a step; negative when it makes the step faster.
+    """
+
+    text: str
+    saved_bytes: int
+    extra_seconds: float
+
+
+class InfeasibleError(MemfitError):
+    """No plan fits into the budget under the constraints given.
+
+    Attributes:
+        budget_bytes: what was asked.
+        minimum_bytes: the smallest budget that would do; None when none was found.
+        moment: when in the step the bytes run out.
+        module: path of the module that is in the way; "" when it is none in particular.
+        remedies: ways out, the cheapest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        minimum_bytes: int | None = None,
+        moment: str = "",
+        module: str = "",
+        remedies: tuple[Remedy, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.moment = moment
+        self.module = module
+        self.remedies = remedies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is rebuilt from its message alone; this one must survive the way home from a worker.
+        rebuild = partial(
+            type(self),
+            budget_bytes=self.budget_bytes,
+            minimum_bytes=self.minimum_bytes,
+            moment=self.moment,
+            module=self.module,
+            remedies=self.remedies,
+        )
+        return rebuild, self.args
+
+
+class SplitError(MemfitError):
+    """A batch cannot be split into micro-batches without changing the result."""
+
+
+class CaptureError(MemfitError):
+    """A training step cannot be written down, so nothing can be promised about it."""
+
+
+class NonFiniteLossError(MemfitError):
+    """The loss is infinite or not a number; the optimizer step was not taken."""
+
+
+class EngineError(MemfitError):
+    """A step cannot go on as planned, such as a second backward pass through what was released."""

@@ -1,0 +1,94 @@
+"""What hardware offers: bytes, FLOP/s, bandwidth. A value, with a table of common GPUs for planning without one at hand.
+
+Figures of the table are the makers' data sheets (dense rates, no sparsity; memory as sold). Planning on them is marked *estimated*: real kernels reach
+a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from memfit.errors import InputError
+
+GIB: Final = 1024**3
+TERA: Final = 1e12
+GIGA: Final = 1e9
+
+MATRIX_EFFICIENCY: Final = 0.6
+BANDWIDTH_EFFICIENCY: Final = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One device.
+
+    Attributes:
+        name: as written in the table, or as the system reports it.
+        kind: "cuda" or "cpu".
+        memory_bytes: all of its memory.
+        fp32_flops, tensor_flops: FLOP/s of fp32 (with TF32 left off, PyTorch's default) and of 16-bit matrix products.
+        bandwidth: of its memory, bytes/s.
+        link_bandwidth: to the host, bytes/s each way.
+        bf16: whether it has bf16 units.
+        launch_seconds: least time of one operation.
+        allocation_bytes: granularity of its allocator.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    fp32_flops: float
+    tensor_flops: float
+    bandwidth: float
+    link_bandwidth: float = 0.0
+    bf16: bool = True
+    launch_seconds: float = 5e-6
+    allocation_bytes: int = 1
+
+    def roofline_seconds(self, flops: float, moved_bytes: float, *, half: bool) -> float:
+        """Time of an operation that computes `flops` and moves `moved_bytes`, whichever takes longer (Williams et al. 2009)."""
+        rate = (self.tensor_flops if half else self.fp32_flops) * MATRIX_EFFICIENCY
+        compute = flops / rate if rate else 0.0
+        return max(compute, moved_bytes / (self.bandwidth * BANDWIDTH_EFFICIENCY)) + self.launch_seconds
+
+
+def _gpu(name: str, gib: float, fp32: float, tensor: float, gb_s: float, link: float, *, bf16: bool = True) -> Machine:
+    return Machine(
+        name, "cuda", int(gib * GIB), fp32 * TERA, tensor * TERA, gb_s * GIGA, link * GIGA, bf16, allocation_bytes=512
+    )
+
+
+# PCIe 3/4/5 x16 at about 80 % of the nominal rate.
+KNOWN: Final[tuple[Machine, ...]] = (
+    _gpu("rtx3060", 12, 12.7, 51.2, 360, 25),
+    _gpu("rtx3090", 24, 35.6, 71.0, 936, 25),
+    _gpu("rtx4090", 24, 82.6, 165.2, 1008, 25),
+    _gpu("rtx5090", 32, 104.8, 209.5, 1792, 52),
+    _gpu("t4", 16, 8.1, 65.0, 320, 12, bf16=False),
+    _gpu("v100", 32, 15.7, 125.0, 900, 12, bf16=False),
+    _gpu("a100-40gb", 40, 19.5, 312.0, 1555, 25),
+    _gpu("a100", 80, 19.5, 312.0, 2039, 25),
+    _gpu("a10", 24, 31.2, 125.0, 600, 25),
+    _gpu("l4", 24, 30.3, 121.0, 300, 25),
+    _gpu("l40s", 48, 91.6, 362.0, 864, 25),
+    _gpu("h100", 80, 66.9, 989.4, 3350, 52),
+    _gpu("h200", 141 * 1e9 / GIB, 66.9, 989.4, 4800, 52),
+)
+
+
+def known_machine(name: str) -> Machine:
+    """The table's entry for a name like "rtx4090", "RTX 4090" or "NVIDIA H100".
+
+    Raises:
+        InputError: no such entry; names the nearest ones.
+    """
+    wanted = "".join(c for c in name.lower().removeprefix("nvidia").removeprefix("geforce") if c.isalnum())
+    by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
+    if wanted in by_name:
+        return by_name[wanted]
+    near = get_close_matches(wanted, by_name, 3, 0.4)
+    known = ", ".join(m.name for m in KNOWN)
+    hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
+    raise InputError(f"no device called {name!r} is known; {hint}known are {known}")

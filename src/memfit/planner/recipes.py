@@ -1,0 +1,160 @@
+"""What it takes to make a storage again: recipes, and which storages have one.
+
+A *recipe* is the operation that made a storage together with every operation that later wrote into it, in order (CPU dropout is `empty_like`, then
+`bernoulli_` in place). Several outputs of one operation share its recipe. Running a recipe needs its inputs in their final state, so an operation
+that reads a storage before its last write has none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from memfit.trace import BEFORE_STEP, Category, Trace
+
+# Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
+SMALL_CONSTANT_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Operations to run again, and what for.
+
+    Attributes:
+        operations: indices of forward operations, ascending.
+        inputs: managed storages that must be there.
+        makes: storages that come out.
+        seconds: time of all its operations.
+        random_operations: how many of them draw random numbers.
+        peak_bytes: largest number of bytes above what was live before it started.
+        runnable: whether it may be run again at all.
+    """
+
+    operations: tuple[int, ...]
+    inputs: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float
+    random_operations: int
+    peak_bytes: int
+    runnable: bool
+
+
+class Recipes:
+    """All recipes of a trace's forward.
+
+    *Managed* storages are those made by forward operations; all others are there anyway.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.managed: list[int] = [s for s, st in enumerate(trace.storages) if 0 <= st.birth < trace.forward_events]
+        managed = set(self.managed)
+        operations = trace.operations
+        forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+        event_of = {op: event for event, op in enumerate(trace.events[: trace.forward_events]) if op >= 0}
+        self.event_of_operation = event_of
+        maker: dict[int, int] = {}
+        last_write: dict[int, int] = {}
+        lasting_write: dict[int, int] = {}
+        for op in forward:
+            for s in operations[op].makes:
+                maker[s] = op
+        writers: dict[int, list[int]] = defaultdict(list)
+        for event, op in enumerate(trace.events[: trace.pass_events]):
+            if op < 0:
+                continue
+            for s in operations[op].writes:
+                (last_write if s in managed else lasting_write)[s] = event
+                if s in managed and event < trace.forward_events:
+                    writers[s].append(op)
+        # Operations that write into a storage belong to the recipe of the operation that made it.
+        parent = {op: op for op in forward}
+
+        def find(op: int) -> int:
+            while parent[op] != op:
+                parent[op] = parent[parent[op]]
+                op = parent[op]
+            return op
+
+        for s, ops in writers.items():
+            for op in ops:
+                parent[find(op)] = find(maker[s])
+        groups: dict[int, list[int]] = defaultdict(list)
+        for op in forward:
+            if operations[op].makes or any(s in managed for s in operations[op].writes):
+                groups[find(op)].append(op)
+        self.recipes: list[Recipe] = []
+        self.recipe_of: dict[int, int] = {}
+        for ops in groups.values():
+            self._add(sorted(ops), managed, maker, last_write, lasting_write)
+
+    def _add(
+        self,
+        ops: list[int],
+        managed: set[int],
+        maker: dict[int, int],
+        last_write: dict[int, int],
+        lasting_write: dict[int, int],
+    ) -> None:
+        trace = self.trace
+        inside = set(ops)
+        runnable = True
+        inputs: dict[int, None] = {}
+        makes: list[int] = []
+        held = peak = 0
+        for op in ops:
+            operation = trace.operations[op]
+            event = self.event_of_operation[op]
+            runnable = runnable and operation.rerunnable
+            runnable = runnable and all(s in managed for s in operation.writes)
+            made = sum(trace.storages[s].bytes for s in operation.makes)
+            held += made
+            peak = max(peak, held + operation.workspace_bytes)
+            makes.extend(operation.makes)
+            for s in operation.reads:
+                if s in managed:
+                    if maker[s] in inside:
+                        continue
+                    inputs[s] = None
+                    runnable = runnable and last_write.get(s, -1) < event
+                else:
+                    runnable = runnable and lasting_write.get(s, -1) < event
+                    storage = trace.storages[s]
+                    if storage.category is Category.OTHER and storage.birth == BEFORE_STEP and storage.death < len(trace.events):
+                        runnable = runnable and storage.bytes <= SMALL_CONSTANT_BYTES
+        # A storage written after something outside read it would come back in its last state, as autograd saw it; written in backward, it would not.
+        runnable = runnable and all(last_write.get(s, -1) < trace.forward_events for s in makes)
+        random_operations = sum(1 for op in ops if trace.operations[op].random)
+        if random_operations:
+            peak += trace.rng_state_bytes  # the generator's present state is put aside meanwhile
+        index = len(self.recipes)
+        for s in makes:
+            self.recipe_of[s] = index
+        self.recipes.append(
+            Recipe(
+                tuple(ops),
+                tuple(inputs),
+                tuple(makes),
+                sum(trace.operations[op].seconds for op in ops),
+                random_operations,
+                peak,
+                runnable,
+            )
+        )
+
+    @cached_property
+    def rebuildable(self) -> frozenset[int]:
+        """Managed storages that can be made again from storages that are there, whatever is dropped."""
+        good: set[int] = set()
+        for s in self.managed:  # in order of birth, so inputs come first
+            if self.recipes[self.recipe_of[s]].runnable:
+                good.add(s)
+        return frozenset(good)
+
+    @cached_property
+    def saved(self) -> frozenset[int]:
+        """Managed storages that backward reads."""
+        managed = set(self.managed)
+        return frozenset(save.storage for save in self.trace.saves if save.unpacks and save.storage in managed)

@@ -1,0 +1,99 @@
+"""Reruns -> Script: write down, for the engine, everything that follows from a plan by liveness, so that it decides nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memfit.planner.recipes import Recipes
+from memfit.planner.timeline import Reruns
+from memfit.plans import KEPT, Script, Step
+
+
+def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
+    """The script that holds, runs and releases exactly as the timeline says.
+
+    Args:
+        recipes: of the trace the plan is for.
+        reruns: the plan.
+    """
+    reruns = {event: tuple(runs) for event, runs in reruns.items() if runs}
+    if not reruns:
+        return Script()
+    trace = recipes.trace
+    forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+    number = {op: i for i, op in enumerate(forward)}  # operations are counted in forward, which has no unpacks unless models nest backward
+    managed = set(recipes.managed)
+    made: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    used: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for event in sorted(reruns):
+        for position, recipe in enumerate(reruns[event]):
+            for s in recipes.recipes[recipe].makes:
+                made[s].append((event, position))
+            for s in recipes.recipes[recipe].inputs:
+                used[s].append((event, position))
+    # The engine answers for what it makes again, and for what is asked for where reruns start; autograd keeps the rest itself.
+    answered = set(made) | {trace.saves[~trace.events[event]].storage for event in reruns}
+    unpacks: list[tuple[int, int]] = []  # (event, save) of storages the engine answers for
+    for index, save in enumerate(trace.saves):
+        if save.storage in answered:
+            for event, _ in save.unpacks:
+                unpacks.append((event, index))
+                used[save.storage].append((event, len(reruns.get(event, ()))))
+    assert answered <= managed, "reruns start only where a managed storage is unpacked"
+    step_events = sorted(unpacks)
+    releases: dict[tuple[int, int], list[int]] = defaultdict(list)
+    held: set[int] = set()
+    for s in {*made, *used}:
+        uses = sorted(used.get(s, ()))
+        births = made.get(s, [])
+        cursor = 0
+        for copy in range(len(births) + 1):
+            until = births[copy] if copy < len(births) else (len(trace.events) + 1, 0)
+            first = cursor
+            while cursor < len(uses) and uses[cursor] <= until:
+                cursor += 1
+            if cursor > first:
+                releases[uses[cursor - 1]].append(s)
+                if copy == 0:
+                    held.add(s)
+            elif copy > 0:
+                releases[births[copy - 1]].append(s)
+    recorded: dict[int, tuple[int, ...]] = {}
+    random: dict[int, int] = {}
+    steps = []
+    for position, (event, save) in enumerate(step_events):
+        runs = reruns.get(event, ())
+        for recipe in runs:
+            for op in recipes.recipes[recipe].operations:
+                operation = trace.operations[op]
+                recorded[number[op]] = tuple(s if s in managed else -1 for s in operation.reads)
+                if operation.random:
+                    random[number[op]] = position
+        steps.append(
+            Step(
+                save,
+                tuple(tuple(number[op] for op in recipes.recipes[r].operations) for r in runs),
+                tuple(tuple(sorted(releases.get((event, p), ()))) for p in range(len(runs))),
+                tuple(sorted(releases.get((event, len(runs)), ()))),
+            )
+        )
+    wanted = held | answered
+    makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
+    for op in forward:
+        operation = trace.operations[op]
+        entries = tuple(
+            (output, operation.makes[place], trace.storages[operation.makes[place]].bytes)
+            for output, place in enumerate(operation.outputs)
+            if place >= 0 and operation.makes[place] in wanted and operation.outputs.index(place) == output
+        )
+        if entries:
+            makes[number[op]] = entries
+    return Script(
+        tuple(trace.operations[op].name for op in forward),
+        makes,
+        frozenset(held),
+        recorded,
+        random,
+        tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
+        tuple(steps),
+    )

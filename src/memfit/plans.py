@@ -1,0 +1,364 @@
+"""A plan: what is chosen, what each step does about each saved storage, what is predicted, what was turned down and why. A value.
+
+`Script` is the part the engine follows, written in terms of the forward operations' order and autograd's saves, so that it can be checked against
+the real run operation by operation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.errors import PlanFileError
+from memfit.units import format_bytes, format_seconds
+
+FORMAT_VERSION: Final = 1
+KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happens before autograd is given one saved tensor.
+
+    Attributes:
+        save: number of the save it asks for.
+        runs: recipes to run first; each is the operations to run, in order.
+        releases: for each run, storages to let go after it.
+        after: storages to let go once the tensor has been handed over.
+    """
+
+    save: int
+    runs: tuple[tuple[int, ...], ...]
+    releases: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the engine follows in one micro-batch.
+
+    Attributes:
+        operations: name of each forward operation, in order; checked against the run.
+        makes: for the operations that matter, (output position, storage, bytes) of the storages to know by number.
+        held: storages the engine itself holds from when they are made.
+        recorded: operations whose arguments are noted for reruns -> storage of each tensor argument (-1: there anyway).
+        random: recorded operations that draw random numbers -> the step after which their generator state is let go.
+        saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
+        steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
+    """
+
+    operations: tuple[str, ...] = ()
+    makes: Mapping[int, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    recorded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    random: Mapping[int, int] = field(default_factory=dict)
+    saves: tuple[int, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to do: the step runs as PyTorch runs it."""
+        return not self.steps
+
+    @property
+    def reruns(self) -> int:
+        """Operations run again in one micro-batch."""
+        return sum(len(run) for step in self.steps for run in step.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and strings; operation names are stored once each."""
+        names: dict[str, int] = {}
+        operations = [names.setdefault(n, len(names)) for n in self.operations]
+        return {
+            "names": list(names),
+            "operations": operations,
+            "makes": {str(k): [list(x) for x in v] for k, v in self.makes.items()},
+            "held": sorted(self.held),
+            "recorded": {str(k): list(v) for k, v in self.recorded.items()},
+            "random": {str(k): v for k, v in self.random.items()},
+            "saves": list(self.saves),
+            "steps": [
+                [s.save, [list(r) for r in s.runs], [list(r) for r in s.releases], list(s.after)] for s in self.steps
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Script:
+        """Inverse of `to_json`; checks that the numbers refer to something.
+
+        Raises:
+            ValueError: numbers out of range.
+        """
+        operations = tuple(data["names"][i] for i in data["operations"])
+        script = cls(
+            operations,
+            {int(k): tuple((int(a), int(b), int(c)) for a, b, c in v) for k, v in data["makes"].items()},
+            frozenset(int(s) for s in data["held"]),
+            {int(k): tuple(int(x) for x in v) for k, v in data["recorded"].items()},
+            {int(k): int(v) for k, v in data["random"].items()},
+            tuple(int(s) for s in data["saves"]),
+            tuple(
+                Step(
+                    int(save),
+                    tuple(tuple(int(x) for x in r) for r in runs),
+                    tuple(tuple(int(x) for x in r) for r in releases),
+                    tuple(int(x) for x in after),
+                )
+                for save, runs, releases, after in data["steps"]
+            ),
+        )
+        count = len(operations)
+        known = {s for made in script.makes.values() for _, s, _ in made}
+        for operation in (*script.makes, *script.recorded, *script.random):
+            if not 0 <= operation < count:
+                raise ValueError(f"operation {operation} of {count}")
+        for step in script.steps:
+            if not 0 <= step.save < len(script.saves) or script.saves[step.save] == KEPT:
+                raise ValueError(f"step for save {step.save}, which autograd keeps or does not exist")
+            if len(step.releases) != len(step.runs):
+                raise ValueError(f"{len(step.releases)} releases for {len(step.runs)} runs at save {step.save}")
+            for operation in (x for run in step.runs for x in run):
+                if operation not in script.recorded:
+                    raise ValueError(f"operation {operation} is to run again but is not recorded")
+        for storage in (*script.held, *(s for s in script.saves if s != KEPT)):
+            if storage not in known:
+                raise ValueError(f"storage {storage} is made by no operation")
+        return script
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The few discrete choices around the actions.
+
+    Attributes:
+        micro_batches: parts in which the batch is run, gradients accumulated.
+        weights: how the parts' losses add up to the batch's: "whole", "samples", "sum" or "tokens:<key>".
+    """
+
+    micro_batches: int = 1
+    weights: str = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step will take.
+
+    Attributes:
+        peak_bytes: largest number of bytes held at once, of the budget's device.
+        plain_peak_bytes: the same without a plan.
+        step_seconds, plain_step_seconds: one optimizer step, with and without the plan.
+        bound_seconds: no plan in these bytes (with these micro-batches) takes less.
+        seconds_are: "measured" (operation by operation, on this device) or "estimated" (from a device's data sheet).
+        peak_phase, peak_module, peak_operation: where the peak is.
+        categories_at_peak: bytes by category there.
+        curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
+    """
+
+    peak_bytes: int
+    plain_peak_bytes: int
+    step_seconds: float
+    plain_step_seconds: float
+    bound_seconds: float
+    seconds_are: str
+    peak_phase: str = ""
+    peak_module: str = ""
+    peak_operation: str = ""
+    categories_at_peak: Mapping[str, int] = field(default_factory=dict)
+    moments: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ()
+    curve: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    plain_curve: tuple[int, ...] = ()
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds of a step against plain."""
+        return self.step_seconds / self.plain_step_seconds if self.plain_step_seconds else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSaving:
+    """What a plan does in one module.
+
+    Attributes:
+        module: path.
+        kept_bytes, dropped_bytes: of what autograd saves there.
+        rerun_seconds: spent running operations of this module again, per micro-batch.
+    """
+
+    module: str
+    kept_bytes: int
+    dropped_bytes: int
+    rerun_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train one model on one shape of batch inside a number of bytes.
+
+    Attributes:
+        budget_bytes: what the user allowed.
+        choices, script, prediction: see there.
+        signature: the batch it is for (nothing in a run may be larger).
+        model: identity of the model's structure.
+        device, torch_version: what it was made for.
+        clip_norm: gradient clipping that the prediction includes.
+        by_module: kept, dropped and rerun by module.
+        turned_down: choices weighed and not taken, each with its reason.
+        notes: what the reader should know.
+        source: how the bytes were captured.
+        runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
+    """
+
+    budget_bytes: int
+    choices: Choices
+    script: Script
+    prediction: Prediction
+    signature: str
+    model: str
+    device: str
+    torch_version: str
+    clip_norm: float | None = None
+    by_module: tuple[ModuleSaving, ...] = ()
+    turned_down: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    source: str = "fake"
+    format_version: int = FORMAT_VERSION
+    runtime: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """How far, at most, this plan is from the fastest one that fits, as a part of the step."""
+        if self.prediction.step_seconds <= 0:
+            return 0.0
+        return max(0.0, (self.prediction.step_seconds - self.prediction.bound_seconds) / self.prediction.step_seconds)
+
+    def explain(self) -> str:
+        """The plan in words, for a person."""
+        p = self.prediction
+        exact = "the same numbers as plain PyTorch, bit for bit"
+        if self.choices.micro_batches > 1:
+            exact = "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
+        lines = [
+            f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
+            f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %).",
+            f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
+            f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes can be more than "
+            f"{100 * self.gap:.1f} % faster.",
+            f"Numbers: {exact}.",
+            f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",
+        ]
+        share = ", ".join(
+            f"{name.replace('_', ' ')} {format_bytes(n)}"
+            for name, n in sorted(p.categories_at_peak.items(), key=lambda x: -x[1])
+            if n
+        )
+        if share:
+            lines.append(f"There: {share}.")
+        if self.choices.micro_batches > 1:
+            lines.append(f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights}.")
+        if self.script.plain:
+            lines.append("Nothing is dropped: the step runs as PyTorch runs it.")
+        else:
+            dropped = sum(m.dropped_bytes for m in self.by_module)
+            kept = sum(m.kept_bytes for m in self.by_module)
+            lines.append(
+                f"Of what backward needs, {format_bytes(kept)} are kept and {format_bytes(dropped)} dropped and rebuilt "
+                f"({self.script.reruns} operations run again per micro-batch). Most is dropped in:"
+            )
+            for m in sorted(self.by_module, key=lambda m: -m.dropped_bytes)[:8]:
+                if m.dropped_bytes:
+                    lines.append(
+                        f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
+                        f"{format_seconds(m.rerun_seconds)} again"
+                    )
+        lines += [f"Turned down: {text}" for text in self.turned_down]
+        lines += [f"Note: {text}" for text in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Versioned JSON of everything but `runtime`."""
+        data = {
+            "memfit": "plan",
+            "format_version": self.format_version,
+            "budget_bytes": self.budget_bytes,
+            "choices": asdict(self.choices),
+            "prediction": asdict(self.prediction),
+            "signature": self.signature,
+            "model": self.model,
+            "device": self.device,
+            "torch_version": self.torch_version,
+            "clip_norm": self.clip_norm,
+            "by_module": [asdict(m) for m in self.by_module],
+            "turned_down": list(self.turned_down),
+            "notes": list(self.notes),
+            "source": self.source,
+            "script": self.script.to_json(),
+        }
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """Inverse of `to_json`.
+
+        Raises:
+            PlanFileError: not a plan, another format version, or edited into something that cannot be followed.
+        """
+        if not isinstance(data, Mapping) or data.get("memfit") != "plan":
+            raise PlanFileError("this is not a memfit plan: make one with memfit.plan(...).save(path) or `memfit plan --save path`")
+        if data.get("format_version") != FORMAT_VERSION:
+            raise PlanFileError(
+                f"this plan has format {data.get('format_version')!r} and this memfit reads {FORMAT_VERSION}: plan again"
+            )
+        try:
+            prediction = dict(data["prediction"])
+            for name in ("moments", "phases", "plain_curve"):
+                prediction[name] = tuple(prediction[name])
+            prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
+            choices = Choices(**data["choices"])
+            budget = data["budget_bytes"]
+            if not isinstance(budget, int) or budget <= 0:
+                raise ValueError(f"budget_bytes is {budget!r}")
+            if not isinstance(choices.micro_batches, int) or choices.micro_batches < 1:
+                raise ValueError(f"micro_batches is {choices.micro_batches!r}")
+            plan = cls(
+                budget,
+                choices,
+                Script.from_json(data["script"]),
+                Prediction(**prediction),
+                str(data["signature"]),
+                str(data["model"]),
+                str(data["device"]),
+                str(data["torch_version"]),
+                data["clip_norm"],
+                tuple(ModuleSaving(**m) for m in data["by_module"]),
+                tuple(data["turned_down"]),
+                tuple(data["notes"]),
+                str(data["source"]),
+            )
+            if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:
+                raise ValueError(f"predicted peak {plan.prediction.peak_bytes} does not fit the budget {budget}")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise PlanFileError(f"this plan file cannot be followed ({error}); if it was edited by hand, plan again") from error
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanFileError: the file is not there, not JSON, or not a plan that can be followed.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanFileError(f"cannot read the plan {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise PlanFileError(f"{path} is not JSON ({error}): plan again") from error
+        return cls.from_json(data)

@@ -1,0 +1,135 @@
+"""What happened, beside what was predicted. Values: torch-free, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.plans import Plan
+
+FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step as it ran.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: of the whole batch.
+        seconds: wall time.
+        micro_batches: parts it ran in.
+        peak_bytes: measured, when the step was metered.
+        reruns: operations run again.
+        departures: where a forward differed from the plan and was kept plain; empty when all went as planned.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    micro_batches: int = 1
+    peak_bytes: int | None = None
+    reruns: int = 0
+    departures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan of the frontier: bytes against seconds.
+
+    Attributes:
+        budget_bytes: what the plan was asked to fit in.
+        peak_bytes, step_seconds: predicted.
+        bound_seconds: lower bound for any plan in that budget.
+        micro_batches: of the plan.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    bound_seconds: float
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """One real step under the meter, before training.
+
+    Attributes:
+        predicted_peak_bytes, measured_peak_bytes: for the same step.
+        measured_seconds: wall time, the meter's cost included.
+        rounds: plans made until the measurement fitted (1: the first did).
+        departures: where the step differed from the plan.
+        curve: measured bytes after each allocation or release, thinned; for the picture.
+    """
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    measured_seconds: float
+    rounds: int = 1
+    departures: tuple[str, ...] = ()
+    curve: tuple[int, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """Predicted against measured, as a part of the measured peak."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1 if self.measured_peak_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A plan and what came of it.
+
+    Attributes:
+        title: what was trained.
+        plan: the plan followed.
+        rehearsal: None when none was held.
+        records: steps, in order.
+        frontier: points from plain down to the smallest budget; may be empty.
+        facts: further lines for the reader (accuracy, versions), as (name, text).
+    """
+
+    title: str
+    plan: Plan
+    rehearsal: Rehearsal | None = None
+    records: tuple[StepRecord, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def to_json(self) -> dict[str, Any]:
+        """Versioned JSON."""
+        return {
+            "memfit": "report",
+            "format_version": self.format_version,
+            "title": self.title,
+            "plan": self.plan.to_json(),
+            "rehearsal": asdict(self.rehearsal) if self.rehearsal else None,
+            "records": [asdict(r) for r in self.records],
+            "frontier": [asdict(p) for p in self.frontier],
+            "facts": [list(f) for f in self.facts],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Report:
+        """Inverse of `to_json`."""
+        rehearsal = data["rehearsal"]
+        if rehearsal is not None:
+            rehearsal = Rehearsal(
+                **{**rehearsal, "departures": tuple(rehearsal["departures"]), "curve": tuple(rehearsal["curve"])}
+            )
+        return cls(
+            data["title"],
+            Plan.from_json(data["plan"]),
+            rehearsal,
+            tuple(StepRecord(**{**r, "departures": tuple(r["departures"])}) for r in data["records"]),
+            tuple(FrontierPoint(**p) for p in data["frontier"]),
+            tuple((str(a), str(b)) for a, b in data["facts"]),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the value as JSON; `memfit.views.write_report` makes the page and the pictures."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,277 @@
+"""One optimizer step written down: operations, storages, and what autograd saves. A value: frozen, torch-free, JSON both ways.
+
+Words: an *event* is an operation (a kernel the dispatcher sees) or an *unpack* (autograd asks for a tensor it saved). Times are positions in the
+event list. A storage is born at an event and is gone after an event. Bytes are what the allocator hands out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.errors import PlanFileError
+
+FORMAT_VERSION: Final = 1
+BEFORE_STEP: Final = -1
+
+
+class Category(StrEnum):
+    """What the bytes are for; the bands of the picture."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer_state"
+    GRADIENT = "gradient"
+    BATCH = "batch"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OTHER = "other"
+
+
+class Phase(StrEnum):
+    """Part of the step in which an operation runs; the loss counts as forward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation.
+
+    Attributes:
+        bytes: as handed out by the allocator.
+        category: what it is for.
+        module: path of the module whose operation made it ("" outside any).
+        birth: event that makes it; BEFORE_STEP when it is there when the step starts.
+        death: last event at which it is alive when autograd keeps nothing (its *transient* death); the number of events when it outlives the step.
+    """
+
+    bytes: int
+    category: Category
+    module: str
+    birth: int
+    death: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel call as the dispatcher sees it.
+
+    Attributes:
+        name: overload name, e.g. "aten.mm.default".
+        phase: part of the step.
+        module: path of the module in which it ran.
+        reads: storages of its tensor arguments, in argument order, repeats included.
+        writes: storages it changes in place.
+        makes: storages it allocates and returns, in output order.
+        seconds: time of one run on the device the trace is for.
+        workspace_bytes: allocated inside and freed before it returns.
+        random: draws from the default generator.
+        rerunnable: running it twice on the same inputs gives the same outputs and has no other effect (batch norm's statistics are handled by the engine).
+        key: names all operations that cost the same (name, shapes, dtypes, layout); one measurement serves them.
+        outputs: for each tensor output, the position in `makes` of its storage, or -1 when it aliases one that was there.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float
+    workspace_bytes: int
+    random: bool
+    rerunnable: bool
+    key: str
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One tensor that autograd saved in forward.
+
+    Attributes:
+        storage: the storage it lies in.
+        after: event (an operation) after which it was packed.
+        unpacks: pairs (unpack event, last event at which the backward node still holds what it was given).
+    """
+
+    storage: int
+    after: int
+    unpacks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One micro-batch's forward and backward, followed by clipping and the optimizer.
+
+    Attributes:
+        events: operation indices, and `~i` where save i is unpacked.
+        operations, storages, saves: the tables.
+        forward_events: events [0, forward_events) belong to forward and loss.
+        pass_events: events [0, pass_events) belong to one micro-batch; the rest run once a step.
+        micro_batches: how often the pass runs in a step; with more than one, gradients are there when the pass starts.
+        micro_batch_size: samples in the (largest) micro-batch captured.
+        device: name of the device the seconds are for.
+        seconds_are: "measured" or "estimated".
+        source: "fake", "real" or "scaled": how the bytes were found.
+        signature: shapes and dtypes of the batch.
+        model: hash of the model's structure (module paths, shapes, dtypes, requires_grad).
+        notes: what the reader should know (fallbacks taken, operations not understood).
+        rng_state_bytes: bytes the engine keeps to replay one random operation.
+        dispatch_seconds: host seconds the engine adds to each forward operation while it follows a plan.
+    """
+
+    events: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    storages: tuple[Storage, ...]
+    saves: tuple[Save, ...]
+    forward_events: int
+    pass_events: int
+    micro_batches: int
+    micro_batch_size: int
+    device: str
+    seconds_are: str
+    source: str
+    signature: str
+    model: str
+    notes: tuple[str, ...] = ()
+    rng_state_bytes: int = 0
+    dispatch_seconds: float = 0.0
+    format_version: int = field(default=FORMAT_VERSION)
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of one micro-batch's forward and backward, run plainly."""
+        return sum(self.operations[e].seconds for e in self.events[: self.pass_events] if e >= 0)
+
+    @property
+    def plain_step_seconds(self) -> float:
+        """Seconds of one optimizer step, run plainly."""
+        tail = sum(self.operations[e].seconds for e in self.events[self.pass_events :] if e >= 0)
+        return self.pass_seconds * self.micro_batches + tail
+
+    @property
+    def forward_operations(self) -> int:
+        """Number of operations in forward and loss; the engine counts these."""
+        return sum(1 for e in self.events[: self.forward_events] if e >= 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Columns rather than rows: a trace of 10,000 operations stays a few hundred kB once compressed."""
+        names: dict[str, int] = {}
+
+        def intern(text: str) -> int:
+            return names.setdefault(text, len(names))
+
+        interned = {"name", "module", "key", "phase", "category"}
+
+        def table(rows: tuple[Any, ...], cls: type) -> dict[str, list[Any]]:
+            return {
+                f.name: [intern(str(getattr(r, f.name))) if f.name in interned else getattr(r, f.name) for r in rows]
+                for f in fields(cls)
+            }
+
+        rows = {
+            "operations": table(self.operations, Operation),
+            "storages": table(self.storages, Storage),
+            "saves": table(self.saves, Save),
+        }
+        scalars = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"operations", "storages", "saves"}
+        }
+        return {**scalars, **rows, "names": list(names)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """Inverse of `to_json`.
+
+        Raises:
+            PlanFileError: another format version, or columns that do not fit together.
+        """
+        if data.get("format_version") != FORMAT_VERSION:
+            raise PlanFileError(
+                f"this trace has format {data.get('format_version')!r}, this memfit reads {FORMAT_VERSION}: capture it again"
+            )
+        try:
+            names = data["names"]
+            ops, sts, svs = data["operations"], data["storages"], data["saves"]
+
+            def columns(table: Mapping[str, list[Any]], kind: type) -> list[tuple[Any, ...]]:
+                return list(zip(*(table[f.name] for f in fields(kind)), strict=True))
+
+            operations = tuple(
+                Operation(
+                    names[name],
+                    Phase(names[phase]),
+                    names[module],
+                    tuple(reads),
+                    tuple(writes),
+                    tuple(makes),
+                    seconds,
+                    workspace,
+                    random,
+                    rerunnable,
+                    names[key],
+                    tuple(outputs),
+                )
+                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs in columns(
+                    ops, Operation
+                )
+            )
+            storages = tuple(
+                Storage(size, Category(names[category]), names[module], birth, death)
+                for size, category, module, birth, death in columns(sts, Storage)
+            )
+            saves = tuple(
+                Save(storage, after, tuple((u, r) for u, r in unpacks))
+                for storage, after, unpacks in columns(svs, Save)
+            )
+            rest = {
+                f.name: data[f.name]
+                for f in fields(cls)
+                if f.name not in {"operations", "storages", "saves", "events", "notes"}
+            }
+            return cls(
+                operations=operations,
+                storages=storages,
+                saves=saves,
+                events=tuple(data["events"]),
+                notes=tuple(data["notes"]),
+                **rest,
+            )
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise PlanFileError(f"this trace file is damaged ({error}): capture it again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as gzipped JSON."""
+        Path(path).write_bytes(gzip.compress(json.dumps(self.to_json()).encode(), mtime=0))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanFileError: not a trace file, or damaged.
+        """
+        try:
+            data = json.loads(gzip.decompress(Path(path).read_bytes()))
+        except (OSError, EOFError, ValueError) as error:
+            raise PlanFileError(f"{path} is not a readable trace ({error}): capture it again") from error
+        return cls.from_json(data)
+
+
+def digest(*parts: object) -> str:
+    """Short stable hash of JSON-able parts, for signatures and model identity."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+__all__ = ["BEFORE_STEP", "FORMAT_VERSION", "Category", "Operation", "Phase", "Save", "Storage", "Trace", "digest"]

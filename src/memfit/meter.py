@@ -6,7 +6,9 @@ On the CPU every block the tensor allocator hands out or takes back is seen, thr
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,8 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 from memfit import dispatch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # libkineto greets on stderr at every session otherwise
 
 
 @dataclass(slots=True)
@@ -63,9 +68,16 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         reading.reserved_bytes = torch.cuda.max_memory_reserved(where)
         reading.base_bytes = before
     else:
-        with profiled() as profile:
-            yield reading
-        reading.changes = [e.nbytes() for e in _memory_events(profile)]
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # the death of older garbage in the middle would be taken for a release of the block's own
+        try:
+            with profiled() as profile:
+                yield reading
+        finally:
+            if collecting:
+                gc.enable()
+        reading.changes = [size for _, size in _changes(profile)]
         reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
         reading.reserved_bytes = reading.peak_bytes
     reading.seconds = time.perf_counter() - start
@@ -85,25 +97,40 @@ def profiled() -> Iterator[Any]:
             profile.__exit__(None, None, None)
 
 
-def _memory_events(profile: Any) -> list[Any]:
-    events = profile.profiler.kineto_results.events()
-    found = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
-    found.sort(key=lambda e: e.start_ns())  # a stable sort keeps the order of recording where times are equal
-    return found
+def _changes(profile: Any) -> list[tuple[int, int]]:
+    """(time in ns, bytes) of each allocation and release on the CPU; releases of blocks from before the session are left out."""
+    allocations = []
+    stack = list(profile.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            allocations.append((event.start_time_ns, event.extra_fields))
+        stack.extend(event.children)
+    allocations.sort(key=lambda a: a[0])  # stable: equal times keep the order of recording
+    live: dict[int, int] = {}
+    out: list[tuple[int, int]] = []
+    for when, fields in allocations:
+        size = fields.alloc_size
+        if size > 0:
+            live[fields.ptr] = size
+            out.append((when, size))
+        elif fields.ptr in live:
+            out.append((when, -live.pop(fields.ptr)))
+    return out
 
 
 def spans_and_changes(profile: Any, prefix: str) -> dict[str, list[int]]:
     """For each `record_function` range whose name starts with `prefix`: the allocation changes inside it, in order."""
     events = profile.profiler.kineto_results.events()
-    memory = _memory_events(profile)
+    memory = _changes(profile)
     spans = sorted((e.start_ns(), e.end_ns(), e.name()) for e in events if e.name().startswith(prefix))
     out: dict[str, list[int]] = {}
     position = 0
     for start, end, name in spans:
-        while position < len(memory) and memory[position].start_ns() < start:
+        while position < len(memory) and memory[position][0] < start:
             position += 1
         changes = out.setdefault(name, [])
-        while position < len(memory) and memory[position].start_ns() <= end:
-            changes.append(memory[position].nbytes())
+        while position < len(memory) and memory[position][0] <= end:
+            changes.append(memory[position][1])
             position += 1
     return out

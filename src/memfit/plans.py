@@ -42,7 +42,8 @@ class Script:
 
     Attributes:
         operations: name of each forward operation, in order; checked against the run.
-        makes: for the operations that matter, (output position, storage, bytes) of the storages to know by number.
+        makes: for the operations that matter, (output position, storage, largest bytes or -1 when values decide) of
+            the storages to know by number.
         held: storages the engine itself holds from when they are made.
         recorded: operations whose arguments are noted for reruns -> storage of each tensor argument (-1: there anyway).
         random: recorded operations that draw random numbers -> the step after which their generator state is let go.

@@ -10,7 +10,7 @@ from math import inf, isinf
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.planner import mincut
@@ -106,6 +106,7 @@ def networks(draw: st.DrawFn, max_nodes: int = 6) -> Network:
 
 
 @pytest.mark.parametrize("plain_searches", [12, 1])  # With 1, nearly all searches go by capacity scaling, the fallback.
+@settings(deadline=None)
 @given(network=networks())
 def test_cut_is_the_smallest_of_all_minimum_cuts(network: Network, plain_searches: int) -> None:
     costs = {sides: network.cost(list(sides)) for sides in product((False, True), repeat=len(network.source))}
@@ -122,6 +123,7 @@ def test_cut_is_the_smallest_of_all_minimum_cuts(network: Network, plain_searche
     assert cut.on_source_side == minimal
 
 
+@settings(deadline=None)
 @given(network=networks(max_nodes=12), scale=st.sampled_from((1e-100, 1e-9, 0.3, 1e12)), seed=st.integers(0, 99))
 def test_unit_and_order_of_arcs_do_not_matter(network: Network, scale: float, seed: int) -> None:
     scaled = Network(
@@ -137,8 +139,7 @@ def test_unit_and_order_of_arcs_do_not_matter(network: Network, scale: float, se
             scaled.cut()
         return
     assert scaled.cut().value == pytest.approx(cut.value * scale, rel=1e-12, abs=0)
-    if scale != 0.3:  # Rounding 0.3 breaks ties: 0.3 + 0.6 is not 0.9.
-        return
+    # The sides may differ: rounding splits ties, as 0.3 + 0.6 is not 0.9. They cost the same.
     assert network.cost(scaled.cut().on_source_side) == cut.value
 
 

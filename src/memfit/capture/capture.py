@@ -79,7 +79,7 @@ def capture(
         # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
         # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
-        with _forked_generators(), lent(model, fake), mode:
+        with forked_generators(), lent(model, fake), mode:
             return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches)
     except MemfitError:
         raise
@@ -102,11 +102,11 @@ def capture_real(
         fresh = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device)
         return fresh.copy_(tensor.detach())
 
-    with _forked_generators(), lent(model, copy):
+    with forked_generators(), lent(model, copy):
         return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches, source="real")
 
 
-def _forked_generators() -> contextlib.AbstractContextManager[None]:
+def forked_generators() -> contextlib.AbstractContextManager[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     return torch.random.fork_rng(devices=devices)
 

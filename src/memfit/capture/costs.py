@@ -232,7 +232,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(call: CallSpec, args: Any, kwargs: Any) -> Any:
-    with torch.no_grad():
+    # Gradient mode stays on, as in the step (fused RNNs keep no workspace without it); the inputs ask for none.
+    with torch.enable_grad():
         return call.func(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -218,22 +218,25 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class _rerunning:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Reruns happen below autograd and autocast: the operations were noted there."""
+    """Reruns happen below autograd and autocast: the operations were noted there.
 
-    __slots__ = ("_autocast", "_grad")
+    Gradient mode stays as in forward, since some kernels (fused RNNs) return less without it; no graph is built below autograd.
+    """
+
+    __slots__ = ("_autocast", "_below", "_grad")
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # noqa: SLF001
+        torch._C._set_grad_enabled(True)  # noqa: SLF001
         self._autocast = torch._C._DisableAutocast()  # noqa: SLF001
         self._autocast.__enter__()
+        self._below = torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001
+        self._below.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        self._below.__exit__(None, None, None)
         self._autocast.__exit__(None, None, None)
         torch._C._set_grad_enabled(self._grad)  # noqa: SLF001
-
-
-NO_DETACH: Final = torch.ops.aten.detach.default
 
 
 class Follower(TorchDispatchMode):
@@ -290,7 +293,7 @@ class Follower(TorchDispatchMode):
                     self._depart(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
                     return result
                 storage = results[output].untyped_storage()
-                if storage.nbytes() > size:
+                if storage.nbytes() > size >= 0:
                     self._depart(
                         f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
                     )

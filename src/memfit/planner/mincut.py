@@ -17,7 +17,7 @@ Measured on chains of 24 transformer-like blocks (2,660 nodes, 3,710 arcs, from 
 read by backward, low to high prices; milliseconds on one core, the flow alone with its lists built, prototypes alike):
 this 0.8 to 4, Boykov-Kolmogorov 1.4 to 10, Dinic 1 to 19, Hochbaum's pseudoflow 1 to 22. Push-relabel with global
 relabelling took 40 to 570 where the others took 1 to 50. `minimum_cut` as a whole, checks included: 4 to 9; a chain
-ten times as long, 50 to 130. Known limit: when thousands of sources share one far sink across a long stretch
+ten times as long, 50 to 160. Known limit: when thousands of sources share one far sink across a long stretch
 without others, each walks the whole way, and time grows with the square of the length (8,000 nodes: 9 s). An operation
 whose storage backward reads ends every path, and every operation costs seconds, so our graphs have no such stretches;
 the nearest to one, a recurrence of 5,000 steps that is not read itself but whose every branch is, took 0.2 s.

@@ -146,12 +146,8 @@ class Recipes:
 
     @cached_property
     def rebuildable(self) -> frozenset[int]:
-        """Managed storages that can be made again from storages that are there, whatever is dropped."""
-        good: set[int] = set()
-        for s in self.managed:  # in order of birth, so inputs come first
-            if self.recipes[self.recipe_of[s]].runnable:
-                good.add(s)
-        return frozenset(good)
+        """Managed storages that have a recipe that may run again (its own inputs rebuilt, or held where they are not rebuildable)."""
+        return frozenset(s for s in self.managed if self.recipes[self.recipe_of[s]].runnable)
 
     @cached_property
     def saved(self) -> frozenset[int]:

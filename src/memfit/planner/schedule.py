@@ -31,7 +31,8 @@ def reruns_for(
     """
     trace = recipes.trace
     dropped = set(dropped)
-    kept = (recipes.saved - dropped) | set(kept_transients)
+    # What has no recipe of its own is held from forward on wherever a rerun reads it.
+    kept = (recipes.saved - dropped) | set(kept_transients) | (set(recipes.managed) - recipes.rebuildable)
     available: set[int] = set()
     window = None
     out: dict[int, list[int]] = {}

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Final
 
 from memfit.planner.recipes import Recipes
 from memfit.planner.timeline import Reruns
 from memfit.plans import KEPT, Script, Step
+
+# Results of these are as large as the values of their inputs make them: sizes of one batch say nothing about the next.
+SIZED_BY_VALUES: Final = frozenset(
+    {
+        "aten.nonzero.default",
+        "aten.masked_select.default",
+        "aten._unique2.default",
+        "aten.unique_dim.default",
+        "aten.unique_consecutive.default",
+        "aten.repeat_interleave.Tensor",
+    }
+)
 
 
 def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
@@ -78,11 +91,12 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
             )
         )
     wanted = held | answered
+    by_value = any(op.name in SIZED_BY_VALUES for op in trace.operations)
     makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
     for op in forward:
         operation = trace.operations[op]
         entries = tuple(
-            (output, operation.makes[place], trace.storages[operation.makes[place]].bytes)
+            (output, operation.makes[place], -1 if by_value else trace.storages[operation.makes[place]].bytes)
             for output, place in enumerate(operation.outputs)
             if place >= 0 and operation.makes[place] in wanted and operation.outputs.index(place) == output
         )

@@ -1,0 +1,236 @@
+"""Check a fake capture against the real model, and capture for real at a small size where they differ, scaled up storage by storage.
+
+Python code can tell fake tensors from real ones and take another way (one-hot's range check, sliced assignment, masks that are skipped when full), so a
+fake capture is believed only after the real forward has shown the same operations on a few samples. Otherwise two small real captures are taken: bytes,
+shapes and integer arguments are affine in the number of samples, so two sizes give all others; a third size checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import batches, dispatch
+from memfit.batches import Batch, LossFunction
+from memfit.capture.capture import Captured, capture, capture_real, forked_generators
+from memfit.capture.recorder import CallSpec, TensorSpec
+from memfit.capture.standins import lent
+from memfit.errors import CaptureError
+from memfit.step import OptimizerFactory
+from memfit.trace import Trace
+
+SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
+# Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
+SMALL_STEP_BYTES: Final = 512 << 20
+
+
+def rows_of(sample: Batch, count: int) -> Batch:
+    """A few samples that show the batch's variety: those with the most and the fewest nonzero integers come first."""
+    total = batches.size(sample)
+    order = list(range(total))
+    for leaf in batches.leaves(sample):
+        if leaf.dim() > 1 and leaf.shape[0] == total and not leaf.is_floating_point() and leaf.device.type != "meta":
+            filled = (leaf.reshape(total, -1) != 0).sum(1).tolist()
+            by_filling = sorted(range(total), key=lambda i: filled[i])
+            if filled[by_filling[0]] != filled[by_filling[-1]]:
+                order = [by_filling[0], by_filling[-1], *by_filling[1:-1]]
+                break
+    chosen = torch.tensor(sorted(order[:count]))
+    return batches.map_tensors(
+        lambda t: t.index_select(0, chosen.to(t.device)) if t.dim() and t.shape[0] == total else t, sample
+    )
+
+
+class _Names(TorchDispatchMode):
+    """Only notes which operations forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dispatch.is_operation(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def real_forward_names(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> list[str]:
+    """Operations of a real forward and loss; buffers and generators are left as they were."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+    names = _Names()
+    with forked_generators(), lent(model, copied):
+        batches.loss_of(model, sample, loss_fn)  # what is built once is built here
+        with names:
+            loss = batches.loss_of(model, sample, loss_fn)
+        del loss
+    return names.names
+
+
+def forward_names(trace: Trace) -> list[str]:
+    """Operations of a captured forward and loss."""
+    return [trace.operations[e].name for e in trace.events[: trace.forward_events] if e >= 0]
+
+
+def scaled(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    *,
+    clip_norm: float | None,
+    micro_batches: int,
+    why: str,
+) -> Captured:
+    """Real captures at small sizes, scaled to the size of the largest micro-batch.
+
+    Raises:
+        CaptureError: the sizes do not show the same operations, so nothing can be scaled.
+    """
+    total = batches.size(sample)
+    target = batches.micro_batch_sizes(total, micro_batches)[0]
+    two = capture_real(model, rows_of(sample, min(2, total)), loss_fn, None)
+    step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / min(2, total) * target
+    if target <= max(SMALL_SIZES) or step_bytes <= SMALL_STEP_BYTES:
+        one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
+        return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
+    first, second, third = (
+        capture_real(
+            model,
+            rows_of(sample, size * min(micro_batches, 2)),
+            loss_fn,
+            optimizer,
+            clip_norm=clip_norm,
+            micro_batches=min(micro_batches, 2),
+        )
+        for size in SMALL_SIZES
+    )
+    if not (_same_stream(first.trace, second.trace) and _same_stream(first.trace, third.trace)):
+        raise CaptureError(
+            f"this model runs other operations for {SMALL_SIZES[0]} samples than for {SMALL_SIZES[1]}, so its step cannot be predicted ({why})"
+        )
+    notes = [f"captured for real at {SMALL_SIZES[0]} and {SMALL_SIZES[1]} samples and scaled: {why}"]
+    small, big, check = SMALL_SIZES
+
+    def line(a: int, b: int, at: int) -> int:
+        value = a + (b - a) * (at - small) / (big - small)
+        return max(0, -int(-value // 1))
+
+    storages = []
+    bent = 0
+    whole = {id(leaf): leaf for leaf in batches.leaves(sample)}
+    batch_bytes = sum(s.nbytes() for s in dispatch.storages_of(whole.values()).values())
+    batch_seen = sum(s.bytes for s in first.trace.storages if s.category == "batch") or 1
+    for a, b, c in zip(first.trace.storages, second.trace.storages, third.trace.storages, strict=True):
+        if a.category == "batch":
+            storages.append(replace(a, bytes=round(batch_bytes * a.bytes / batch_seen)))
+            continue
+        bent += abs(line(a.bytes, b.bytes, check) - c.bytes) > 64  # noqa: PLR2004 - rounding of a few elements
+        storages.append(replace(a, bytes=line(a.bytes, b.bytes, target)))
+    if bent:
+        notes.append(f"{bent} storages are not affine in the number of samples; the rehearsal tells how far that matters")
+    calls: dict[str, CallSpec] = {}
+    keys: dict[str, str] = {}
+    for key, other in _paired_keys(first.trace, second.trace):
+        if key not in keys:
+            keys[key] = f"{key} x{target}"
+            calls[keys[key]] = _scaled_call(first.calls[key], second.calls[other], small, big, target)
+    trace = replace(
+        first.trace,
+        operations=tuple(replace(op, key=keys[op.key]) for op in first.trace.operations),
+        storages=tuple(storages),
+        micro_batches=micro_batches,
+        micro_batch_size=target,
+        source="scaled",
+        signature=batches.signature(sample),
+        notes=(*first.trace.notes, *notes),
+    )
+    return Captured(trace, calls)
+
+
+def _same_stream(a: Trace, b: Trace) -> bool:
+    return (
+        a.events == b.events
+        and len(a.storages) == len(b.storages)
+        and [o.name for o in a.operations] == [o.name for o in b.operations]
+    )
+
+
+def _paired_keys(a: Trace, b: Trace) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((x.key, y.key) for x, y in zip(a.operations, b.operations, strict=True)))
+
+
+def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) -> CallSpec:
+    def at(x: Any, y: Any) -> Any:
+        if isinstance(x, TensorSpec) and isinstance(y, TensorSpec):
+            return TensorSpec(
+                at(x.shape, y.shape),
+                at(x.stride, y.stride),
+                at(x.offset, y.offset),
+                x.dtype,
+                at(x.storage_bytes, y.storage_bytes),
+                x.place,
+            )
+        if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)) and len(x) == len(y):
+            return type(x)(at(p, q) for p, q in zip(x, y, strict=True))
+        if type(x) is int and type(y) is int and x != y:
+            return round(x + (y - x) * (target - small) / (big - small))
+        return x
+
+    kwargs = {k: at(v, b.kwargs.get(k)) for k, v in a.kwargs.items()}
+    made: Sequence[int] = at(a.made_bytes, b.made_bytes)
+    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), a.written)
+
+
+def trustworthy(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    *,
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+    believed: Trace | None = None,
+) -> Captured:
+    """A capture that the real model has confirmed, by whichever way it takes.
+
+    Args:
+        model, sample, loss_fn, optimizer, clip_norm, micro_batches: as in `capture`.
+        believed: an earlier trace of this model whose forward was confirmed; the same operations need no second confirmation.
+
+    Raises:
+        CaptureError: neither way works.
+        Exception: the user's own, when the step itself fails.
+    """
+    on_meta = any(p.device.type == "meta" for p in model.parameters())
+    try:
+        fake = capture(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
+    except CaptureError as error:
+        if on_meta:
+            raise
+        why = str(error)
+    else:
+        if on_meta:
+            note = "the model is on the meta device: the capture could not be checked against a real run"
+            return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
+        if believed is not None and believed.source == "fake" and forward_names(believed) == forward_names(fake.trace):
+            return fake
+        few = rows_of(sample, min(2, batches.size(sample)))
+        real = real_forward_names(model, few, loss_fn)
+        if real == forward_names(fake.trace):
+            return fake
+        again = capture(model, few, loss_fn, None)
+        if real == forward_names(again.trace):
+            return fake
+        difference = next(
+            (f"{a} instead of {b}" for a, b in zip(real, forward_names(again.trace), strict=False) if a != b), "more or fewer"
+        )
+        why = f"the real forward runs other operations than the fake one ({difference})"
+    return scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, why=why)

@@ -1,0 +1,121 @@
+"""What a verb answers: for a program, for a person, and as an exit status."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import InfeasibleError, InputError, MemfitError
+
+if TYPE_CHECKING:
+    from memfit.plans import Plan
+    from memfit.train.config import Config
+
+
+class Status(IntEnum):
+    """Exit statuses: the answer to "does it fit?"."""
+
+    FITS = 0
+    DOES_NOT_FIT = 1
+    COULD_NOT_TELL = 2
+    BAD_INPUT = 3
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verb came to.
+
+    Attributes:
+        data: for `--json`.
+        text: for a person.
+        status: exit status.
+    """
+
+    data: Mapping[str, Any]
+    text: str
+    status: int = Status.FITS
+
+
+def status_of(error: BaseException) -> Status:
+    """The exit status that an exception stands for."""
+    if isinstance(error, KeyboardInterrupt):
+        return Status.INTERRUPTED
+    if isinstance(error, InfeasibleError):
+        return Status.DOES_NOT_FIT
+    # Not 1 for what nobody foresaw, as Python would have it: that would say "does not fit".
+    return Status.BAD_INPUT if isinstance(error, InputError) else Status.COULD_NOT_TELL
+
+
+def failure(error: BaseException) -> Answer:
+    """The answer when a verb ended in an exception."""
+    status = status_of(error)
+    text = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    data: dict[str, Any] = {"error": type(error).__name__, "message": text, "exit_status": int(status)}
+    if isinstance(error, InfeasibleError):
+        data |= {
+            "fits": False,
+            "budget_bytes": error.budget_bytes,
+            "minimum_bytes": error.minimum_bytes,
+            "moment": error.moment,
+            "module": error.module,
+            "remedies": [remedy._asdict() for remedy in error.remedies],
+        }
+    return Answer(data, text, status)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The arguments of verbs that read a configuration."""
+    parser.add_argument("config", metavar="CONFIG", help="configuration file (YAML, or JSON)")
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The arguments that change a configuration."""
+    parser.add_argument("--budget", metavar="BYTES", help='what training may take: "8GiB", "512MiB" (sets fit.budget)')
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key, as if it stood in the file: --set optim.lr=1e-4",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> list[str]:
+    """What `--set` and `--budget` say."""
+    budget = [] if arguments.budget is None else [f"fit.budget={arguments.budget}"]
+    return [*arguments.settings, *budget]
+
+
+def read_config(arguments: argparse.Namespace) -> Config:
+    """The configuration a verb was given."""
+    from memfit.train.config import load_config
+
+    return load_config(arguments.config, settings_of(arguments))
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What a program wants to know of a plan, for `--json`."""
+    p = plan.prediction
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": p.peak_bytes,
+        "plain_peak_bytes": p.plain_peak_bytes,
+        "step_seconds": p.step_seconds,
+        "plain_step_seconds": p.plain_step_seconds,
+        "seconds_are": p.seconds_are,
+        "gap": plan.gap,
+        "micro_batches": plan.choices.micro_batches,
+        "reruns": plan.script.reruns,
+        "peak_module": p.peak_module,
+        "peak_phase": p.peak_phase,
+        "notes": list(plan.notes),
+        "turned_down": list(plan.turned_down),
+    }

@@ -1,0 +1,87 @@
+"""`memfit frontier`: bytes against seconds, from plain down to the smallest that fits."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.answer import Answer, add_config, read_config
+from memfit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from memfit.plans import Plan
+
+
+def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser = verbs.add_parser(
+        "frontier", parents=[shared], help="bytes against seconds, for all budgets", description=__doc__
+    )
+    add_config(parser)
+    parser.add_argument("--points", metavar="N", type=int, default=9, help="plans to make (default 9)")
+    parser.add_argument(
+        "--device", metavar="NAME", help='for a GPU that is not here, such as "rtx4090"; times are estimated'
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the picture")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Make the plans and print them as a table."""
+    if arguments.points < 2:
+        raise ConfigError(f"--points {arguments.points}: a frontier has at least 2")
+    config = read_config(arguments)
+    from memfit.report import Report
+    from memfit.train import progress
+    from memfit.train.run import make_frontier, point
+
+    display = progress.display()
+    try:
+        plans = make_frontier(config, arguments.device, display, arguments.points)
+    finally:
+        display.close()
+    points = tuple(point(plan) for plan in plans)
+    data: dict[str, Any] = {"verb": "frontier", "points": [asdict(p) for p in points]}
+    text = table(plans)
+    if arguments.html is not None:
+        from memfit.views import write_report
+
+        title = config.model.hf or config.model.python or "memfit"
+        write_report(Report(title, chosen(plans, config.fit.budget), frontier=points), arguments.html)
+        data["html"] = str(arguments.html)
+        text += f"\nPage: {arguments.html}"
+    return Answer(data, text)
+
+
+def chosen(plans: Sequence[Plan], budget: str | int | None) -> Plan:
+    """The plan the page shows in detail: the fastest inside the budget, or the plain one."""
+    from memfit.errors import BudgetError
+    from memfit.units import parse_bytes
+
+    if budget is not None:
+        try:
+            limit = parse_bytes(budget)
+        except BudgetError:  # a share of the device; any plan shows what there is to see
+            return plans[0]
+        inside = [plan for plan in plans if plan.prediction.peak_bytes <= limit]
+        if inside:
+            return min(inside, key=lambda plan: plan.prediction.step_seconds)
+    return max(plans, key=lambda plan: plan.prediction.peak_bytes)
+
+
+def table(plans: Sequence[Plan]) -> str:
+    """The plans as text."""
+    from rich.console import Console
+
+    from memfit.train.run import point
+    from memfit.views import frontier_table
+
+    console = Console(file=io.StringIO(), width=max(80, shutil.get_terminal_size((100, 24)).columns), color_system=None)
+    with console.capture() as capture:
+        console.print(frontier_table(plans[0], [point(plan) for plan in plans]))
+    return capture.get().rstrip()

@@ -1,0 +1,101 @@
+"""The `memfit` command: find the verb, run it, print its answer; turn errors into one message and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+from memfit import __version__
+from memfit.cli import doctor, explain, frontier, plan, train
+from memfit.cli.answer import Answer, Status, failure
+from memfit.errors import MemfitError
+
+_VERBS: Final = (plan, frontier, train, explain, doctor)
+_DESCRIPTION: Final = (
+    "Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers."
+)
+_STATUS: Final = "exit status: 0 it fits (done), 1 it does not fit, 2 could not tell, 3 bad input, 130 interrupted"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 on bad arguments, which here means "could not tell"."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(Status.BAD_INPUT, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their arguments."""
+    shared = _Parser(add_help=False)
+    shared.add_argument(
+        "--json", action="store_true", help="write the answer as JSON, and nothing else, to standard output"
+    )
+    shared.add_argument("--debug", action="store_true", help="show where an error comes from")
+    top = _Parser(prog="memfit", description=_DESCRIPTION, epilog=_STATUS)
+    top.add_argument("--version", action="version", version=f"memfit {__version__}")
+    verbs = top.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
+    for verb in _VERBS:
+        verb.add(verbs, shared)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        parsed = parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has printed what there is to say
+        return int(end.code or 0)
+    # What a user's own model or data prints must not end up in the JSON.
+    aside = contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext()
+    error: BaseException | None = None
+    try:
+        with aside:
+            answer: Answer = parsed.run(parsed)
+    except (Exception, KeyboardInterrupt) as caught:  # noqa: BLE001 - the last place that can turn it into an exit status
+        error, answer = caught, failure(caught)
+    if error is not None:
+        _complain(error, answer, debug=parsed.debug)
+    try:
+        if parsed.json:
+            print(json.dumps(_finite(dict(answer.data)), indent=1, allow_nan=False))
+        elif error is None and answer.text:
+            print(answer.text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `memfit explain plan.json | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(answer.status)
+
+
+def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:
+    """One message for what was foreseen; the traceback for what was not, which is most often the user's own model."""
+    expected = isinstance(error, (MemfitError, KeyboardInterrupt))
+    if debug or not expected:
+        traceback.print_exception(error, file=sys.stderr)
+    if expected:
+        print(f"memfit: {answer.text}", file=sys.stderr)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
+        return None
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

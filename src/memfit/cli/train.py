@@ -1,0 +1,106 @@
+"""`memfit train` and `memfit resume`: train inside the budget, and go on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.answer import Answer, Status, add_config, add_settings, read_config, settings_of
+from memfit.errors import ConfigError
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.train.run import Result
+
+_SIGNALLED = 128  # a shell's status for a process that a signal ended, less the signal's number
+
+
+def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
+    """Arguments of both verbs."""
+    parser = verbs.add_parser(
+        "train", parents=[shared], help="train inside the budget", description="Train inside the budget."
+    )
+    add_config(parser)
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="follow this plan instead of making one")
+    parser.set_defaults(run=run)
+    parser = verbs.add_parser(
+        "resume", parents=[shared], help="go on with a run that stopped", description="Go on with a run that stopped."
+    )
+    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="folder of the run, or one of its snapshots")
+    add_settings(parser)
+    parser.set_defaults(run=run_resume)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Train from the start."""
+    config = read_config(arguments)
+    plan = None
+    if arguments.plan is not None:
+        from memfit.plans import Plan
+
+        plan = Plan.load(arguments.plan)
+    from memfit.train import progress
+    from memfit.train.run import start
+
+    display = progress.display()
+    try:
+        result = start(config, display, plan)
+    finally:
+        display.close()
+    return answer("train", result)
+
+
+def run_resume(arguments: argparse.Namespace) -> Answer:
+    """Go on from the newest snapshot."""
+    if not arguments.out.is_dir():
+        raise ConfigError(f"there is no folder {arguments.out}")
+    from memfit.train import progress
+    from memfit.train.run import resume
+
+    display = progress.display()
+    try:
+        result = resume(arguments.out, display, settings_of(arguments))
+    finally:
+        display.close()
+    return answer("resume", result)
+
+
+def answer(verb: str, result: Result) -> Answer:
+    """What a run came to."""
+    outcome = result.outcome
+    predicted = result.plan.prediction.peak_bytes
+    data = {
+        "verb": verb,
+        "status": "done" if outcome.signal is None else "interrupted",
+        "fits": True,
+        "step": outcome.step,
+        "total_steps": outcome.total_steps,
+        "loss": outcome.loss,
+        "validation_loss": outcome.validation_loss,
+        "budget_bytes": result.plan.budget_bytes,
+        "predicted_peak_bytes": predicted,
+        "peak_bytes": outcome.peak_bytes,
+        "out": str(result.out),
+        "snapshot": None if outcome.snapshot is None else str(outcome.snapshot),
+        "model": None if result.model is None else str(result.model),
+        "report": None if result.report is None else str(result.report),
+    }
+    lines = [f"{outcome.step} of {outcome.total_steps} steps done"]
+    if outcome.loss is not None:
+        lines[0] += f", loss {outcome.loss:.4f}"
+    if outcome.validation_loss is not None:
+        lines[0] += f", validation loss {outcome.validation_loss:.4f}"
+    if outcome.peak_bytes is not None:
+        lines.append(
+            f"Peak: {format_bytes(outcome.peak_bytes)} measured, {format_bytes(predicted)} predicted, "
+            f"{format_bytes(result.plan.budget_bytes)} allowed"
+        )
+    if outcome.signal is not None:
+        lines += [f"Snapshot: {outcome.snapshot}", f"To go on: memfit resume {result.out}"]
+        status = (
+            Status.INTERRUPTED if outcome.signal == Status.INTERRUPTED - _SIGNALLED else _SIGNALLED + outcome.signal
+        )
+        return Answer(data, "\n".join(lines), status)
+    lines += [f"Model: {result.model}", f"Report: {result.report}"]
+    return Answer(data, "\n".join(lines))

@@ -1,0 +1,98 @@
+"""Where few bytes flow: the places at which forward can be cut into cells, found from the graph alone.
+
+Between two residual blocks one storage is alive that later operations read; inside a block there are several. A *boundary* is an operation after which
+the bytes still to be read are at a local minimum; a *cell* is what lies between two boundaries; a *window* is one or more cells rebuilt together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from memfit.planner.recipes import Recipes
+
+HILL: Final = 1.3  # bytes must rise by this factor between two valleys
+NEAR: Final = 1.02  # positions this close to a valley's minimum are boundaries too
+OWN_SHARE: Final = 0.5  # a boundary's operation makes at least this share of what crosses it
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A place to cut.
+
+    Attributes:
+        event: the operation after which.
+        storages: managed storages alive across it that later operations read.
+        crossing_bytes: of those.
+    """
+
+    event: int
+    storages: tuple[int, ...]
+    crossing_bytes: int
+
+
+def boundaries(recipes: Recipes) -> list[Boundary]:
+    """All boundaries of a trace's forward, in order."""
+    trace = recipes.trace
+    end = trace.forward_events
+    last_read: dict[int, int] = {}
+    for event in range(end):
+        op = trace.events[event]
+        if op >= 0:
+            for s in trace.operations[op].reads:
+                last_read[s] = event
+    crossing = np.zeros(end + 1, dtype=np.int64)
+    for s in recipes.managed:
+        birth, last = trace.storages[s].birth, last_read.get(s, -1)
+        if last > birth:
+            crossing[birth] += trace.storages[s].bytes
+            crossing[last] -= trace.storages[s].bytes
+    crossing = np.cumsum(crossing)[:end]
+    found = [e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))]
+    spans = sorted((trace.storages[s].birth, last_read[s], s) for s in recipes.managed if s in last_read)
+    return [
+        Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in found
+    ]
+
+
+def _makes_its_own(recipes: Recipes, event: int, crossing_bytes: int) -> bool:
+    op = recipes.trace.events[event]
+    made = sum(recipes.trace.storages[s].bytes for s in recipes.trace.operations[op].makes) if op >= 0 else 0
+    # An in-place write (relu_) ends a block as well as an operation that makes something.
+    written = (
+        sum(recipes.trace.storages[s].bytes for s in recipes.trace.operations[op].writes if s in recipes.recipe_of)
+        if op >= 0
+        else 0
+    )
+    return crossing_bytes > 0 and max(made, written) >= OWN_SHARE * crossing_bytes
+
+
+def _valleys(crossing: Any) -> list[list[int]]:
+    """Positions near the bottom of each valley of the curve."""
+    out: list[list[int]] = []
+    falling = True
+    low = high = float(crossing[0]) if len(crossing) else 0.0
+    start = 0
+    for e, value in enumerate([*crossing.tolist(), float("inf")]):
+        if falling:
+            low = min(low, value) if value > 0 else low
+            if value > low * HILL and low > 0:
+                out.append([i for i in range(start, e) if 0 < crossing[i] <= low * NEAR])
+                falling, high = False, value
+        else:
+            high = max(high, value)
+            if value < high / HILL:
+                falling, low, start = True, value, e
+    return [v for v in out if v]
+
+
+def windows(cuts: list[Boundary], events: int) -> dict[int, int]:
+    """Window of each forward event, -1 included, when forward is cut at these boundaries.
+
+    What is saved at a boundary belongs to the window after it: the operation there makes it, the next one saves it.
+    """
+    places = [b.event for b in cuts]
+    return {e: bisect_right(places, e) for e in range(-1, events)}

@@ -1,0 +1,263 @@
+"""From a configuration to the things themselves: model, loss, optimizer, data."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from memfit.batches import LossFunction
+from memfit.errors import ConfigError, InputError
+from memfit.step import OptimizerFactory
+from memfit.train import readers, text
+from memfit.train.config import Config
+from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
+
+_AUTO: Final = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+}
+_OPTIMIZERS: Final[dict[str, type[torch.optim.Optimizer]]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a configuration describes.
+
+    Attributes:
+        model: on its device, in training mode.
+        loss_fn: None when the model returns its own loss.
+        optimizer: makes one from parameters.
+        batches: to train on.
+        validation: to evaluate on; None when there is none.
+        notes: what the reader should know, such as texts that were cut.
+    """
+
+    model: torch.nn.Module
+    loss_fn: LossFunction | None
+    optimizer: OptimizerFactory
+    batches: Batches
+    validation: Batches | None
+    notes: tuple[str, ...]
+
+
+def assemble(config: Config, progress: Callable[[str, float], None] | None = None, *, weights: bool = True) -> Assembly:
+    """Model, loss, optimizer and data of a configuration.
+
+    The initial weights depend on `train.seed` alone.
+
+    Args:
+        config: of the run.
+        progress: told what is being done.
+        weights: without them a Hugging Face model stays on the meta device, which is enough to plan for another device.
+
+    Raises:
+        ConfigError: something named is not there.
+        InputError: data that cannot be read; an extra that is not installed.
+    """
+    say = progress or (lambda _text, _share: None)
+    device = choose_device(config.fit.device) if weights else torch.device("cpu")
+    say("reading the model", 0.0)
+    seed_all(config.train.seed)
+    model, loss_fn = build_model(config, weights=weights)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
+    model.train()
+    say("reading the data", 0.0)
+    training, validation, notes = read_data(config, model)
+    size = config.fit.global_batch
+    if len(training) < size:
+        notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
+    return Assembly(
+        model,
+        loss_fn,
+        partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings()),
+        Batches(training, min(size, max(1, len(training))), config.train.seed, device),
+        None if validation is None else Batches(validation, size, None, device),
+        notes,
+    )
+
+
+def _optimizer(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], parameters: Iterable[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    return kind(parameters, **settings)
+
+
+def seed_all(seed: int) -> None:
+    """Set every generator that a model or a dataset may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - users' datasets still draw from the global one
+    torch.manual_seed(seed)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device a configuration means.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"fit.device: torch cannot use {name!r} here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def build_model(config: Config, *, weights: bool = True) -> tuple[torch.nn.Module, LossFunction | None]:
+    """The model, and its loss function when it does not return the loss itself."""
+    if config.model.hf is not None:
+        return _from_folder(config, config.path(config.model.hf), weights=weights), None
+    assert config.model.python is not None
+    built = resolve(config.model.python, config, "model.python")(**config.model.args)
+    model, loss_fn = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model.python: {config.model.python} returned {type(model).__name__}, not a torch.nn.Module")
+    return model, loss_fn
+
+
+def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("model.hf needs transformers: pip install 'memfit[transformers]'") from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.hf: there is no {folder / 'config.json'} (memfit reads folders and downloads nothing)"
+        )
+    given = {} if config.model.num_labels is None else {"num_labels": config.model.num_labels}
+    assert config.model.task is not None
+    auto = getattr(transformers, _AUTO[config.model.task])
+    try:
+        settings = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
+        if not weights:
+            with torch.device("meta"):
+                model = auto.from_config(settings)
+        elif config.model.init == "random":
+            model = auto.from_config(settings)
+        else:
+            if not any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+                raise ConfigError(
+                    f"model.hf: {folder} holds no weights; to start from fresh ones, set model.init: random"
+                )
+            model = auto.from_pretrained(str(folder), config=settings, local_files_only=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"model.hf: transformers cannot make a {config.model.task} model of {folder}: {error}"
+        ) from error
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names, looked for beside the configuration first.
+
+    Raises:
+        ConfigError: no such module or function. What the module itself raises passes on untouched.
+    """
+    module_name, _, name = target.partition(":")
+    for folder in (str(Path.cwd()), config.folder):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise ConfigError(
+            f"{path}: there is no module {error.name!r} in {config.folder or '.'} or among what is installed"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path}: {module.__file__} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples | None, tuple[str, ...]]:
+    """Training samples, validation samples or None, and notes."""
+    data = config.data
+    if data.python is not None:
+        made = resolve(data.python, config, "data.python")(**data.args)
+        pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        for each in pair:
+            if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
+                raise ConfigError(
+                    f"data.python: {data.python} returned {type(each).__name__}, which has no length and items"
+                )
+        return ItemSamples(pair[0]), None if pair[1] is None else ItemSamples(pair[1]), ()
+    read = _Reader(config, model)
+    training = read("data.train", data.train)
+    validation = read("data.validation", data.validation) if data.validation else None
+    return training, validation, tuple(read.notes)
+
+
+class _Reader:
+    """Files to samples; the tokenizer is read once for both sets."""
+
+    def __init__(self, config: Config, model: torch.nn.Module) -> None:
+        self.config = config
+        self.notes: list[str] = []
+        self._encoder: text.Encoder | None = None
+        described = getattr(model, "config", None)
+        count = config.model.num_labels or getattr(described, "num_labels", None)
+        names = getattr(described, "label2id", None)
+        self.labels = text.Labels(
+            config.data.label, names if isinstance(names, Mapping) else None, count if isinstance(count, int) else None
+        )
+
+    def __call__(self, path: str, patterns: Iterable[str]) -> Samples:
+        data, task = self.config.data, self.config.model.task
+        files = readers.find(patterns, Path(self.config.folder or "."), path)
+        kind = files[0].suffix
+        if kind == ".npz":
+            return ArraySamples(readers.arrays(files))
+        if kind == ".jsonl" and data.text is None:
+            if task is not None:
+                raise ConfigError(f"data.text is missing: the field of {files[0]} that holds the text for {task}")
+            return ArraySamples(readers.numbers(readers.json_lines(files)))
+        if data.max_length is None:
+            raise ConfigError(
+                "data.max_length is missing: the number of tokens per sample; longer text is cut, shorter is padded"
+            )
+        encoder = self.encoder()
+        if task == "masked-lm" and encoder.mask is None:
+            raise ConfigError("model.task: masked-lm needs a tokenizer with a mask token, and this one has none")
+        form = text.Format(encoder, data.max_length, task, self.config.train.seed)
+        if kind == ".txt":
+            return text.samples_of_stream(readers.text_lines(files), form)
+        assert data.text is not None
+        if task == "sequence-classification" and data.label is None:
+            raise ConfigError(f"data.label is missing: the field of {files[0]} that holds the class")
+        samples = text.samples_of_lines(readers.json_lines(files), data.text, self.labels, form)
+        if samples.truncated:
+            self.notes.append(
+                f"{path}: {samples.truncated} of {len(samples)} texts are longer than {data.max_length} tokens "
+                "and were cut"
+            )
+        return samples
+
+    def encoder(self) -> text.Encoder:
+        if self._encoder is None:
+            folder = self.config.data.tokenizer or self.config.model.hf
+            if folder is None:
+                raise ConfigError('data.tokenizer is missing: the folder of a tokenizer, or "bytes"')
+            self._encoder = text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(self.config.path(folder))
+        return self._encoder

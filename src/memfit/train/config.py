@@ -1,0 +1,384 @@
+"""The configuration of `memfit train`: YAML for people, the same keys as JSON. Torch-free, strict, frozen.
+
+Every key stands below with its default; `memfit.train.strict` turns a misspelt one into an error. Relative paths are
+read from the folder of the configuration file, so a folder with configuration, model and data can be moved and used
+from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+
+from memfit.errors import BudgetError, ConfigError
+from memfit.train import strict
+from memfit.units import parse_bytes
+
+Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What to train: exactly one of `hf` and `python`.
+
+    Attributes:
+        hf: folder of a Hugging Face model (config.json and weights).
+        init: "weights" loads the folder's weights, "random" starts from fresh ones drawn with `train.seed`.
+        python: "package.module:function"; called with `args`, returns the model, or the pair (model, loss_fn).
+        args: keyword arguments for that function.
+        task: what the model learns from the data; needed with `hf`, and for text data.
+        num_labels: classes of a sequence classifier; what the folder says when left out.
+    """
+
+    hf: str | None = None
+    init: Literal["weights", "random"] = "weights"
+    python: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    task: Task | None = None
+    num_labels: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.hf is None) == (self.python is None):
+            raise ConfigError(
+                "model: give exactly one of model.hf (a folder) and model.python (package.module:function)"
+            )
+        if self.hf is not None and self.task is None:
+            raise ConfigError("model.task is missing: one of sequence-classification, causal-lm, masked-lm")
+        if self.hf is not None and self.args:
+            raise ConfigError("model.args goes with model.python; a Hugging Face model is described by its folder")
+        if self.num_labels is not None and self.task != "sequence-classification":
+            raise ConfigError("model.num_labels goes with model.task: sequence-classification")
+        if self.python is not None and self.init == "random":
+            raise ConfigError("model.init goes with model.hf; what model.python builds is up to its function")
+        if self.num_labels is not None and self.num_labels < 1:
+            raise ConfigError(f"model.num_labels: {self.num_labels} is less than 1")
+        _check_target("model.python", self.python)
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """What to train on: files, or a function.
+
+    Attributes:
+        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .txt or .npz.
+        python: "package.module:function"; called with `args`, returns a dataset (length and items), or the pair (train,
+            validation).
+        args: keyword arguments for that function.
+        text: field of a .jsonl line that holds the text; without it the fields are numbers and become tensors as they
+            are.
+        label: field that holds the class.
+        max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.
+        tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
+            folder when left out.
+    """
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    python: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    label: str | None = None
+    max_length: int | None = None
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.train) == (self.python is not None):
+            raise ConfigError("data: give exactly one of data.train (files) and data.python (package.module:function)")
+        if self.python is not None and self.validation:
+            raise ConfigError(
+                "data.validation goes with data.train; what data.python names returns (train, validation)"
+            )
+        if self.args and self.python is None:
+            raise ConfigError("data.args goes with data.python")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"data.max_length: {self.max_length} is less than 2 tokens")
+        _check_target("data.python", self.python)
+
+
+@dataclass(frozen=True, slots=True)
+class FitConfig:
+    """How many bytes, and what may be done to stay inside them.
+
+    Attributes:
+        budget: "8GiB", bytes, or a share of the device such as "80%".
+        host_budget: the same for the host's memory, when the device is another.
+        global_batch: samples per optimizer step; a plan may split it, never change it.
+        allow: what may change results: bf16, fp16, 8bit.
+        freeze: patterns of module paths that are not trained.
+        fixed: choices of the planner pinned by name, such as micro_batches.
+        clip_norm: largest global norm of the gradient.
+        device: where to train; "auto" is CUDA when there is one, else the CPU.
+    """
+
+    budget: str | int | None = None
+    host_budget: str | int | None = None
+    global_batch: int = 8
+    allow: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "host_budget"):
+            value = getattr(self, name)
+            try:
+                if value is not None:
+                    parse_bytes(value, total_bytes=2**62)  # of what a share is taken is known later
+            except BudgetError as error:
+                raise ConfigError(f"fit.{name}: {error}") from None
+        _at_least("fit.global_batch", self.global_batch, 1)
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ConfigError(f"fit.clip_norm: {self.clip_norm} is not positive; leave it out for no clipping")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """The optimizer, with torch's own defaults where nothing is said.
+
+    Attributes:
+        name: which.
+        lr: learning rate.
+        weight_decay: as torch's optimizer of that name understands it.
+        betas, eps: of adam and adamw.
+        momentum, nesterov: of sgd.
+    """
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError(f"optim.lr: {self.lr} is not positive")
+        for name in ("momentum", "nesterov") if self.name != "sgd" else ("betas", "eps"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"optim.{name}: {self.name} has none")
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments for torch's optimizer: what was said, and nothing else."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "name" and getattr(self, f.name) is not None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate changes, once per optimizer step.
+
+    Attributes:
+        name: "linear" and "cosine" fall to zero at the end of training.
+        warmup_steps: steps in which it rises linearly to `optim.lr`.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("schedule.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How long, and what to write down on the way.
+
+    Attributes:
+        epochs, steps: one of them; one epoch when neither is given.
+        seed: of initial weights, of the order of the data, and of what the model draws.
+        save_every: optimizer steps between snapshots; 0 for one at the end only.
+        keep: snapshots to keep.
+        log_every: optimizer steps between lines of the log.
+        eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
+        meter_every: optimizer steps between metered ones, whose peak is written beside the predicted one; 0 for none.
+        out: folder that everything is written to.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    save_every: int = 0
+    keep: int = 2
+    log_every: int = 10
+    eval_every: int = 0
+    meter_every: int = 100
+    out: str = "out"
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("train: give train.epochs or train.steps, not both")
+        for name, least in (("epochs", 1), ("steps", 1), ("seed", 0), ("save_every", 0), ("keep", 1), ("log_every", 1)):
+            if getattr(self, name) is not None:
+                _at_least(f"train.{name}", getattr(self, name), least)
+        _at_least("train.eval_every", self.eval_every, 0)
+        _at_least("train.meter_every", self.meter_every, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """What is told at the end.
+
+    Attributes:
+        html: write report.html.
+        frontier: with the picture of bytes against seconds, which takes a few more plans.
+    """
+
+    html: bool = True
+    frontier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run.
+
+    Attributes:
+        model, data, fit, optim, schedule, train, report: see there.
+        folder: where relative paths and Python modules are looked for; the folder of the configuration file when left
+            out.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    fit: FitConfig = field(default_factory=FitConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    folder: str = ""
+
+    def path(self, name: str) -> Path:
+        """A path of this configuration, from where one can open it."""
+        return Path(self.folder or ".", Path(name).expanduser())
+
+    @property
+    def out(self) -> Path:
+        """Where the run writes."""
+        return self.path(self.train.out)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same keys as the YAML, without those that say nothing."""
+        return {
+            name: {k: v for k, v in part.items() if v is not None and v not in ({}, ())}
+            if isinstance(part, dict)
+            else part
+            for name, part in asdict(self).items()
+        }
+
+
+def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
+    """Read a configuration file.
+
+    Args:
+        path: YAML, or JSON when its name ends so.
+        settings: overrides such as "optim.lr=1e-4", as if they stood in the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that cannot be meant.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+    try:
+        data = json.loads(text) if Path(path).suffix == ".json" else _parse(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_first_lines(error)}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections such as model, data and fit")
+    try:
+        for setting in settings:
+            override(data, setting)
+        return from_json(data, Path(path).resolve().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def from_json(data: Mapping[str, Any], folder: Path) -> Config:
+    """A configuration from plain data; relative paths are read from `folder`."""
+    where = data.get("folder") or "."
+    if not isinstance(where, str):
+        raise ConfigError(f"folder: expected text, found {where!r}")
+    return strict.read(Config, {**data, "folder": str(Path(folder, where).resolve())})
+
+
+def override(data: dict[str, Any], setting: str) -> None:
+    """Set one key by its path: "optim.lr=1e-4"; the value is read as YAML."""
+    path, equals, text = setting.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"{setting!r} is no setting: write section.key=value, such as optim.lr=1e-4")
+    place = data
+    for name in names[:-1]:
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+        if not isinstance(place, dict):
+            raise ConfigError(f"{setting!r}: {name} holds a value, not keys")
+    try:
+        place[names[-1]] = _parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{setting!r}: {_first_lines(error)}") from error
+    _drop_rival(place, names)
+
+
+# Who says --set train.steps=10 does not want the file's epochs as well.
+_RIVALS: Final = {("train", "steps"): "epochs", ("train", "epochs"): "steps"}
+
+
+def _drop_rival(place: dict[str, Any], names: list[str]) -> None:
+    rival = _RIVALS.get(tuple(names))  # type: ignore[arg-type]
+    if rival is not None and place[names[-1]] is not None:
+        place.pop(rival, None)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML with the floats of version 1.2, and no key given twice: the first would be lost without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - the base's signature
+        """A mapping, or an error at the second of two equal keys."""
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name is not None and name in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+            seen.add(name)
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",  # YAML 1.1 wants a point and a sign: to it 1e-4 is text
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def _first_lines(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem or error.context}"
+    return str(error)
+
+
+def _at_least(path: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{path}: {value} is less than {least}")
+
+
+def _check_target(path: str, target: str | None) -> None:
+    if target is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
+        raise ConfigError(f"{path}: {target!r} is not of the form package.module:function (without .py)")

@@ -1,0 +1,130 @@
+"""Samples, their order, and batches that can be taken up again at any position.
+
+`torch.utils.data.DataLoader` draws its order from the global generator and cannot say where it is, so a run that stops
+in mid-epoch cannot go on bit-equal. Here the order of an epoch depends on the seed and the epoch alone, and a position
+is two numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from memfit.batches import Batch, map_tensors
+from memfit.errors import InputError
+from memfit.train.readers import Array
+
+_CPU: Final = torch.device("cpu")
+
+
+class Samples(Protocol):
+    """Something to learn from."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        """The samples of these numbers as one batch, on the CPU; `epoch` is for what is drawn anew each time."""
+
+
+class ArraySamples:
+    """Named arrays with samples along their first dimension; a batch is a dict of tensors."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        # numpy's memory, not torch's: the data is no part of a budget.
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def batch(self, indices: Sequence[int], epoch: int) -> dict[str, torch.Tensor]:  # noqa: ARG002 - nothing is drawn
+        """See `Samples`."""
+        return {name: torch.from_numpy(array[list(indices)]) for name, array in self._arrays.items()}
+
+
+class ItemSamples:
+    """A user's dataset with length and items, stacked as torch's DataLoader does."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:  # noqa: ARG002 - what an item draws is its own affair
+        """See `Samples`."""
+        return torch.utils.data.default_collate([self._dataset[i] for i in indices])
+
+
+class Position(NamedTuple):
+    """Where in the data a run is: `used` samples of epoch `epoch` have been used."""
+
+    epoch: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Samples in batches, shuffled anew each epoch.
+
+    Attributes:
+        samples: what to take them from.
+        size: samples in a batch; the last one of an epoch may be smaller, none is dropped.
+        seed: of the order; None leaves the samples in theirs.
+        device: where batches are put.
+    """
+
+    samples: Samples
+    size: int
+    seed: int | None = 0
+    device: torch.device = _CPU
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InputError(f"a batch of {self.size} samples is none")
+        if len(self.samples) < 1:
+            raise InputError("the data holds no samples")
+
+    def order(self, epoch: int) -> list[int]:
+        """Numbers of the samples in the order of this epoch."""
+        if self.seed is None:
+            return list(range(len(self.samples)))
+        digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
+        return torch.randperm(len(self.samples), generator=generator).tolist()
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.samples) // self.size)
+
+    def sample(self) -> Batch:
+        """A batch as large as any, to plan with."""
+        return next(self.start())[0]
+
+    def start(self, position: Position = Position()) -> Iterator[tuple[Batch, Position]]:  # noqa: B008 - immutable
+        """Batches without end from a position on, each with the position after it."""
+        epoch, used = position
+        while True:
+            order = self.order(epoch)
+            while used < len(order):
+                chosen = order[used : used + self.size]
+                used += len(chosen)
+                after = Position(epoch, used) if used < len(order) else Position(epoch + 1, 0)
+                yield self.on_device(self.samples.batch(chosen, epoch)), after
+            epoch, used = epoch + 1, 0
+
+    def once(self) -> Iterator[Batch]:
+        """Every sample once, in the data's own order, as for an evaluation."""
+        for first in range(0, len(self.samples), self.size):
+            chosen = range(first, min(first + self.size, len(self.samples)))
+            yield self.on_device(self.samples.batch(chosen, 0))
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where it is trained."""
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(self.device), batch)

@@ -1,0 +1,100 @@
+"""The loss on data that is not trained on, in micro-batches no larger than the plan's.
+
+Evaluation is where trainers run out of memory that planned everything else: here nothing is kept for backward, logits
+are let go after each micro-batch, and no micro-batch is larger than those of training, so it takes less than a training
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from memfit import batches as batching
+from memfit.batches import Batch, LossFunction
+from memfit.errors import InputError
+from memfit.train import snapshots
+from memfit.train.data import Batches
+from memfit.train.text import IGNORED
+
+
+def evaluate(
+    model: torch.nn.Module,
+    data: Batches,
+    loss_fn: LossFunction | None,
+    *,
+    largest: int,
+    tokens: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss over the data; the model's modes and all generators are as before.
+
+    Args:
+        model: in evaluation mode while this runs.
+        data: every sample of it is used once.
+        loss_fn: as for training.
+        largest: samples in a micro-batch.
+        tokens: what a micro-batch's loss averages over: labels that count ("labels"), those that have a token before
+            them ("next"), or samples (None).
+        stop: asked before each micro-batch.
+
+    Returns:
+        The loss; None when stopped.
+    """
+    total, weight = 0.0, 0.0
+    with _undisturbed(model):
+        for batch in data.once():
+            count = batching.size(batch)
+            for part in batching.split(batch, [min(largest, count - i) for i in range(0, count, largest)]):
+                if stop():
+                    return None
+                share = _weight(part, tokens)
+                if share:
+                    total += share * _loss(model, part, loss_fn)
+                    weight += share
+    return total / weight if weight else float("nan")
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's mode and every generator is put back."""
+    modes = {module: module.training for module in model.modules()}
+    states = snapshots.generators()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        snapshots.set_generators(states)
+
+
+def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> float:
+    # Not `batches.loss_of`: that asks for a loss which autograd can follow.
+    if loss_fn is not None:
+        return float(loss_fn(model, batch))
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError(
+            "in evaluation mode the model gives no loss: return (model, loss_fn) from model.python, "
+            "or leave the validation data out"
+        )
+    return float(loss)
+
+
+def _weight(batch: Batch, tokens: str | None) -> int:
+    if tokens is None:
+        return batching.size(batch)
+    labels: torch.Tensor = batch["labels"]
+    return int((labels[:, 1:] if tokens == "next" else labels).ne(IGNORED).sum())

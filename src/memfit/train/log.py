@@ -1,0 +1,99 @@
+"""`log.jsonl`: what happened, a line at a time, readable while the run goes on.
+
+A resumed run goes on in the same file; lines after the snapshot it starts from are taken out, for those steps are taken
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.errors import SnapshotError
+from memfit.report import StepRecord
+
+NAME: Final = "log.jsonl"
+
+
+class Log:
+    """The log of a run, open for more lines."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        """Keep the lines up to `step` and go on behind them."""
+        self._file = out / NAME
+        kept = [line for line in read(out) if line["step"] <= step]
+        waiting = self._file.with_name(f".{NAME}.partial")
+        try:
+            waiting.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            waiting.replace(self._file)
+            self._stream = self._file.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def step(self, record: StepRecord, *, epoch: int, learning_rate: float, predicted_peak_bytes: int) -> None:
+        """A line for an optimizer step."""
+        line = {**asdict(record), "epoch": epoch, "lr": learning_rate}
+        if record.peak_bytes is not None:
+            line["predicted_peak_bytes"] = predicted_peak_bytes
+        self._add({key: value for key, value in line.items() if value is not None and value != ()})
+
+    def validation(self, step: int, loss: float) -> None:
+        """A line for an evaluation."""
+        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        try:
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> SnapshotError:
+        return SnapshotError(
+            f"cannot write {self._file}: {error.strerror or error}; make room, then `memfit resume {self._file.parent}`"
+        )
+
+    def sync(self) -> None:
+        """See that the lines reach the disk, as the snapshot beside them has."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """No more lines."""
+        self._stream.close()
+
+
+def read(out: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a run's log; a last line that was cut off by a crash is left out."""
+    try:
+        text = (out / NAME).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict) and isinstance(content.get("step"), int):
+            yield content
+
+
+def records(out: Path) -> tuple[StepRecord, ...]:
+    """The steps of a run's log."""
+    return tuple(
+        StepRecord(
+            step=line["step"],
+            loss=line["loss"],
+            seconds=line["seconds"],
+            micro_batches=line.get("micro_batches", 1),
+            peak_bytes=line.get("peak_bytes"),
+            reruns=line.get("reruns", 0),
+            departures=tuple(line.get("departures", ())),
+        )
+        for line in read(out)
+        if "loss" in line
+    )

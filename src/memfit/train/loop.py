@@ -1,0 +1,243 @@
+"""The training loop: one engine step after another, and what belongs between them.
+
+The schedule moves once per optimizer step; the last, smaller batch of an epoch is used; a stop is obeyed between steps;
+whatever ends the run, what is on disk is the state after a whole step, and going on from it gives the same numbers as
+never having stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from memfit.batches import Batch, LossFunction
+from memfit.errors import InputError, NonFiniteLossError, SnapshotError
+from memfit.report import StepRecord
+from memfit.train import snapshots
+from memfit.train.assemble import seed_all
+from memfit.train.config import ScheduleConfig, TrainConfig
+from memfit.train.data import Batches, Position
+from memfit.train.evaluate import evaluate
+from memfit.train.interrupts import StopRequest, stop_requests
+from memfit.train.log import Log
+from memfit.train.progress import Display, SilentDisplay
+from memfit.train.schedule import Rates
+from memfit.train.snapshots import Snapshot
+
+
+class Steps(snapshots.Trained, Protocol):
+    """An engine, as far as the loop needs it: `memfit.fit` makes one."""
+
+    def step(self, batch: Batch, meter: bool = False) -> StepRecord:  # noqa: FBT001, FBT002 - the engine's signature
+        """One optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps taken in all, those before a resume included.
+        total_steps: steps there were to take.
+        loss: of the last step; None when none was taken.
+        validation_loss: of the last evaluation; None when there was none.
+        peak_bytes: largest peak of a metered step; None when none was.
+        snapshot: the last one written; None when nothing was left to do.
+        signal: number of the signal that stopped it; None when it ran to its end.
+    """
+
+    step: int
+    total_steps: int
+    loss: float | None
+    validation_loss: float | None
+    peak_bytes: int | None
+    snapshot: Path | None
+    signal: int | None = None
+
+
+def total_steps(settings: TrainConfig, batches: Batches) -> int:
+    """Optimizer steps of a whole run."""
+    return settings.steps if settings.steps is not None else (settings.epochs or 1) * batches.per_epoch
+
+
+def train(
+    engine: Steps,
+    batches: Batches,
+    out: Path,
+    settings: TrainConfig | None = None,
+    *,
+    schedule: ScheduleConfig | None = None,
+    validation: Batches | None = None,
+    loss_fn: LossFunction | None = None,
+    tokens: str | None = None,
+    snapshot: Snapshot | None = None,
+    config: Mapping[str, Any] | None = None,
+    display: Display | None = None,
+) -> Outcome:
+    """Train until the steps are taken or somebody stops it.
+
+    Args:
+        engine: what `memfit.fit` or `memfit.apply` gave; its learning rates are the full ones.
+        batches: to train on.
+        out: folder for the log and the snapshots.
+        settings: how long, how often to save, log, evaluate and meter. `settings.out` is not looked at.
+        schedule: of the learning rate.
+        validation: to evaluate on.
+        loss_fn: of the engine; evaluation uses the same.
+        tokens: what the loss averages over, see `evaluate`.
+        snapshot: where to go on from; None starts anew.
+        config: written into snapshots, for whoever finds one.
+        display: where to tell about it.
+
+    Raises:
+        NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
+        SnapshotError: a snapshot cannot be written; older ones are whole.
+    """
+    run = _Run(
+        engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, tokens,
+        dict(config or {}), display or SilentDisplay(),
+    )  # fmt: skip
+    return run.go(snapshot)
+
+
+@dataclass
+class _Run:
+    engine: Steps
+    batches: Batches
+    out: Path
+    settings: TrainConfig
+    schedule: ScheduleConfig
+    validation: Batches | None
+    loss_fn: LossFunction | None
+    tokens: str | None
+    config: dict[str, Any]
+    display: Display
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    loss: float | None = None
+    validation_loss: float | None = None
+    evaluated: int = -1
+    peak_bytes: int | None = None
+    saved: Path | None = None
+    saved_step: int = -1
+
+    def go(self, snapshot: Snapshot | None) -> Outcome:
+        if self.engine.optimizer is None:
+            raise InputError("the engine has no optimizer: pass one to memfit.fit")
+        total = total_steps(self.settings, self.batches)
+        rates = Rates(self.engine.optimizer, self.schedule, total)
+        state = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
+        snapshots.check_space(self.out, snapshots.bytes_of(state))  # better now than after the first hour
+        del state
+        self._begin(snapshot)
+        log = Log(self.out, self.step)
+        try:
+            with stop_requests(self.display.note) as stop:
+                self.display.begin(self.step, total, self.engine.plan.prediction.peak_bytes)
+                self._steps(total, rates, log, stop)
+                if not stop:
+                    self._evaluate(log, stop)
+                if self.saved_step != self.step:
+                    self._save(log)
+        finally:
+            rates.release()
+            log.close()
+        return Outcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, stop.signal)
+
+    def _begin(self, snapshot: Snapshot | None) -> None:
+        """From the start, or from where the snapshot was taken."""
+        snapshots.sweep(self.out)
+        if snapshot is None:
+            seed_all(self.settings.seed)  # whatever planning has drawn
+            return
+        if snapshot.samples != len(self.batches.samples):
+            raise SnapshotError(
+                f"{snapshot.folder} was taken while training on {snapshot.samples} samples, and the data now holds "
+                f"{len(self.batches.samples)}: "
+                "put the data back, or start a new run from the weights"
+            )
+        for moved in snapshots.set_aside(self.out, snapshot.step):
+            self.display.note(f"set aside: {moved} (it is later than where this run starts)")
+        loop = snapshots.restore(snapshot, self.engine)
+        self.step, self.position, self.saved = snapshot.step, snapshot.position, snapshot.folder
+        if snapshot.folder.resolve().parent == self.out.resolve():
+            self.saved_step = self.step
+        self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
+        self.evaluated = loop["evaluated"]
+
+    def _steps(self, total: int, rates: Rates, log: Log, stop: StopRequest) -> None:
+        settings = self.settings
+        data = self.batches.start(self.position)
+        predicted = self.engine.plan.prediction.peak_bytes
+        while self.step < total and not stop:
+            before = snapshots.generators()
+            rate = rates.set(self.step)
+            batch, after = next(data)
+            meter = bool(settings.meter_every) and self.step % settings.meter_every == 0
+            try:
+                record = self.engine.step(batch, meter=meter)
+            except NonFiniteLossError as error:
+                snapshots.set_generators(before)
+                raise self._non_finite(error, log) from error
+            epoch = self.position.epoch
+            self.step, self.position, self.loss = self.step + 1, after, record.loss
+            record = replace(record, step=self.step)  # the engine counts from where it was made
+            if record.peak_bytes is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
+            due = self.step % settings.log_every == 0 or self.step in (1, total) or meter or bool(record.departures)
+            if due:
+                log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
+            self.display.step(record, rate, log=due)
+            if settings.eval_every and self.step % settings.eval_every == 0:
+                self._evaluate(log, stop)
+            if settings.save_every and self.step % settings.save_every == 0:
+                self._save(log)
+
+    def _evaluate(self, log: Log, stop: StopRequest) -> None:
+        if self.validation is None or self.evaluated == self.step:
+            return
+        largest = -(-self.batches.size // self.engine.plan.choices.micro_batches)
+        loss = evaluate(
+            self.engine.model,
+            self.validation,
+            self.loss_fn,
+            largest=largest,
+            tokens=self.tokens,
+            stop=lambda: bool(stop),
+        )
+        if loss is None:
+            return
+        self.validation_loss, self.evaluated = loss, self.step
+        log.validation(self.step, loss)
+        self.display.note(f"step {self.step}: validation loss {loss:.4f}")
+
+    def _save(self, log: Log) -> None:
+        log.sync()
+        loop = {
+            "generators": snapshots.generators(),
+            "loss": self.loss,
+            "validation_loss": self.validation_loss,
+            "evaluated": self.evaluated,
+            "peak_bytes": self.peak_bytes,
+        }
+        self.saved = snapshots.write(
+            self.out,
+            self.engine,
+            step=self.step,
+            position=self.position,
+            samples=len(self.batches.samples),
+            loop=loop,
+            config=self.config,
+        )
+        self.saved_step = self.step
+        snapshots.prune(self.out, self.settings.keep)
+
+    def _non_finite(self, error: NonFiniteLossError, log: Log) -> NonFiniteLossError:
+        if self.saved_step != self.step:
+            self._save(log)
+        return NonFiniteLossError(
+            f"step {self.step + 1}: {error}. The state before it is in {self.saved}; "
+            f"to go on with another learning rate: memfit resume {self.out} --set optim.lr=..."
+        )

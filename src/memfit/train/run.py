@@ -1,0 +1,295 @@
+"""A configured run from its start or from where it stopped: fit, train, save the model, write the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from memfit import api
+from memfit.errors import ConfigError, PlanFileError, SnapshotError
+from memfit.plans import Plan
+from memfit.report import FrontierPoint, Report
+from memfit.train import log, snapshots
+from memfit.train.assemble import Assembly, assemble
+from memfit.train.config import Config, from_json, load_config, override
+from memfit.train.loop import Outcome, train
+from memfit.train.progress import Display, SilentDisplay
+from memfit.train.snapshots import Snapshot
+from memfit.train.text import FolderEncoder
+from memfit.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.engine import Engine
+
+CONFIG_NAME: Final = "config.json"
+PLAN_NAME: Final = "plan.json"
+REPORT_NAME: Final = "report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run has left.
+
+    Attributes:
+        outcome: how the training ended.
+        plan: what it followed.
+        out: its folder.
+        model: where the trained model is; None when the run was stopped.
+        report: the report's page, or its JSON when no page was asked for.
+    """
+
+    outcome: Outcome
+    plan: Plan
+    out: Path
+    model: Path | None
+    report: Path | None
+
+
+def start(config: Config, display: Display | None = None, plan: Plan | None = None) -> Result:
+    """Train from the start.
+
+    Args:
+        config: of the run.
+        display: where to tell about it.
+        plan: to follow instead of making one.
+
+    Raises:
+        ConfigError: the output folder already holds a run; there is no budget; the plan needs more than the budget.
+    """
+    display = display or SilentDisplay()
+    out = config.out
+    if snapshots.folders(out) or (out / log.NAME).exists():
+        raise ConfigError(
+            f"{out} holds a run already: go on with it (memfit resume {out}), or set train.out to another folder"
+        )
+    check_budget(config, plan)
+    snapshots.check_space(out, 0)
+    assembly = assemble(config, display.stage)
+    engine = _engine(config, assembly, plan, display)
+    return _train(config, assembly, engine, None, display)
+
+
+def resume(path: Path, display: Display | None = None, settings: Iterable[str] = ()) -> Result:
+    """Go on with a run that stopped.
+
+    The saved plan is followed again, so that the numbers are those of a run that never stopped; with another budget,
+    batch or the like in `settings`, it is planned anew.
+
+    Args:
+        path: folder of the run, or one of its snapshots.
+        display: where to tell about it.
+        settings: changes to the run's configuration, such as "fit.budget=4GiB".
+
+    Raises:
+        SnapshotError: there is nothing to go on from, or what was named is damaged.
+        PlanFileError: never; a plan that does not apply here is made again, with a note.
+    """
+    display = display or SilentDisplay()
+    snapshot, out = _find(path, display)
+    config = load_config(out / CONFIG_NAME) if snapshot is None else from_json(snapshot.config, out)
+    data = config.to_json()
+    data["train"]["out"] = str(out.resolve())  # the folder may have been moved
+    before = from_json(data, out)
+    for setting in settings:
+        override(data, setting)
+    config = from_json(data, out)
+    if config.out.resolve() != out.resolve():
+        raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
+    check_budget(config)
+    assembly = assemble(config, display.stage)
+    if snapshot is None or (config.fit, config.model, config.optim.name) != (
+        before.fit,
+        before.model,
+        before.optim.name,
+    ):
+        engine = _engine(config, assembly, None, display)
+    else:
+        engine = _again(snapshot, config, assembly, display)
+    return _train(config, assembly, engine, snapshot, display)
+
+
+def _find(path: Path, display: Display) -> tuple[Snapshot | None, Path]:
+    """The snapshot to go on from (None: the run stopped before its first), and the run's folder."""
+    if (path / "snapshot.json").exists():
+        return snapshots.read(path), path.resolve().parent
+    snapshots.sweep(path)
+    if not snapshots.folders(path) and (path / CONFIG_NAME).is_file():
+        display.note(f"{path} holds no snapshot yet: starting from the beginning")
+        return None, path
+    return snapshots.latest(path, display.note), path
+
+
+def _again(snapshot: Snapshot, config: Config, assembly: Assembly, display: Display) -> Engine:
+    """An engine that follows the snapshot's plan."""
+    try:
+        return _engine(config, assembly, Plan.from_json(snapshot.plan), display)
+    except PlanFileError as error:
+        display.note(f"the saved plan does not apply here ({error}); planning again")
+        return _engine(config, assembly, None, display)
+
+
+def check_budget(config: Config, plan: Plan | None = None) -> None:
+    """See that there is a number of bytes to stay inside, and that a plan made before does.
+
+    Raises:
+        ConfigError: there is none, or the plan takes more.
+    """
+    budget = config.fit.budget
+    if budget is None and plan is None:
+        raise ConfigError('fit.budget is missing: the bytes that training may take, such as "8GiB" (or --budget 8GiB)')
+    # A share of the device ("80%") is checked by who knows the device, in planning.
+    if budget is None or plan is None or str(budget).strip().endswith("%"):
+        return
+    if plan.prediction.peak_bytes > parse_bytes(budget):
+        raise ConfigError(
+            f"the plan takes {format_bytes(plan.prediction.peak_bytes)}, more than fit.budget allows "
+            f"({format_bytes(parse_bytes(budget))}): plan again, or raise the budget"
+        )
+
+
+def plan_arguments(config: Config) -> dict[str, Any]:
+    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget."""
+    fit = config.fit
+    return {
+        "host_budget": fit.host_budget,
+        "allow": fit.allow,
+        "freeze": fit.freeze,
+        "fixed": dict(fit.fixed) or None,
+        "clip_norm": fit.clip_norm,
+    }
+
+
+def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Display) -> Engine:
+    for note in assembly.notes:
+        display.note(note)
+    if plan is not None:
+        return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer)
+    assert config.fit.budget is not None
+    return api.fit(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
+        **plan_arguments(config), progress=display.stage,
+    )  # fmt: skip
+
+
+def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
+    out = config.out
+    snapshots.check_space(out, 0)
+    _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
+    _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
+    outcome = train(
+        engine,
+        assembly.batches,
+        out,
+        config.train,
+        schedule=config.schedule,
+        validation=assembly.validation,
+        loss_fn=assembly.loss_fn,
+        tokens={"causal-lm": "next", "masked-lm": "labels"}.get(config.model.task or ""),
+        snapshot=snapshot,
+        config=config.to_json(),
+        display=display,
+    )
+    if outcome.signal is not None:
+        return Result(outcome, engine.plan, out, None, None)
+    model = _save_model(config, engine.model)
+    return Result(outcome, engine.plan, out, model, _report(config, assembly, engine, outcome, display))
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file whole."""
+    waiting = file.with_name(f".{file.name}.partial")
+    try:
+        waiting.write_text(text, encoding="utf-8")
+        waiting.replace(file)
+    except OSError as error:
+        raise SnapshotError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _save_model(config: Config, model: torch.nn.Module) -> Path:
+    """The trained model, in the form its users read: a Hugging Face folder, or torch's state dict."""
+    out = config.out
+    try:
+        if config.model.hf is None:
+            waiting = out / ".model.pt.partial"
+            with waiting.open("wb") as stream:  # our own file object, so that a full disk is an OSError
+                torch.save(model.state_dict(), stream)
+            return waiting.rename(out / "model.pt")
+        folder = out / "model"
+        model.save_pretrained(folder)  # type: ignore[operator]  # transformers' own method
+        source = config.path(config.data.tokenizer or config.model.hf)
+        if source.is_dir() and any(source.glob("tokenizer*")):
+            FolderEncoder(source).save(folder)
+        return folder
+    except OSError as error:
+        raise SnapshotError(
+            f"cannot write the trained model to {out}: {error.strerror or error}; the last snapshot holds it too"
+        ) from error
+
+
+def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome, display: Display) -> Path:
+    """Write the report; the page only when asked for."""
+    facts = [("steps", str(outcome.step))]
+    if outcome.loss is not None:
+        facts.append(("loss of the last step", f"{outcome.loss:.4f}"))
+    if outcome.validation_loss is not None:
+        facts.append(("validation loss", f"{outcome.validation_loss:.4f}"))
+    facts += [
+        ("global batch", str(assembly.batches.size)),
+        ("torch", torch.__version__),
+        ("device", str(assembly.batches.device)),
+    ]
+    points: tuple[FrontierPoint, ...] = ()
+    if config.report.frontier:
+        points = tuple(map(point, _frontier(config, assembly, display)))
+    report: Report = engine.report(config.model.hf or config.model.python or "memfit")
+    report = replace(report, records=log.records(config.out), frontier=points, facts=(*report.facts, *facts))
+    json_file = config.out / REPORT_NAME
+    _write(json_file, json.dumps(report.to_json()) + "\n")
+    if not config.report.html:
+        return json_file
+    from memfit.views import write_report
+
+    page = config.out / "report.html"
+    write_report(report, page)
+    return page
+
+
+def make_plan(config: Config, device: str | None, display: Display) -> Plan:
+    """Only plan, for this computer or, by name, for a device that is not here."""
+    assembly = assemble(config, display.stage, weights=device is None)
+    for note in assembly.notes:
+        display.note(note)
+    plan: Plan = api.plan(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
+        **plan_arguments(config), device=device, progress=display.stage,
+    )  # fmt: skip
+    return plan
+
+
+def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
+    """Plans from plain down to the smallest budget, likewise."""
+    assembly = assemble(config, display.stage, weights=device is None)
+    for note in assembly.notes:
+        display.note(note)
+    return _frontier(config, assembly, display, points, device)
+
+
+def _frontier(
+    config: Config, assembly: Assembly, display: Display, points: int = 9, device: str | None = None
+) -> tuple[Plan, ...]:
+    plans: tuple[Plan, ...] = api.frontier(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
+        points=points, device=device, **plan_arguments(config), progress=display.stage,
+    )  # fmt: skip
+    return plans
+
+
+def point(plan: Plan) -> FrontierPoint:
+    """A plan as a point of the frontier."""
+    p = plan.prediction
+    return FrontierPoint(plan.budget_bytes, p.peak_bytes, p.step_seconds, p.bound_seconds, plan.choices.micro_batches)

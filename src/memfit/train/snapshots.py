@@ -1,0 +1,455 @@
+"""Saved training state: written whole or not at all, checked when read, enough to go on bit-equal.
+
+A snapshot is a folder:
+
+    out/step-000123/
+        model.pt        parameters and buffers
+        optimizer.pt    optimizer state
+        loop.pt         schedule, generators
+        snapshot.json   step, position, plan, configuration, and the size and SHA-256 of each file (and of itself)
+
+torch.distributed.checkpoint also writes atomically, but keeps no checksums, and its folder does not say what it is.
+Content is plain tensors and values, read with `weights_only=True`: a snapshot from elsewhere cannot run code.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from memfit.errors import SnapshotError
+from memfit.plans import Plan
+from memfit.train.data import Position
+from memfit.units import format_bytes
+
+FORMAT_VERSION: Final = 1
+_NAME: Final = re.compile(r"step-(\d{6,})")
+_RECORD: Final = "snapshot.json"
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_READABLE: Final = (
+    torch.Tensor,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+)
+
+
+class Trained(Protocol):
+    """What a snapshot is taken of: the user's own model and optimizer."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Being trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Of that model."""
+
+    @property
+    def plan(self) -> Plan:
+        """That is followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot on disk whose files have been checked.
+
+    Attributes:
+        folder: where it is.
+        step: optimizer steps taken.
+        position: in the data.
+        samples: how many the training data held.
+        plan: the plan it was trained under, as JSON (`Plan.from_json` reads it).
+        config: the configuration as JSON; empty when the run had none.
+    """
+
+    folder: Path
+    step: int
+    position: Position
+    samples: int
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    def load(self, name: str) -> Any:
+        """Content of one of its files, on the CPU."""
+        try:
+            return torch.load(self.folder / name, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise SnapshotError(f"cannot read {self.folder / name}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write(
+    out: Path,
+    trained: Trained,
+    *,
+    step: int,
+    position: Position,
+    samples: int,
+    loop: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Path:
+    """Write a snapshot, or leave everything as it was.
+
+    The files go to a hidden folder beside the final one, reach the disk, and are then renamed: what has the final name
+        is complete.
+
+    Args:
+        out: folder of the run.
+        trained: model and optimizer.
+        step: optimizer steps taken.
+        position: in the data.
+        samples: how many the training data holds.
+        loop: further values of the loop, such as generator states (`generators`).
+        config: the configuration as JSON.
+
+    Returns:
+        The snapshot's folder.
+
+    Raises:
+        SnapshotError: no space is left, or the folder cannot be written. Older snapshots and the training state are as
+            before.
+    """
+    final = out / f"step-{step:06d}"
+    partial = out / f".{final.name}.partial"
+    content = {
+        "model.pt": {"state": trained.model.state_dict(), "buffers": _further_buffers(trained.model)},
+        "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
+        "loop.pt": dict(loop),
+    }
+    _check_readable(content)
+    needed = sum(bytes_of(value) for value in content.values())
+    try:
+        check_space(out, needed)
+        _remove(partial)
+        partial.mkdir()
+        record: dict[str, Any] = {
+            "memfit": "snapshot",
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "epoch": position.epoch,
+            "used": position.used,
+            "samples": samples,
+            "torch_version": torch.__version__,
+            "files": {name: _written(partial / name, value) for name, value in content.items()},
+            "plan": trained.plan.to_json(),
+            "config": dict(config),
+        }
+        _put(partial / _RECORD, json.dumps({**record, "sha256": _own_sum(record)}, indent=1).encode())
+        _sync_folder(partial)
+        _replace(partial, final)
+        _sync_folder(out)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise _no_room(out, needed) from error
+        raise SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}") from error
+    finally:
+        _remove(partial)
+    return final
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Make the folder and see that so many bytes fit into it.
+
+    Raises:
+        SnapshotError: they do not, or the folder cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"cannot write to {out}: {error.strerror or error}") from error
+    if shutil.disk_usage(out).free < needed_bytes:
+        raise _no_room(out, needed_bytes)
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value, each storage once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(value)}  # noqa: SLF001 - the storage's identity
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _further_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that `state_dict` leaves out: a forward pass may still have changed them."""
+    there = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in there}
+
+
+def _check_readable(content: Mapping[str, Any]) -> None:
+    """Refuse to write what could not be read back: an object that only pickle with code could restore."""
+    for path, leaf in pytree.tree_flatten_with_path(content)[0]:
+        if not isinstance(leaf, _READABLE):
+            raise SnapshotError(
+                f"{pytree.keystr(path)} is a {type(leaf).__name__}, which a snapshot cannot hold: "
+                "use tensors and plain values"
+            )
+
+
+def _written(file: Path, value: Any) -> dict[str, Any]:
+    """Write one file and say what is in it."""
+    # Through our own file object: torch's own writer turns a full disk into a RuntimeError without a number.
+    with file.open("xb") as stream:
+        _save(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": file.stat().st_size, "sha256": _sum(file)}
+
+
+def _save(value: Any, stream: Any) -> None:
+    torch.save(value, stream)
+
+
+def _put(file: Path, data: bytes) -> None:
+    with file.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Give a complete folder its name; what had it before (the same step, run again after a resume) goes."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        _remove(old)
+        final.rename(old)
+    partial.rename(final)
+    _remove(old)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _no_room(out: Path, needed: int) -> SnapshotError:
+    free = shutil.disk_usage(out).free
+    return SnapshotError(
+        f"no space for a snapshot in {out}: it takes {format_bytes(needed)} and {format_bytes(free)} are free. "
+        f"Make room, or lower train.keep. {_older(out)}"
+    )
+
+
+def _older(out: Path) -> str:
+    found = folders(out)
+    if not found:
+        return "No snapshot was there before"
+    return f"{found[-1].name} is there and whole: go on from it with `memfit resume {out}`"
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def folders(out: Path) -> list[Path]:
+    """The snapshots in a run's folder, by step, unchecked."""
+    if not out.is_dir():
+        return []
+    found = [(int(match[1]), f) for f in out.iterdir() if (match := _NAME.fullmatch(f.name)) and f.is_dir()]
+    return [f for _, f in sorted(found)]
+
+
+def latest(out: Path, notice: Callable[[str], None]) -> Snapshot:
+    """The newest snapshot that is whole; a damaged one is passed over with a notice.
+
+    Raises:
+        SnapshotError: there is none.
+    """
+    found = folders(out)
+    for folder in reversed(found):
+        try:
+            return read(folder)
+        except SnapshotError as error:
+            notice(f"{error}; trying the one before")
+    raise SnapshotError(f"no snapshot in {out} can be read" if found else f"there is no snapshot in {out}")
+
+
+def read(folder: Path) -> Snapshot:
+    """Read what a snapshot says of itself, and check every file.
+
+    Raises:
+        SnapshotError: it is damaged, incomplete, or of a format this version does not read.
+    """
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "damaged"
+        raise SnapshotError(f"{folder} is no snapshot: {_RECORD}: {reason}") from error
+    if not isinstance(record, dict) or record.get("memfit") != "snapshot":
+        raise SnapshotError(f"{folder} is no snapshot of memfit's")
+    if record.get("format_version") != FORMAT_VERSION:
+        raise SnapshotError(
+            f"{folder} has format {record.get('format_version')!r} and this memfit reads {FORMAT_VERSION}"
+        )
+    expected = record.pop("sha256", None)
+    if expected != _own_sum(record):
+        raise SnapshotError(f"{folder} is damaged: {_RECORD} differs from its checksum")
+    for name, about in record["files"].items():
+        file = folder / name
+        try:
+            size = file.stat().st_size
+            if size != about["bytes"]:
+                raise SnapshotError(f"{folder} is damaged: {name} has {size} bytes instead of {about['bytes']}")
+            if _sum(file) != about["sha256"]:
+                raise SnapshotError(f"{folder} is damaged: {name} differs from its checksum")
+        except OSError as error:
+            raise SnapshotError(f"{folder} is damaged: {name}: {error.strerror or error}") from error
+    position = Position(record["epoch"], record["used"])
+    return Snapshot(folder, record["step"], position, record["samples"], record["plan"], record["config"])
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _own_sum(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- tidying up
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest snapshots, and what an interrupted write has left."""
+    for folder in folders(out)[:-keep]:
+        # Renamed first: a half-removed folder must not look like a damaged snapshot.
+        gone = folder.with_name(f".{folder.name}.gone")
+        _remove(gone)
+        folder.rename(gone)
+        _remove(gone)
+    sweep(out)
+
+
+def sweep(out: Path) -> None:
+    """Remove what an interrupted write has left; a snapshot that was about to be replaced gets its name back."""
+    for old in out.glob(".step-*.old"):
+        final = out / old.name.removeprefix(".").removesuffix(".old")
+        if not final.exists():
+            old.rename(final)
+    for folder in out.glob(".step-*"):
+        _remove(folder)
+
+
+def set_aside(out: Path, step: int) -> list[Path]:
+    """Rename snapshots later than `step`: a run that goes on from there must not find a future that is not its own."""
+    later = [f for f in folders(out) if int(f.name.removeprefix("step-")) > step]
+    moved = []
+    for folder in later:
+        target = folder.with_name(f"{folder.name}.superseded")
+        _remove(target)
+        moved.append(folder.rename(target))
+    return moved
+
+
+# ---------------------------------------------------------------------------------------------------------- generators
+
+
+def generators() -> dict[str, Any]:
+    """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+    }
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Inverse of `generators`."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002 - as above
+
+
+def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
+    """Put parameters, buffers, optimizer state and generators back; returns the loop's values.
+
+    Learning rates and the like stay those of the optimizer as it is now: they come from the configuration, which may
+        have been changed on purpose.
+
+    Raises:
+        SnapshotError: it is of another model or optimizer.
+    """
+    try:
+        saved = snapshot.load("model.pt")
+        trained.model.load_state_dict(saved["state"])
+        _set_buffers(trained.model, saved["buffers"])
+        if trained.optimizer is not None:
+            _set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
+    except (RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}") from error
+    loop: dict[str, Any] = snapshot.load("loop.pt")
+    set_generators(loop["generators"])
+    return loop
+
+
+def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    for path, saved in buffers.items():
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
+        there = getattr(module, name)
+        if isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (saved.shape, saved.dtype):
+            there.copy_(saved)  # in place: others may look at the same tensor
+        else:
+            setattr(module, name, saved.to(there.device if isinstance(there, torch.Tensor) else "cpu"))
+
+
+def _set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    # torch adopts tensors that need no conversion; these come fresh from the file, so nothing else holds them.
+    optimizer.load_state_dict(saved)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+    # torch casts state to the parameter's type; what was saved in another (8-bit state, float32 beside bfloat16) goes
+    # back as it was.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, state in saved["state"].items():
+        there = optimizer.state.get(parameters[index], {})
+        for name, value in state.items():
+            now = there.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(now, torch.Tensor)
+                and now.dtype != value.dtype
+                and now.shape == value.shape
+            ):
+                there[name] = value.to(now.device)

@@ -1,0 +1,161 @@
+"""Read plain data (YAML, JSON) into frozen dataclasses; an unknown key or a wrong type is an error that names its path.
+
+A misspelt key that is silently ignored trains for days with the default. Libraries that do this (pydantic, cattrs)
+would be a dependency for what is one recursive function here, and would speak of "validation errors" where a person
+wants the nearest real key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from memfit.errors import ConfigError
+
+T = TypeVar("T")
+
+_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def read(kind: type[T], data: object, path: str = "") -> T:
+    """A dataclass from plain data.
+
+    Args:
+        kind: the dataclass; its annotations say what is accepted.
+        data: what YAML or JSON gave.
+        path: where `data` stands in the whole, for error messages: "fit".
+
+    Raises:
+        ConfigError: unknown key, missing key, or wrong type; the message starts with the path.
+    """
+    assert is_dataclass(kind)
+    known: dict[str, Field[Any]] = {f.name: f for f in fields(kind)}
+    if data is None:  # `optim:` with nothing below it
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{path or 'the configuration'}: expected keys and values ({', '.join(known)}), found {_shown(data)}"
+        )
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in known:
+            raise ConfigError(f"{_join(path, str(key))}: no such key; {nearest(str(key), known, path)}")
+        values[key] = convert(hints[key], value, _join(path, key))
+    for name, each in known.items():
+        if name not in values and each.default is MISSING and each.default_factory is MISSING:
+            raise ConfigError(f"{_join(path, name)} is missing: {described(hints[name])}")
+    return cast("T", kind(**values))
+
+
+def convert(hint: Any, value: object, path: str) -> Any:
+    """`value` as the annotation `hint` wants it."""
+    origin, options = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if is_dataclass(hint):
+        return read(cast("type[Any]", hint), value, path)
+    if origin in (Union, types.UnionType):
+        return _one_of(options, value, path)
+    if origin is Literal:
+        if value in options and not isinstance(value, bool):
+            return value
+        found = difflib.get_close_matches(str(value), [str(o) for o in options], 1)
+        guess = f"; did you mean {found[0]}?" if found else ""
+        raise ConfigError(f"{path}: expected {described(hint)}, found {_shown(value)}{guess}")
+    if origin is tuple:
+        return _sequence(options, value, path)
+    if origin is not None and issubclass(origin, Mapping):
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
+            raise ConfigError(f"{path}: expected keys and values, found {_shown(value)}")
+        return {key: convert(options[1], each, _join(path, key)) for key, each in value.items()}
+    return _scalar(hint, value, path)
+
+
+def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:
+    if value is None and types.NoneType in options:
+        return None
+    wanted = [o for o in options if o is not types.NoneType]
+    for option in wanted:  # what it is already beats what it could be read as
+        if isinstance(option, type) and type(value) is option:
+            return value
+    problems = []
+    for option in wanted:
+        try:
+            return convert(option, value, path)
+        except ConfigError as error:
+            problems.append(error)
+    if len(wanted) == 1:
+        raise problems[0]
+    raise ConfigError(f"{path}: expected {' or '.join(described(o) for o in wanted)}, found {_shown(value)}")
+
+
+def _sequence(options: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
+    if isinstance(value, str) and options[-1] is Ellipsis:
+        value = [value]  # one name is a list of one name
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{path}: expected a list, found {_shown(value)}")
+    if options[-1] is Ellipsis:
+        return tuple(convert(options[0], each, f"{path}[{i}]") for i, each in enumerate(value))
+    if len(value) != len(options):
+        raise ConfigError(f"{path}: expected {len(options)} values, found {len(value)}")
+    return tuple(convert(o, each, f"{path}[{i}]") for i, (o, each) in enumerate(zip(options, value, strict=True)))
+
+
+def _scalar(hint: Any, value: object, path: str) -> Any:
+    wrong = ConfigError(f"{path}: expected {described(hint)}, found {_shown(value)}")
+    if hint in (str, bool):
+        if type(value) is hint:
+            return value
+        if hint is str and isinstance(value, (bool, int, float)):
+            raise ConfigError(f"{wrong}; put it in quotes if it is meant as text")
+        raise wrong
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise wrong
+    if hint is int and isinstance(value, int):
+        return value
+    try:
+        # A number in quotes, or 1e-4, which YAML 1.1 reads as text, is still that number.
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise wrong from None
+    if not math.isfinite(number) or (hint is int and not number.is_integer()):
+        raise wrong
+    return int(number) if hint is int else number
+
+
+def described(hint: Any) -> str:
+    """An annotation in words."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(str(o) for o in options)
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(o) for o in options if o is not types.NoneType)
+    if origin is tuple:
+        return "a list"
+    return _WORDS.get(hint, "keys and values")
+
+
+def nearest(key: str, known: Mapping[str, object], path: str = "") -> str:
+    """What to say about a key that does not exist."""
+    found = difflib.get_close_matches(key, known, 1)
+    return f"did you mean {_join(path, found[0])}?" if found else f"there are: {', '.join(known)}"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,287 @@
+"""Text to tokens of a fixed length, with the labels that a task asks for.
+
+Every batch has the same width, `max_length`, whatever is in it: memory is planned for the longest sample and must not
+depend on luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from memfit.errors import ConfigError, InputError
+from memfit.train.config import Task
+from memfit.train.readers import Line
+
+IGNORED: Final = -100  # torch's cross entropy leaves these labels out
+_CHUNK: Final = 1000  # texts handed to a tokenizer at once
+_MASKED_SHARE: Final = 0.15
+
+
+class Encoder(Protocol):
+    """Text to numbers.
+
+    Attributes:
+        pad: number that fills a sample up.
+        mask: number that hides a token; None when there is none.
+        special: numbers that stand for no text.
+        size: numbers are below it.
+    """
+
+    pad: int
+    mask: int | None
+    special: frozenset[int]
+    size: int
+
+    def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
+        """Tokens of each text and how many texts were cut; `max_length` None: all of it, nothing added at the ends."""
+
+
+class ByteEncoder:
+    """A token is a byte of UTF-8 plus one; needs no file and no extra."""
+
+    pad: int = 0
+    mask: int | None = 257
+    special: frozenset[int] = frozenset((0, 257))
+    size: int = 258
+
+    def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
+        """See `Encoder`."""
+        encoded = [[byte + 1 for byte in text.encode()] for text in texts]
+        if max_length is None:
+            return encoded, 0
+        return [tokens[:max_length] for tokens in encoded], sum(len(tokens) > max_length for tokens in encoded)
+
+
+class FolderEncoder:
+    """A Hugging Face tokenizer read from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise InputError("reading a tokenizer needs transformers: pip install 'memfit[transformers]'") from error
+        if not folder.is_dir():
+            raise ConfigError(f"data.tokenizer: there is no folder {folder} (memfit downloads nothing)")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.tokenizer: transformers finds no tokenizer in {folder}: {error}") from error
+        pad = self._tokenizer.pad_token_id
+        self.pad: int = (
+            0 if pad is None else int(pad)
+        )  # attention_mask and labels tell padding apart, whatever its number
+        self.mask: int | None = self._tokenizer.mask_token_id
+        self.special: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
+        self.size: int = len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
+        """See `Encoder`."""
+        if max_length is None:
+            return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"], 0
+        encoded = self._tokenizer(list(texts), truncation=True, max_length=max_length)
+        # Tokenizers in pure Python do not tell what they cut.
+        return encoded["input_ids"], sum(bool(e.overflowing) for e in encoded.encodings or ())
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer beside a model."""
+        self._tokenizer.save_pretrained(str(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """How a field of a line becomes a class.
+
+    Attributes:
+        field: its name; None when the data holds no classes.
+        names: class of each name, for labels that are words.
+        count: number of classes; None when not known, 1 when the label is a number to hit (a regression).
+    """
+
+    field: str | None = None
+    names: Mapping[str, int] | None = None
+    count: int | None = None
+
+    def read(self, line: Line) -> int | float:
+        """The class (or the number, for a regression) on a line.
+
+        Raises:
+            InputError: there is none, or it is not one of the model's classes.
+        """
+        assert self.field is not None
+        value = _field(line, self.field)
+        if isinstance(value, str):
+            if value not in (self.names or {}):
+                known = ", ".join(self.names or ()) or "none; write classes as 0, 1, 2, ..."
+                raise InputError(f"{line.where}: label {value!r} is no class of the model; there are: {known}")
+            return (self.names or {})[value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(f"{line.where}: label {value!r} is neither a number nor a name")
+        if self.count == 1:  # one output is a number to hit, not a class
+            return float(value)
+        if not isinstance(value, int) or value < 0 or (self.count is not None and value >= self.count):
+            raise InputError(
+                f"{line.where}: label {value}, but classes are 0 "
+                + ("and up" if self.count is None else f"to {self.count - 1}")
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How text becomes samples.
+
+    Attributes:
+        encoder: text to tokens.
+        max_length: tokens in a sample.
+        task: what the labels are; None for none, or for classes.
+        seed: of what masked-lm hides.
+    """
+
+    encoder: Encoder
+    max_length: int
+    task: Task | None = None
+    seed: int = 0
+
+    @property
+    def least(self) -> int:
+        """Tokens without which there is nothing to learn."""
+        return 2 if self.task in ("causal-lm", "masked-lm") else 1
+
+
+class TokenSamples:
+    """Tokenised text; each batch is padded to one width.
+
+    Attributes:
+        truncated: samples that were longer than `max_length` and were cut.
+    """
+
+    def __init__(self, tokens: Iterable[tuple[Sequence[int], int | float | None]], form: Format) -> None:
+        self._form = form
+        self.truncated = 0
+        flat: list[NDArray[np.int32]] = []
+        labels: list[int | float] = []
+        ends = [0]
+        for sample, label in tokens:
+            flat.append(np.asarray(sample, dtype=np.int32))
+            ends.append(ends[-1] + len(sample))
+            if label is not None:
+                labels.append(label)
+        self._flat = np.concatenate(flat) if flat else np.empty(0, np.int32)
+        self._ends = np.asarray(ends)
+        whole = all(isinstance(label, int) for label in labels)
+        self._labels = np.asarray(labels, dtype=np.int64 if whole else np.float32) if labels else None
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def batch(self, indices: Sequence[int], epoch: int) -> dict[str, torch.Tensor]:
+        """input_ids, attention_mask and, where the task has them, labels."""
+        shape = (len(indices), self._form.max_length)
+        ids = np.full(shape, self._form.encoder.pad, dtype=np.int64)
+        attended = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        for row, index in enumerate(indices):
+            tokens = self._flat[self._ends[index] : self._ends[index + 1]]
+            length = len(tokens)
+            ids[row, :length] = tokens
+            attended[row, :length] = 1
+            if self._form.task == "causal-lm":
+                labels[row, :length] = tokens
+            elif self._form.task == "masked-lm":
+                self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, index))
+        out = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(attended)}
+        if self._form.task in ("causal-lm", "masked-lm"):
+            out["labels"] = torch.from_numpy(labels)
+        elif self._labels is not None:
+            out["labels"] = torch.from_numpy(self._labels[np.asarray(indices)])
+        return out
+
+    def _hide(self, ids: NDArray[np.int64], labels: NDArray[np.int64], seed: tuple[int, int, int]) -> None:
+        """Choose tokens to be guessed, as in BERT (Devlin et al. 2019, section 3.1).
+
+        It depends on sample and epoch alone, so that a resumed run draws the same.
+        """
+        random = np.random.default_rng(seed)
+        open_places = np.flatnonzero(~np.isin(ids, list(self._form.encoder.special)))
+        if not len(open_places):
+            return
+        chosen = open_places[random.random(len(open_places)) < _MASKED_SHARE]
+        if not len(chosen):  # a sample without anything to guess would have no loss
+            chosen = open_places[[int(random.random() * len(open_places))]]
+        labels[chosen] = ids[chosen]
+        fate = random.random(len(chosen))
+        others = (random.random(len(chosen)) * self._form.encoder.size).astype(np.int64)
+        assert self._form.encoder.mask is not None
+        ids[chosen] = np.where(fate < 0.8, self._form.encoder.mask, np.where(fate < 0.9, others, ids[chosen]))
+
+
+def samples_of_lines(lines: Iterable[Line], field: str, labels: Labels, form: Format) -> TokenSamples:
+    """One sample for each line of a .jsonl file, cut at `max_length` tokens."""
+    truncated = 0
+
+    def each() -> Iterator[tuple[Sequence[int], int | float | None]]:
+        nonlocal truncated
+        rest = iter(lines)
+        while chunk := list(islice(rest, _CHUNK)):
+            texts = [_text(line, field) for line in chunk]
+            encoded, cut = form.encoder.encode(texts, form.max_length)
+            truncated += cut
+            for line, tokens in zip(chunk, encoded, strict=True):
+                if len(tokens) < form.least:
+                    raise InputError(
+                        f"{line.where}: the text has {len(tokens)} tokens, and {form.least} are the least to learn from"
+                    )
+                yield tokens, None if labels.field is None else labels.read(line)
+
+    samples = TokenSamples(each(), form)
+    samples.truncated = truncated
+    return samples
+
+
+def samples_of_stream(lines: Iterable[str], form: Format) -> TokenSamples:
+    """Running text cut into samples of `max_length` tokens; the last one may be shorter.
+
+    Raises:
+        ConfigError: the task needs a label for each text, which running text has not.
+    """
+    if form.task not in ("causal-lm", "masked-lm"):
+        raise ConfigError(
+            "data.train: .txt files are running text for causal-lm and masked-lm; "
+            "for other tasks use .jsonl with data.text"
+        )
+
+    def each() -> Iterator[tuple[Sequence[int], None]]:
+        rest = iter(lines)
+        waiting: list[int] = []
+        while chunk := list(islice(rest, _CHUNK)):
+            for tokens in form.encoder.encode(chunk, None)[0]:
+                waiting += tokens
+            whole = len(waiting) - len(waiting) % form.max_length
+            for start in range(0, whole, form.max_length):
+                yield waiting[start : start + form.max_length], None
+            waiting = waiting[whole:]
+        if len(waiting) > 1:  # a single token has nothing to predict
+            yield waiting, None
+
+    return TokenSamples(each(), form)
+
+
+def _text(line: Line, field: str) -> str:
+    value = _field(line, field)
+    if not isinstance(value, str):
+        raise InputError(f"{line.where}: field {field!r} is no text")
+    return value
+
+
+def _field(line: Line, field: str) -> Any:
+    if field not in line.content:
+        raise InputError(f"{line.where}: no field {field!r}; there are: {', '.join(map(repr, line.content)) or 'none'}")
+    return line.content[field]

@@ -1,0 +1,188 @@
+"""Bytes against time: what each plan of the frontier takes, how fast one in its bytes could be, which was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from memfit.plans import Plan
+from memfit.report import FrontierPoint
+from memfit.units import format_bytes, format_seconds
+from memfit.views import colours
+from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
+from memfit.views.drawing import INK, QUIET, TIMES, Anchor, Dot, Drawing, Line, Shape, Text, text_width
+from memfit.views.timeline_picture import LEFT, RIGHT, WIDTH
+
+_TITLE: Final = "Bytes against time"
+_TOP: Final = 70.0
+_PLOT_HEIGHT: Final = 260.0
+_LINE: Final = "#3D5A73"
+_BOUND: Final = "#8A5A00"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One plan as it is drawn: bytes, and time as a multiple of the plain step's."""
+
+    peak_bytes: int
+    ratio: float
+    bound_bytes: int
+    bound_ratio: float
+    micro_batches: int
+    title: str
+
+
+def ratios(plan: Plan, points: Sequence[FrontierPoint]) -> tuple[list[Ratio], Ratio]:
+    """The frontier from the smallest peak up, and the chosen plan."""
+    p = plan.prediction
+    plain_seconds = p.plain_step_seconds
+
+    def ratio(point: FrontierPoint) -> Ratio:
+        relative = point.step_seconds / plain_seconds
+        parts = f", {point.micro_batches} micro-batches" if point.micro_batches > 1 else ""
+        title = (
+            f"{format_bytes(point.peak_bytes)} at the peak, {format_seconds(point.step_seconds)} a step, "
+            f"{relative:.2f}{TIMES} plain{parts}"
+        )
+        bound = point.bound_seconds / plain_seconds
+        return Ratio(point.peak_bytes, relative, point.budget_bytes, bound, point.micro_batches, title)
+
+    chosen = FrontierPoint(plan.budget_bytes, p.peak_bytes, p.step_seconds, p.bound_seconds, plan.choices.micro_batches)
+    return sorted(map(ratio, points), key=lambda r: (r.peak_bytes, -r.ratio)), ratio(chosen)
+
+
+def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = ()) -> Drawing:
+    """Draw the frontier; without one, the chosen plan beside the plain step. With nothing to compare, say so."""
+    p = plan.prediction
+    if p.plain_step_seconds <= 0:
+        return _nothing("this plan carries no times, so there is nothing to compare.")
+    if not points and (p.peak_bytes, p.step_seconds) == (p.plain_peak_bytes, p.plain_step_seconds):
+        return _nothing("this plan is the plain step, and no others were asked for: there is nothing to compare.")
+    frontier, chosen = ratios(plan, points)
+    plain_bytes = p.plain_peak_bytes
+    bounds = [r for r in sorted([*frontier, chosen], key=lambda r: r.bound_bytes) if r.bound_ratio > 0]
+    x, y = _scales(frontier, chosen, bounds, plain_bytes, plan.budget_bytes)
+    shapes: list[Shape] = [Text(LEFT, 18, _TITLE, size=16, bold=True)]
+    y_ticks = number_ticks(y.low, y.high, most=6, suffix=TIMES)
+    shapes += frame(x, y, byte_ticks(x.low, x.high, most=8), y_ticks, "bytes at the peak")
+    shapes.append(
+        Text(LEFT, 38, "Time of a step as a multiple of the plain step's, by the bytes it may take.", colour=QUIET)
+    )
+    budget_inside = plan.budget_bytes <= x.high
+    if budget_inside:
+        at = x(plan.budget_bytes)
+        shapes.append(Line(((at, y.end - 4), (at, y.start)), colours.BUDGET, 1.5, (7, 4)))
+        shapes.append(Text(at, y.end - 8, "budget", anchor="middle", colour=colours.BUDGET))
+    shapes += _bound(bounds, x, y)
+    if len(frontier) > 1:
+        shapes.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in frontier), _LINE, 1.6))
+    shapes += _points(frontier, x, y)
+    shapes += _marked(chosen, plain_bytes, x, y)
+    shapes += _key(plan, chosen, frontier, budget_inside=budget_inside)
+    return Drawing(WIDTH, y.start + 46, tuple(shapes), _label(plan, chosen, frontier))
+
+
+def _nothing(reason: str) -> Drawing:
+    sentence = f"Not drawn: {reason}"
+    shapes = (Text(LEFT, 18, _TITLE, size=16, bold=True), Text(LEFT, 40, sentence, colour=QUIET))
+    return Drawing(WIDTH, 52, shapes, f"{_TITLE}. {sentence}")
+
+
+def _label(plan: Plan, chosen: Ratio, frontier: list[Ratio]) -> str:
+    return (
+        f"Bytes at the peak against time of a step, {len(frontier)} plans: the chosen one takes "
+        f"{format_bytes(chosen.peak_bytes)} and {chosen.ratio:.2f} times the plain step's time; the plain step takes "
+        f"{format_bytes(plan.prediction.plain_peak_bytes)}; the budget is {format_bytes(plan.budget_bytes)}."
+    )
+
+
+def _scales(
+    frontier: list[Ratio], chosen: Ratio, bounds: list[Ratio], plain_bytes: int, budget: int
+) -> tuple[Scale, Scale]:
+    sizes = [chosen.peak_bytes, plain_bytes, *(r.peak_bytes for r in frontier)]
+    if budget <= 1.25 * max(sizes):
+        sizes.append(budget)
+    # Half of the axis for bytes that no plan can do without would hide the shape of the curve.
+    low, high = widened(min(sizes), max(sizes))
+    if min(sizes) < 0.5 * max(sizes):
+        low, high = 0, 1.05 * max(sizes)
+    ratio_range = [1.0, chosen.ratio, *(r.ratio for r in frontier), *(r.bound_ratio for r in bounds)]
+    bottom, top = widened(min(ratio_range), max(ratio_range))
+    return Scale(low, high, LEFT, RIGHT), Scale(bottom, top, _TOP + _PLOT_HEIGHT, _TOP)
+
+
+def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Shape]:
+    """Steps, not a slope: a bound holds for its own budget and all smaller ones, and says nothing about larger ones."""
+    if not bounds:
+        return []
+    points: list[tuple[float, float]] = []
+    left = x.start
+    for r in bounds:
+        points += [(left, y(r.bound_ratio)), (x(r.bound_bytes), y(r.bound_ratio))]
+        left = x(r.bound_bytes)
+    return [Line(tuple(points), _BOUND, 1.2)]
+
+
+def _points(frontier: list[Ratio], x: Scale, y: Scale) -> list[Shape]:
+    shapes: list[Shape] = []
+    before = 1
+    for r in reversed(frontier):  # from plain down: where the number of micro-batches changes, it is told
+        at, height = x(r.peak_bytes), y(r.ratio)
+        shapes.append(Dot(at, height, 4, _LINE, square=r.micro_batches > 1, title=r.title))
+        if r.micro_batches != before:
+            shapes.append(Text(at + 7, height - 7, f"{TIMES}{r.micro_batches}", 11, colour=QUIET, halo=True))
+            before = r.micro_batches
+    return shapes
+
+
+def _marked(chosen: Ratio, plain_bytes: int, x: Scale, y: Scale) -> list[Shape]:
+    """The chosen plan and the plain step, each with its name."""
+    at, height = x(chosen.peak_bytes), y(chosen.ratio)
+    plain_at, plain_height = x(plain_bytes), y(1.0)
+    same = abs(at - plain_at) < 6 and abs(height - plain_height) < 6
+    shapes: list[Shape] = []
+    if not same:
+        shapes.append(
+            Dot(plain_at, plain_height, 6, "#ffffff", colours.PLAIN, title=f"plain: {format_bytes(plain_bytes)}")
+        )
+        shapes.append(_name("plain", plain_at, plain_height, colours.PLAIN))
+    shapes.append(Dot(at, height, 8, colours.PREDICTED, title=f"this plan: {chosen.title}"))
+    shapes.append(_name("this plan, which is plain" if same else "this plan", at, height, colours.PREDICTED))
+    return shapes
+
+
+def _name(text: str, at: float, height: float, colour: str) -> Text:
+    """Above the point and to the right, where a falling curve leaves room; to the left at the edge."""
+    fits = at + 10 + text_width(text) <= RIGHT
+    anchor: Anchor = "start" if fits else "end"
+    return Text(at + (10 if fits else 4), height - (10 if fits else 14), text, 13, anchor, colour, bold=True, halo=True)
+
+
+def _key(plan: Plan, chosen: Ratio, frontier: list[Ratio], *, budget_inside: bool) -> list[Shape]:
+    """What the marks mean and their numbers, in the margin."""
+    left, top = RIGHT + 24, _TOP + 14
+    p = plan.prediction
+    shapes: list[Shape] = []
+
+    def entry(name: str, text: str, colour: str) -> None:
+        nonlocal top
+        shapes.append(Text(left + 26, top, name, colour=colour, bold=True))
+        shapes.append(Text(left + 26, top + 15, text, colour=INK))
+        top += 42
+
+    shapes.append(Dot(left + 10, top - 4, 7, colours.PREDICTED))
+    entry("this plan", f"{format_bytes(chosen.peak_bytes)}, {chosen.ratio:.2f}{TIMES}", colours.PREDICTED)
+    shapes.append(Dot(left + 10, top - 4, 6, "#ffffff", colours.PLAIN))
+    entry("plain", f"{format_bytes(p.plain_peak_bytes)}, 1.00{TIMES}", colours.PLAIN)
+    shapes.append(Line(((left, top - 4), (left + 20, top - 4)), colours.BUDGET, 1.5, (7, 4)))
+    entry("budget", format_bytes(plan.budget_bytes) + ("" if budget_inside else " →"), colours.BUDGET)
+    if chosen.bound_ratio > 0:
+        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _BOUND, 1.2))
+        entry("lower bound", f"at most {100 * plan.gap:.1f} % faster" if plan.gap > 0 else "none is faster", _BOUND)
+    if frontier:
+        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _LINE, 1.6))
+        shapes.append(Dot(left + 10, top - 4, 4, _LINE))
+        split = any(r.micro_batches > 1 for r in frontier)
+        entry("other plans", f"{TIMES}n: n micro-batches" if split else f"{len(frontier)} budgets", _LINE)
+    return shapes

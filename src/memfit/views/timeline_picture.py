@@ -1,0 +1,279 @@
+"""Bytes over one step, stacked by what they are for, under the budget; the plain step and what was measured beside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from memfit.plans import Plan, Prediction
+from memfit.report import Rehearsal
+from memfit.units import format_bytes
+from memfit.views import colours
+from memfit.views.axes import Scale, below, byte_ticks, frame, number_ticks, spread
+from memfit.views.drawing import INK, QUIET, Dot, Drawing, Hover, Line, Polygon, Shape, Text, box, shortened, text_width
+from memfit.views.verdict import error_text
+
+WIDTH: Final = 960.0
+LEFT: Final = 84.0
+RIGHT: Final = 742.0  # to the right of it stand the names of the lines
+_TOP: Final = 92.0
+_PLOT_HEIGHT: Final = 300.0
+_MEASURED_HEIGHT: Final = 84.0
+_MOST_HOVERS: Final = 160
+_NO_CURVE: Final = "this plan carries no curve: drawn are the bytes at its peak"
+# A line farther up than this many times the plan's own bytes would flatten the plan; it is named, not drawn.
+_FARTHEST_PLAIN: Final = 4.0
+_FARTHEST_BUDGET: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Bytes of one category at every moment."""
+
+    key: str
+    name: str
+    colour: str
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A number of bytes drawn as a line across the plot, its name beside it."""
+
+    name: str
+    bytes: int
+    colour: str
+    dash: tuple[float, ...]
+    farthest: float = math.inf
+    remark: str = ""
+
+
+def timeline_picture(plan: Plan, rehearsal: Rehearsal | None = None) -> Drawing:
+    """Draw what the plan predicts for a step, and what the rehearsal measured."""
+    prediction = plan.prediction
+    moments, bands = _bands(prediction)
+    totals = [sum(column) for column in zip(*(b.bytes for b in bands), strict=True)]
+    levels = _levels(plan, rehearsal)
+    own = max([prediction.peak_bytes, rehearsal.measured_peak_bytes if rehearsal else 0, *totals, 1])
+    wanted = max(level.bytes for level in levels if level.bytes <= level.farthest * own)
+    y = Scale(0, 1.06 * max(own, wanted), _TOP + _PLOT_HEIGHT, _TOP)
+    shapes: list[Shape] = [
+        Text(LEFT, 18, "Bytes over the step", size=16, bold=True),
+        Text(LEFT, 38, shortened(_subtitle(plan), WIDTH - LEFT), colour=QUIET),
+    ]
+    if len(moments) > 1:
+        x = Scale(min(0, moments[0]), moments[-1], LEFT, RIGHT)
+        shapes += _phases(prediction.phases[: len(moments)], moments, x, y)
+        shapes += frame(x, y, _event_ticks(x), byte_ticks(0, y.high), _event_label(plan))
+        shapes += _stack(bands, moments, x, y)
+        other = prediction.plain_curve if list(prediction.plain_curve) != totals else ()  # A plain run's is its own.
+        for part in below(list(zip(moments, other, strict=False)), y.high):
+            points = tuple((x(m), y(n)) for m, n in part)
+            shapes += [Line(points, "#ffffff", 3), Line(points, colours.PLAIN, 1.3)]
+        peak = totals.index(max(totals))
+        marker = Dot(
+            x(moments[peak]), y(totals[peak]), 4.5, colours.PREDICTED, title=_moment(prediction, bands, moments, peak)
+        )
+    else:
+        x = Scale(0, 1, LEFT, RIGHT)
+        shapes += frame(x, y, [], byte_ticks(0, y.high), _NO_CURVE if bands else "this plan carries no curve")
+        shapes += _stack(bands, (0.4, 0.6), x, y)
+        marker = None
+    shapes += _level_lines(levels, y)
+    if len(moments) > 1 and marker is not None:
+        shapes += _hovers(prediction, bands, moments, totals, x)
+        shapes.append(marker)
+    bottom = y.start + 62
+    legend, bottom = _legend(prediction, bands, totals, bottom)
+    shapes += legend
+    if rehearsal is not None and len(rehearsal.curve) > 1:
+        strip, bottom = _measured(rehearsal, plan.budget_bytes, bottom + 22)
+        shapes += strip
+    return Drawing(WIDTH, bottom, tuple(shapes), _label(levels))
+
+
+def _subtitle(plan: Plan) -> str:
+    p = plan.prediction
+    where = p.peak_module or "outside any module"
+    text = f"Peak in {p.peak_phase}, {where}" if p.peak_phase else f"Peak {where}"
+    text += f" ({p.peak_operation})." if p.peak_operation else "."
+    return text
+
+
+def _event_label(plan: Plan) -> str:
+    if plan.choices.micro_batches > 1:
+        return (
+            f"operations and unpacks of one of {plan.choices.micro_batches} micro-batches, then of the rest of the step"
+        )
+    return "operations and unpacks of the step, in order"
+
+
+def _label(levels: list[_Level]) -> str:
+    lines = ", ".join(f"{level.name} {format_bytes(level.bytes)}" for level in levels)
+    return f"Bytes held over one training step, stacked by category: {lines}."
+
+
+def _bands(prediction: Prediction) -> tuple[tuple[float, ...], list[_Band]]:
+    """Moments and the bands that are not empty; without a curve, one moment: the peak."""
+    count = min([len(prediction.moments), *map(len, prediction.curve.values())]) if prediction.curve else 0
+    moments: tuple[float, ...] = prediction.moments[:count]
+    series = {str(key): tuple(values[:count]) for key, values in prediction.curve.items()}
+    if count < 2 or moments[-1] <= moments[0] or not any(map(any, series.values())):
+        moments, series = (0,), {str(k): (n,) for k, n in prediction.categories_at_peak.items()}
+    order = [*colours.BANDS, *(key for key in series if key not in colours.BANDS)]
+    bands = [
+        _Band(
+            key,
+            *colours.BANDS.get(key, (key.replace("_", " "), colours.UNKNOWN_BAND)),
+            tuple(max(0, n) for n in series[key]),
+        )
+        for key in map(str, order)
+        if any(series.get(key, ()))
+    ]
+    return moments, bands
+
+
+def _levels(plan: Plan, rehearsal: Rehearsal | None) -> list[_Level]:
+    p = plan.prediction
+    levels = [
+        _Level("plain peak", p.plain_peak_bytes, colours.PLAIN, (1, 3), _FARTHEST_PLAIN),
+        _Level("budget", plan.budget_bytes, colours.BUDGET, (7, 4), _FARTHEST_BUDGET),
+        _Level("predicted peak", p.peak_bytes, colours.PREDICTED, (2, 3)),
+    ]
+    if rehearsal is not None:
+        remark = f"prediction: {error_text(rehearsal.error)}"
+        levels.append(_Level("measured peak", rehearsal.measured_peak_bytes, colours.MEASURED, (), remark=remark))
+    return levels
+
+
+def _level_lines(levels: list[_Level], y: Scale) -> list[Shape]:
+    """Lines across the plot and their names, kept apart, in the margin."""
+    shapes: list[Shape] = []
+    levels = sorted(levels, key=lambda level: -level.bytes)  # Downwards, so that the leader lines do not cross.
+    sizes = [34.0 if level.remark else 19.0 for level in levels]
+    centres = spread([y(level.bytes) for level in levels], sizes, y.end - 22, y.start + 10)
+    for level, size, centre in zip(levels, sizes, centres, strict=True):
+        above = level.bytes > y.high
+        height = y(level.bytes)
+        room = WIDTH - RIGHT - 24
+        baseline = centre - size / 2 + 13.5
+        if not above:
+            shapes.append(Line(((LEFT, height), (RIGHT, height)), level.colour, 1.5, level.dash))
+            shapes.append(Line(((RIGHT, height), (RIGHT + 6, height), (RIGHT + 20, baseline - 4)), level.colour, 1))
+        text = f"{level.name} {format_bytes(level.bytes)}" + (" ↑" if above else "")
+        shapes.append(Text(RIGHT + 24, baseline, text, colour=level.colour, bold=True))
+        if level.remark:
+            shapes.append(Text(RIGHT + 24, baseline + 15, shortened(level.remark, room, 11), size=11, colour=QUIET))
+    return shapes
+
+
+def _phases(phases: tuple[str, ...], moments: tuple[float, ...], x: Scale, y: Scale) -> list[Shape]:
+    """Light bands behind the plot, and a strip with their names above it."""
+    shapes: list[Shape] = []
+    runs = [(name, moments[next(members)[0]]) for name, members in groupby(enumerate(phases), key=lambda m: m[1])]
+    spans = [
+        (name, x(start if i else x.low), x(runs[i + 1][1] if i + 1 < len(runs) else x.high))
+        for i, (name, start) in enumerate(runs)
+    ]
+    for name, start, end in spans:
+        back, strip = colours.PHASES.get(name, colours.UNKNOWN_PHASE)
+        shapes.append(box(start, y.end, end, y.start, back))
+        shapes.append(box(start, y.end - 9, end, y.end - 1, strip))
+    named = [span for span in spans if span[0]]
+    if sum(text_width(name) + 10 for name, _, _ in named) > x.end - x.start:
+        named = [span for span in named if text_width(span[0]) < span[2] - span[1]]
+    sizes = [text_width(name) + 10 for name, _, _ in named]
+    centres = spread([(start + end) / 2 for _, start, end in named], sizes, x.start - 20, x.end + 20)
+    for (name, start, end), centre in zip(named, centres, strict=True):
+        middle = (start + end) / 2
+        if abs(centre - middle) > 2:
+            shapes.append(Line(((middle, y.end - 9), (centre, y.end - 15)), QUIET, 1))
+        shapes.append(Text(centre, y.end - 18, name, anchor="middle", colour=QUIET))
+    return shapes
+
+
+def _event_ticks(x: Scale) -> list[tuple[float, str]]:
+    return number_ticks(x.low, x.high, most=7, least=1)
+
+
+def _stack(bands: list[_Band], moments: tuple[float, ...], x: Scale, y: Scale) -> list[Shape]:
+    shapes: list[Shape] = []
+    floor = [0] * len(moments)
+    for band in bands:
+        values = band.bytes if len(band.bytes) == len(moments) else band.bytes * len(moments)
+        ceiling = [a + b for a, b in zip(floor, values, strict=True)]
+        up = [(x(m), y(n)) for m, n in zip(moments, ceiling, strict=True)]
+        down = [(x(m), y(n)) for m, n in zip(moments, floor, strict=True)]
+        shapes.append(Polygon((*up, *reversed(down)), band.colour))
+        floor = ceiling
+    return shapes
+
+
+def _moment(prediction: Prediction, bands: list[_Band], moments: tuple[float, ...], index: int) -> str:
+    """The bytes of one moment, the top of the stack first."""
+    total = sum(band.bytes[index] for band in bands)
+    phase = f" ({prediction.phases[index]})" if index < len(prediction.phases) and prediction.phases[index] else ""
+    lines = [f"at {moments[index]:,.0f}{phase}: {format_bytes(total)}"]
+    lines += [f"{band.name} {format_bytes(band.bytes[index])}" for band in reversed(bands) if band.bytes[index]]
+    if index < len(prediction.plain_curve):
+        lines.append(f"plain: {format_bytes(prediction.plain_curve[index])}")
+    return "\n".join(lines)
+
+
+def _hovers(
+    prediction: Prediction, bands: list[_Band], moments: tuple[float, ...], totals: list[int], x: Scale
+) -> list[Shape]:
+    """Columns that tell their highest moment."""
+    stride = -(-len(moments) // _MOST_HOVERS)
+    shapes: list[Shape] = []
+    for first in range(0, len(moments), stride):
+        last = min(first + stride, len(moments) - 1)
+        highest = max(range(first, min(first + stride, len(moments))), key=lambda i: totals[i])
+        left, right = x(moments[first]), x(moments[last])
+        shapes.append(
+            Hover(left, _TOP, max(right - left, 1), _PLOT_HEIGHT, _moment(prediction, bands, moments, highest))
+        )
+    return shapes
+
+
+def _legend(prediction: Prediction, bands: list[_Band], totals: list[int], top: float) -> tuple[list[Shape], float]:
+    """Names of the bands in stacking order, with their bytes at the peak; returns the shapes and where they end."""
+    if not bands:
+        return [], top
+    peak = totals.index(max(totals))
+    at_peak = {str(k): n for k, n in prediction.categories_at_peak.items()} or {b.key: b.bytes[peak] for b in bands}
+    intro = "From the bottom, with bytes at the peak:"
+    shapes: list[Shape] = [Text(LEFT, top, intro, colour=QUIET)]
+    start = LEFT + text_width(intro) * 0.9 + 8
+    left = start
+    for band in bands:
+        text = f"{band.name} {format_bytes(at_peak.get(band.key, 0))}"
+        width = 18 + text_width(text)
+        if left + width > WIDTH and left > LEFT:
+            left, top = LEFT, top + 20
+        shapes.append(box(left, top - 10, left + 12, top + 2, band.colour))
+        shapes.append(Text(left + 17, top, text))
+        left += width + 8
+    return shapes, top + 12
+
+
+def _measured(rehearsal: Rehearsal, budget: int, top: float) -> tuple[list[Shape], float]:
+    """The measured bytes, on an axis of their own: they come by allocation, not by operation, and cannot be aligned."""
+    curve = rehearsal.curve
+    highest = max(*curve, 1)
+    high = 1.1 * (max(highest, budget) if budget <= _FARTHEST_BUDGET * highest else highest)
+    y = Scale(0, high, top + 14 + _MEASURED_HEIGHT, top + 14)
+    x = Scale(0, len(curve) - 1, LEFT, RIGHT)
+    points = tuple((x(i), y(n)) for i, n in enumerate(curve))
+    shapes: list[Shape] = [Text(LEFT, top, "Measured in the rehearsal", bold=True)]
+    shapes += frame(
+        x, y, [], byte_ticks(0, high, most=4), "allocations and releases, in order (another axis than above)"
+    )
+    shapes.append(Polygon((*points, (x.end, y.start), (x.start, y.start)), "#E3E6EA"))
+    shapes.append(Line(points, INK, 1.2))
+    if budget <= high:
+        shapes.append(Line(((LEFT, y(budget)), (RIGHT, y(budget))), colours.BUDGET, 1.5, (7, 4)))
+        shapes.append(Text(RIGHT + 8, y(budget) + 4, "budget", colour=colours.BUDGET))
+    return shapes, y.start + 26

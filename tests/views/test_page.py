@@ -1,0 +1,168 @@
+"""The page: complete, self-contained, safe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from memfit.plans import ModuleSaving
+from memfit.report import Report, StepRecord
+from memfit.units import format_bytes, format_seconds
+from memfit.views.page import page
+from views import reports
+
+ALL = [reports.report, reports.plain_report, reports.bare_report, reports.split_report]
+NASTY = "<script>alert('x')</script> & \"quotes\" \x00\ud800"
+Make = Callable[[], Report]
+VOID = {"meta", "!doctype"}
+
+
+class Balanced(HTMLParser):
+    """Checks that tags close in order, and collects them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_nothing_is_asked_of_the_network_and_nothing_runs(make: Make) -> None:
+    text = page(make())
+
+    assert "http:" not in text.replace("http-equiv", "")
+    assert "https:" not in text
+    assert not re.search(r"url\(|@import|<script|<link|<img|<iframe", text)
+    names = {name for _, attributes in parsed(text).tags for name in attributes}
+    assert not names & {"src", "href", "srcset", "action", "data", "style"}
+    assert not [name for name in names if name.startswith("on")]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_pictures_are_xml_and_say_in_words_what_they_show(make: Make) -> None:
+    drawn = re.findall(r"<svg.*?</svg>", page(make()), re.DOTALL)
+
+    assert len(drawn) >= 2
+    for text in drawn:
+        root = ET.fromstring(text)  # noqa: S314 - our own text
+        assert root.get("role") == "img"
+        assert len(root.get("aria-label", "")) > 20
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_every_head_of_a_table_says_what_it_heads(make: Make) -> None:
+    heads = [attributes for tag, attributes in parsed(page(make())).tags if tag == "th"]
+
+    assert all(h.get("scope") in {"col", "row"} for h in heads)
+
+
+def test_every_number_of_the_report_is_on_the_page() -> None:
+    report = reports.report()
+    text = page(report)
+    p, rehearsal = report.plan.prediction, report.rehearsal
+
+    assert rehearsal is not None
+    sizes = [report.plan.budget_bytes, p.peak_bytes, p.plain_peak_bytes, rehearsal.measured_peak_bytes]
+    sizes += [n for n in p.categories_at_peak.values() if n]
+    sizes += [n for m in report.plan.by_module for n in (m.kept_bytes, m.dropped_bytes)]
+    sizes += [n for f in report.frontier for n in (f.budget_bytes, f.peak_bytes)]
+    seconds = [p.step_seconds, p.plain_step_seconds, *(m.rerun_seconds for m in report.plan.by_module)]
+    seconds += [s for f in report.frontier for s in (f.step_seconds, f.bound_seconds)]
+    assert [n for n in sizes if format_bytes(n) not in text] == []
+    assert [s for s in seconds if format_seconds(s) not in text] == []
+    for expected in ("0.11 % too low", "8,589,934,592 bytes", f"{p.slowdown:.2f}", f"{100 * report.plan.gap:.1f} %"):
+        assert expected in text
+    for words in (*report.plan.turned_down, *report.plan.notes, report.plan.device, report.plan.signature):
+        assert words in text
+    for name, fact in report.facts:
+        assert f"<dt>{name}</dt><dd>{fact}</dd>" in text
+
+
+def test_texts_of_others_are_shown_and_not_obeyed() -> None:
+    full = reports.report()
+    plan = replace(
+        full.plan,
+        prediction=replace(full.plan.prediction, peak_module=NASTY, peak_operation=NASTY, phases=(NASTY,) * 340),
+        by_module=(ModuleSaving(NASTY, 1, 2, 0.1),),
+        turned_down=(NASTY,),
+        notes=(NASTY,),
+        device=NASTY,
+        signature=NASTY,
+        model=NASTY,
+        torch_version=NASTY,
+        source=NASTY,
+    )
+    assert full.rehearsal is not None
+    text = page(
+        replace(
+            full,
+            title=NASTY,
+            plan=plan,
+            rehearsal=replace(full.rehearsal, departures=(NASTY,)),
+            records=(StepRecord(1, 2.0, 0.1, departures=(NASTY,)),),
+            facts=((NASTY, NASTY),),
+        )
+    )
+
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;quotes&quot; \ufffd\ufffd" in text
+    assert "\x00" not in text
+    text.encode()
+    parsed(text)
+
+
+def test_a_measurement_over_budget_is_said_first() -> None:
+    text = page(reports.split_report())
+
+    assert '<p class="verdict over">Over budget: 8.20 GiB measured, 200 MiB more than the 8.00 GiB allowed.' in text
+    assert "layers.0: another branch was taken (rehearsal)" in text
+
+
+def test_without_rehearsal_the_verdict_says_that_it_is_a_prediction() -> None:
+    text = page(reports.plain_report())
+
+    assert '<p class="verdict predicted">Predicted to fit, not measured yet' in text
+    assert "not rehearsed" in text
+
+
+def test_sections_without_content_are_left_out() -> None:
+    text = page(reports.bare_report())
+
+    for heading in ("Training", "Notes", "Turned down", "Facts", "Departures", "What backward needs, by module"):
+        assert f"<h2>{heading}" not in text
+
+
+def test_one_step_makes_a_row_and_no_curve() -> None:
+    text = page(replace(reports.report(), records=reports.records(1)))
+
+    assert ">Loss<" not in text
+    assert "<h2>Training</h2>" in text
+    assert "<details>" not in text
+
+
+def test_departures_are_listed_once_with_their_steps() -> None:
+    assert page(reports.report()).count("layers.3: another branch was taken (step 18, step 41)") == 1

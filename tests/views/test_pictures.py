@@ -1,0 +1,257 @@
+"""The two panels and the loss: what is drawn where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.plans import Plan, Prediction
+from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.trace import Category
+from memfit.views import colours
+from memfit.views.drawing import Dot, Drawing, Hover, Line, Polygon, Text, shortened, stacked, text_width, wrapped
+from memfit.views.frontier_picture import frontier_picture, ratios
+from memfit.views.loss_picture import loss_picture
+from memfit.views.svg import svg
+from memfit.views.timeline_picture import timeline_picture
+from views import reports
+
+Make = Callable[[], Report]
+
+
+def texts(drawing: Drawing) -> list[str]:
+    return [s.text for s in drawing.shapes if isinstance(s, Text)]
+
+
+def inside(drawing: Drawing) -> bool:
+    """Whether no shape leaves the paper; texts by their estimated width."""
+    for shape in drawing.shapes:
+        match shape:
+            case Polygon() | Line():
+                corners = list(shape.points)
+            case Text():
+                width = text_width(shape.text, shape.size) * 0.9  # the estimate is on the wide side
+                left = shape.x - {"start": 0.0, "middle": width / 2, "end": width}[shape.anchor]
+                corners = [(left, shape.y - shape.size), (left + width, shape.y)]
+            case Dot():
+                corners = [(shape.x - shape.radius, shape.y), (shape.x, shape.y + shape.radius)]
+            case Hover():
+                corners = [(shape.x, shape.y), (shape.x + shape.width, shape.y + shape.height)]
+        if not all(-1 <= x <= drawing.width + 1 and -1 <= y <= drawing.height + 1 for x, y in corners):
+            return False
+    return True
+
+
+def crossing(drawing: Drawing) -> list[tuple[str, str]]:
+    """Pairs of texts that overlap."""
+    boxes = []
+    for t in (s for s in drawing.shapes if isinstance(s, Text)):
+        width = text_width(t.text, t.size) * 0.8
+        left = t.x - {"start": 0.0, "middle": width / 2, "end": width}[t.anchor]
+        boxes.append((left, left + width, t.y - 0.75 * t.size, t.y, t.text))
+    return [
+        (a[4], b[4])
+        for i, a in enumerate(boxes)
+        for b in boxes[:i]
+        if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
+    ]
+
+
+@pytest.mark.parametrize("make", [reports.report, reports.plain_report, reports.bare_report, reports.split_report])
+def test_pictures_stay_on_their_paper_and_texts_apart(make: Make) -> None:
+    report = make()
+    for drawing in (timeline_picture(report.plan, report.rehearsal), frontier_picture(report.plan, report.frontier)):
+        assert inside(drawing)
+        assert crossing(drawing) == []
+
+
+def test_bands_are_stacked_and_named_in_one_order() -> None:
+    report = reports.report()
+    drawing = timeline_picture(report.plan, report.rehearsal)
+
+    order = [colour for _, colour in colours.BANDS.values()]
+    drawn = [s.fill for s in drawing.shapes if isinstance(s, Polygon) and s.fill in order and len(s.points) > 4]
+    keys = [s.fill for s in drawing.shapes if isinstance(s, Polygon) and s.fill in order and len(s.points) == 4]
+    assert drawn == keys == [colour for colour in order if colour != colours.BANDS[Category.OTHER][1]]
+
+
+def test_the_peaks_and_the_budget_are_named_with_their_bytes() -> None:
+    report = reports.report()
+    drawn = texts(timeline_picture(report.plan, report.rehearsal))
+
+    assert {"plain peak 20.7 GiB", "budget 8.00 GiB", "predicted peak 7.68 GiB", "measured peak 7.69 GiB"} <= set(drawn)
+    assert "prediction: 0.11 % too low" in drawn
+    assert {"forward", "backward", "clip", "optimizer"} <= set(drawn)
+
+
+def test_the_top_of_the_stack_is_the_predicted_peak() -> None:
+    report = reports.report()
+    drawing = timeline_picture(report.plan, report.rehearsal)
+
+    top = min(y for s in drawing.shapes if isinstance(s, Polygon) and len(s.points) > 4 for _, y in s.points)
+    across = [
+        s.points[0][1]
+        for s in drawing.shapes
+        if isinstance(s, Line) and s.colour == colours.PREDICTED and len(s.points) == 2
+    ]
+    assert across == [pytest.approx(top, abs=0.01)]
+
+
+def test_a_line_far_beyond_is_named_and_not_drawn() -> None:
+    report = reports.split_report()
+    drawing = timeline_picture(report.plan, report.rehearsal)
+
+    assert "plain peak 90.0 GiB ↑" in texts(drawing)
+    long = [s for s in drawing.shapes if isinstance(s, Line) and s.points[-1][0] - s.points[0][0] > 600]
+    assert {s.colour for s in long} >= {colours.BUDGET, colours.PREDICTED, colours.MEASURED}
+    assert colours.PLAIN not in {s.colour for s in long}
+
+
+def test_a_category_of_a_later_version_is_drawn_all_the_same() -> None:
+    base = reports.plan()
+    p = base.prediction
+    curve = {**p.curve, "host_cache": (2**20,) * len(p.moments)}
+    drawing = timeline_picture(replace(base, prediction=replace(p, curve=curve, categories_at_peak={})))
+
+    assert "host cache 1.00 MiB" in texts(drawing)
+
+
+def test_the_measured_curve_has_a_strip_of_its_own() -> None:
+    report = reports.report()
+    assert "Measured in the rehearsal" in texts(timeline_picture(report.plan, report.rehearsal))
+    assert "Measured in the rehearsal" not in texts(timeline_picture(report.plan, None))
+
+
+def test_without_a_curve_the_bytes_at_the_peak_are_drawn() -> None:
+    base = reports.plan()
+    drawing = timeline_picture(
+        replace(base, prediction=replace(base.prediction, moments=(), curve={}, phases=(), plain_curve=()))
+    )
+
+    assert "this plan carries no curve: drawn are the bytes at its peak" in texts(drawing)
+    assert "activations 4.91 GiB" in texts(drawing)
+
+
+numbers = st.integers(0, 2**45)
+
+
+@st.composite
+def predictions(draw: st.DrawFn) -> Prediction:
+    """Whatever a plan file may hold, lengths that do not agree included."""
+    moments = sorted(draw(st.lists(st.integers(-1, 10_000), max_size=8, unique=True)))
+    series = st.lists(numbers, max_size=10).map(tuple)
+    return Prediction(
+        peak_bytes=draw(st.integers(1, 2**45)),
+        plain_peak_bytes=draw(st.integers(1, 2**45)),
+        step_seconds=draw(st.floats(0, 1e3)),
+        plain_step_seconds=draw(st.sampled_from([0.0, 0.5, 1e3])),
+        bound_seconds=draw(st.floats(0, 1e3)),
+        seconds_are="measured",
+        categories_at_peak=draw(st.dictionaries(st.sampled_from(list(map(str, Category))), numbers)),
+        moments=tuple(moments),
+        phases=tuple(draw(st.lists(st.sampled_from(["forward", "backward", "loss", ""]), max_size=10))),
+        curve=draw(st.dictionaries(st.sampled_from([*map(str, Category), "later"]), series)),
+        plain_curve=draw(series),
+    )
+
+
+@settings(max_examples=60)
+@given(
+    predictions(),
+    st.integers(1, 2**50),
+    st.lists(st.tuples(numbers, st.floats(1e-9, 1e3)), max_size=4),
+    st.lists(numbers),
+)
+def test_anything_a_plan_may_hold_is_drawn_on_the_paper(
+    prediction: Prediction, budget: int, pairs: list[tuple[int, float]], curve: list[int]
+) -> None:
+    plan: Plan = replace(reports.plain_report().plan, prediction=prediction, budget_bytes=budget)
+    points = [FrontierPoint(n, n, s, s / 2, 1 + n % 3) for n, s in pairs]
+    rehearsal = Rehearsal(prediction.peak_bytes, max(curve, default=1), 1.0, curve=tuple(curve))
+
+    for drawing in (timeline_picture(plan, rehearsal), frontier_picture(plan, points)):
+        assert inside(drawing)
+        assert "nan" not in svg(drawing)
+
+
+def test_the_frontier_is_drawn_against_the_plain_step() -> None:
+    report = reports.report()
+    points, chosen = ratios(report.plan, report.frontier)
+    drawing = frontier_picture(report.plan, report.frontier)
+
+    assert [p.peak_bytes for p in points] == sorted(p.peak_bytes for p in report.frontier)
+    assert points[-1].ratio == 1.0
+    assert chosen.ratio == report.plan.prediction.slowdown
+    assert "7.68 GiB, 1.24\N{MULTIPLICATION SIGN}" in texts(drawing)
+    assert len([s for s in drawing.shapes if isinstance(s, Dot) and s.title]) == len(points) + 2
+
+
+def test_a_bound_is_a_staircase_that_never_claims_more_than_it_says() -> None:
+    drawing = frontier_picture(reports.plan(), reports.frontier(reports.plan()))
+
+    line = max(
+        (s for s in drawing.shapes if isinstance(s, Line) and s.colour == "#8A5A00"), key=lambda s: len(s.points)
+    )
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in zip(line.points, line.points[1:], strict=False))
+
+
+def test_without_other_plans_the_chosen_one_stands_beside_the_plain_one() -> None:
+    drawn = texts(frontier_picture(reports.plan()))
+
+    assert {"this plan", "plain", "budget"} <= set(drawn)
+    assert "other plans" not in drawn
+
+
+def test_nothing_to_compare_is_said_in_a_sentence() -> None:
+    assert any("nothing to compare" in t for t in texts(frontier_picture(reports.plain_report().plan)))
+    assert any("carries no times" in t for t in texts(frontier_picture(reports.bare_report().plan)))
+
+
+def test_losses_that_are_not_numbers_are_left_out_of_the_curve() -> None:
+    records = [StepRecord(i, loss, 0.1) for i, loss in enumerate([3.0, float("nan"), 2.0, float("inf")], start=1)]
+    drawing = loss_picture(records)
+
+    assert drawing is not None
+    assert "nan" not in svg(drawing)
+    assert loss_picture(records[:2]) is None
+    assert loss_picture([]) is None
+
+
+def test_a_long_training_is_thinned_without_losing_its_spikes() -> None:
+    records = [StepRecord(i, 9.0 if i == 12_345 else 1.0 + 1e-5 * i, 0.1) for i in range(1, 50_001)]
+    drawing = loss_picture(records)
+
+    assert drawing is not None
+    curve = max((s for s in drawing.shapes if isinstance(s, Line)), key=lambda s: len(s.points))
+    assert len(curve.points) <= 610
+    assert min(y for _, y in curve.points) < 60
+
+
+def test_a_constant_loss_is_drawn() -> None:
+    drawing = loss_picture([StepRecord(i, 1.0, 0.1) for i in range(1, 5)])
+
+    assert drawing is not None
+    assert inside(drawing)
+
+
+def test_long_texts_are_shortened_or_wrapped() -> None:
+    text = "a long sentence about " + "bytes " * 40
+
+    assert text_width(shortened(text, 200)) <= 200
+    assert shortened("short", 200) == "short"
+    assert all(text_width(line) <= 200 for line in wrapped(text, 200))
+    assert " ".join(wrapped(text, 200)) == text.strip()
+    assert wrapped("", 200) == []
+
+
+def test_stacked_drawings_lie_below_each_other() -> None:
+    one = Drawing(10, 20, (Dot(5, 5, 1, "#000000"), Hover(0, 0, 1, 1, "x")), "one.")
+    both = stacked([one, one], gap=4)
+
+    assert both.height == 44
+    assert [s.y for s in both.shapes if isinstance(s, Dot)] == [5, 29]
+    assert both.label == "one. one."

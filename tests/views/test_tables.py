@@ -1,0 +1,73 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from memfit.plans import ModuleSaving
+from memfit.views import frontier_table, modules_table, plan_table, records_table
+from memfit.views.tables import frontier_cells, modules_cells, records_cells
+from views import reports
+
+
+def shown(table: Table) -> str:
+    console = Console(width=140, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_the_plan_is_told_in_a_few_lines() -> None:
+    text = shown(plan_table(reports.plan()))
+
+    for expected in ("8.00 GiB", "7.68 GiB (96.0 %)", "20.7 GiB", "743 ms", "601 ms", "0.8 %"):
+        assert expected in text
+    assert "nothing" in shown(plan_table(reports.plain_report().plan))
+    assert "4 (losses by tokens:labels)" in shown(plan_table(reports.split_report().plan))
+
+
+def test_modules_come_with_the_most_dropped_first() -> None:
+    cells = modules_cells(reports.plan())
+
+    assert [row[0] for row in cells.rows][:2] == ["transformer.layers.0", "transformer.layers.1"]
+    assert cells.rows[-1][0] == "(model)"
+
+
+def test_many_modules_are_summed_up_at_the_end() -> None:
+    plan = replace(reports.plan(), by_module=tuple(ModuleSaving(f"m{i}", 1024, 2048, 0.0) for i in range(43)))
+
+    assert modules_cells(plan).remark == "3 more modules: 3.00 KiB kept, 6.00 KiB dropped."
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    plan = replace(reports.plan(), by_module=(ModuleSaving("blocks[red].0", 1, 2, 0.0),))
+
+    assert "blocks[red].0" in shown(modules_table(plan))
+
+
+def test_the_frontier_marks_the_chosen_budget() -> None:
+    report = reports.report()
+    cells = frontier_cells(report.plan, report.frontier)
+
+    assert cells.marked is not None
+    assert cells.rows[cells.marked][0] == "8.00 GiB"
+    assert "7.68 GiB" in shown(frontier_table(report.plan, report.frontier))
+    assert frontier_cells(report.plan, report.frontier[:1]).marked is None
+
+
+def test_of_many_steps_the_first_and_the_last_are_listed() -> None:
+    cells = records_cells(reports.records(300))
+
+    assert [cells.rows[0][0], cells.rows[-1][0]] == ["1", "300"]
+    assert len(cells.rows) == 40
+    assert "260 steps between are left out" in cells.remark
+    assert "another branch" in shown(records_table(reports.records(30)))
+
+
+def test_empty_tables_are_tables() -> None:
+    assert shown(frontier_table(reports.plan(), ()))
+    assert shown(records_table(()))
+    assert shown(modules_table(replace(reports.plan(), by_module=())))

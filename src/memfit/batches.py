@@ -6,12 +6,14 @@ A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from memfit.errors import BatchError, InputError
+
+IGNORED_LABEL: Final = -100  # what torch's cross entropy leaves out of its mean
 
 Batch = Any
 LossFunction = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -64,6 +66,50 @@ def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:
     """`total` samples in `micro_batches` parts, the largest first, differing by at most one."""
     base, extra = divmod(total, micro_batches)
     return [base + 1] * extra + [base] * (micro_batches - extra)
+
+
+def _named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    return {pytree.keystr(path).strip("[]'\"."): leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
+
+
+def weightings(batch: Batch) -> list[str]:
+    """Ways in which the losses of parts may add up to the loss of the whole, the more particular ones first.
+
+    "tokens:x" counts the entries of x that are not IGNORED_LABEL, "next_tokens:x" the same from the second column on (causal models shift labels
+    inside), "filled:x" the nonzero entries of x (a mask), "samples" the samples; "sum" is for losses that are sums.
+    """
+    counts = [n for n, t in _named_leaves(batch).items() if t.dim() > 1 and not t.is_floating_point()]
+    labels = [n for n in counts if bool((_named_leaves(batch)[n] == IGNORED_LABEL).any())]
+    return [
+        *(f"tokens:{n}" for n in labels),
+        *(f"next_tokens:{n}" for n in labels),
+        "samples",
+        "sum",
+        *(f"filled:{n}" for n in counts if n not in labels),
+    ]
+
+
+def shares(parts: Sequence[Batch], how: str) -> list[float] | None:
+    """Share of each part in the loss of the whole; None when nothing is counted at all."""
+    kind, _, name = how.partition(":")
+    if kind == "sum":
+        return [1.0] * len(parts)
+    counts: list[int] = []
+    for part in parts:
+        if kind == "samples":
+            counts.append(size(part))
+            continue
+        leaf = _named_leaves(part).get(name)
+        if leaf is None:
+            raise BatchError(f"losses are weighted by {how}, but the batch has no {name!r}")
+        if kind == "filled":
+            counts.append(int(leaf.count_nonzero()))
+        else:
+            leaf = leaf[..., 1:] if kind == "next_tokens" else leaf
+            counts.append(leaf.numel() - int((leaf == IGNORED_LABEL).sum()))
+    total = sum(counts)
+    return [c / total for c in counts] if total else None
 
 
 def signature(batch: Batch) -> str:

@@ -136,10 +136,12 @@ class Choices:
 
     Attributes:
         micro_batches: parts in which the batch is run, gradients accumulated.
-        weights: how the parts' losses add up to the batch's: "whole", "samples", "sum" or "tokens:<key>".
+        micro_batch_size: samples in the largest part.
+        weights: how the parts' losses add up to the batch's: "whole" or one of `batches.weightings`.
     """
 
     micro_batches: int = 1
+    micro_batch_size: int = 0
     weights: str = "whole"
 
 

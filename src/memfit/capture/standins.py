@@ -27,7 +27,7 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
         if id(tensor) not in made:
             keep.append(tensor)
             fresh = make(tensor)
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and fresh is not tensor:
                 fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
             made[id(tensor)] = fresh
         return made[id(tensor)]

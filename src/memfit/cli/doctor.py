@@ -147,7 +147,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _rates(device: str) -> dict[str, float]:
-    """FLOP/s of an fp32 matrix product, bytes/s of a copy (read and written), the best of a few: a glance, no benchmark."""
+    """FLOP/s of an fp32 matrix product and bytes/s of a copy, read and written; the best of a few, no benchmark."""
     import torch
 
     def best(action: Any) -> float:

@@ -74,12 +74,12 @@ def _valleys(crossing: Any) -> list[list[int]]:
     """Positions near the bottom of each valley of the curve."""
     out: list[list[int]] = []
     falling = True
-    low = high = float(crossing[0]) if len(crossing) else 0.0
+    low, high = float("inf"), 0.0
     start = 0
     for e, value in enumerate([*crossing.tolist(), float("inf")]):
         if falling:
             low = min(low, value) if value > 0 else low
-            if value > low * HILL and low > 0:
+            if value > low * HILL:
                 out.append([i for i in range(start, e) if 0 < crossing[i] <= low * NEAR])
                 falling, high = False, value
         else:

@@ -146,7 +146,8 @@ def arrays(files: Iterable[Path]) -> dict[str, Array]:
     parts: list[tuple[Path, dict[str, Array]]] = []
     for file in files:
         try:
-            with np.load(file, allow_pickle=False) as archive:
+            # numpy would leave a damaged file open.
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 part = {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"cannot read {file}: {error}") from error

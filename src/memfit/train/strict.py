@@ -144,7 +144,7 @@ def described(hint: Any) -> str:
 
 def nearest(key: str, known: Mapping[str, object], path: str = "") -> str:
     """What to say about a key that does not exist."""
-    found = difflib.get_close_matches(key, known, 1)
+    found = difflib.get_close_matches(key, known, 1, 0.5)
     return f"did you mean {_join(path, found[0])}?" if found else f"there are: {', '.join(known)}"
 
 

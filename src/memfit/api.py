@@ -1,0 +1,446 @@
+"""The public functions: plan, apply, fit, measure, frontier."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.capture import costs as cost_tables
+from memfit.capture.capture import device_of, model_digest
+from memfit.capture.scaled import trustworthy
+from memfit.capture.splitting import Splitting, find_splitting
+from memfit.engine.engine import Engine, moving_buffers
+from memfit.errors import BudgetError, InputError, MemfitError, PlanFileError, SnapshotError, SplitError
+from memfit.machine import Machine, known_machine
+from memfit.meter import metered
+from memfit.planner.search import Search
+from memfit.plans import Choices, Plan, Prediction, Script
+from memfit.report import FrontierPoint, Rehearsal, StepRecord
+from memfit.step import OptimizerFactory
+from memfit.trace import Trace
+from memfit.units import format_bytes, parse_bytes
+
+Progress = Callable[[str, float], None]
+Budget = str | int
+
+REPAIR_ROUNDS: Final = 3
+ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
+RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
+
+
+class Runtime:
+    """What a plan was made from, kept beside it in the process that made it."""
+
+    def __init__(
+        self,
+        search: Search,
+        loss_fn: LossFunction | None,
+        optimizer: OptimizerFactory | None,
+    ) -> None:
+        self.search = search
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with torch's defaults, fused: one kernel, no transient copies."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def plan(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    budget: Budget = "80%",
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    host_budget: Budget | None = None,
+    allow: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """How to train inside `budget` bytes, and what it will take; nothing is trained.
+
+    Args:
+        model: any module, in the mode it is to be trained in; it may be on the meta device.
+        sample: one whole batch of an optimizer step, of the largest shape that will come: a tensor, tuple or mapping.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**sample).loss`.
+        budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
+            "8GB", an int, or a share of the device's memory such as "80%".
+        optimizer: makes the optimizer from the parameters; None when only gradients are computed.
+        host_budget, allow, freeze: reserved for techniques this version does not have; anything but the default is refused.
+        fixed: choices that are the user's: {"micro_batches": n}.
+        clip_norm: global gradient norm to clip to.
+        device: None for the device of the model, or the name of a GPU that is not here ("rtx4090"): then seconds are estimated.
+        progress: called with what is being done and the share done.
+
+    Raises:
+        InfeasibleError: nothing fits; carries `minimum_bytes` and ways out.
+        BudgetError: the budget cannot be read.
+        InputError: something else about the input.
+        CaptureError: the step cannot be predicted.
+    """
+    search, machine = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
+    budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
+    _tell(progress, "planning", 0.9)
+    found = search.plan(budget_bytes)
+    _tell(progress, "planned", 1.0)
+    return replace(found, runtime=Runtime(search, loss_fn, optimizer))
+
+
+def replan(made: Plan, budget: Budget) -> Plan:
+    """The same model and batch at another budget, from what was captured for `made` (which must come from this process)."""
+    if not isinstance(made.runtime, Runtime):
+        raise InputError("this plan was loaded from a file and carries no trace: call memfit.plan(model, sample, ...) again")
+    return replace(made.runtime.search.plan(parse_bytes(budget)), runtime=made.runtime)
+
+
+def frontier(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    points: int = 9,
+    fixed: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, ...]:
+    """Plans from plain down to the smallest that fits: bytes against seconds.
+
+    Args:
+        points: number of budgets, at least 2; the first is plain, the last the smallest found.
+        model, sample, loss_fn, optimizer, fixed, clip_norm, device, progress: as for `plan`.
+
+    Returns:
+        Plans in order of falling peak, each no slower than any with a smaller peak.
+    """
+    search, _ = _search(model, sample, loss_fn, optimizer, None, (), (), fixed, clip_norm, device, progress)
+    return _frontier(search, max(2, points), Runtime(search, loss_fn, optimizer), progress)
+
+
+def _frontier(search: Search, points: int, runtime: Runtime, progress: Progress | None = None) -> tuple[Plan, ...]:
+    plain, smallest = search.plain_peak(), search.smallest()[0]
+    found: dict[int, Plan] = {}
+    for i in range(points):
+        budget = round(plain - (plain - smallest) * i / (points - 1))
+        _tell(progress, f"planning for {format_bytes(budget)}", i / points)
+        made = search.plan(budget)
+        known = found.get(made.prediction.peak_bytes)
+        if known is None or made.prediction.step_seconds < known.prediction.step_seconds:
+            found[made.prediction.peak_bytes] = replace(made, runtime=runtime)
+    ordered = [found[p] for p in sorted(found, reverse=True)]
+    best: list[Plan] = []
+    for made in reversed(ordered):  # from the smallest up: a larger plan must be faster to be worth showing
+        if not best or made.prediction.step_seconds < best[-1].prediction.step_seconds:
+            best.append(made)
+    return tuple(reversed(best))
+
+
+def frontier_points(plans: Iterable[Plan]) -> tuple[FrontierPoint, ...]:
+    """Plans of a frontier as points for the report."""
+    return tuple(
+        FrontierPoint(
+            p.budget_bytes,
+            p.prediction.peak_bytes,
+            p.prediction.step_seconds,
+            p.prediction.bound_seconds,
+            p.choices.micro_batches,
+        )
+        for p in plans
+    )
+
+
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+) -> Engine:
+    """An engine that trains this model as the plan says.
+
+    Args:
+        plan: made in this process or loaded.
+        model: of the structure the plan was made for; the user's own object is trained.
+        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be a factory or made already.
+
+    Raises:
+        PlanFileError: the plan is for another model.
+    """
+    have = model_digest(model)
+    if have != plan.model:
+        raise PlanFileError(
+            f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
+            "(train/eval). Plan again for this model"
+        )
+    runtime = plan.runtime if isinstance(plan.runtime, Runtime) else None
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise InputError("the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)")
+    chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
+    if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
+        chosen = chosen(p for p in model.parameters() if p.requires_grad)
+    return Engine(plan, model, loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn, chosen)
+
+
+def fit(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    budget: Budget = "80%",
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    host_budget: Budget | None = None,
+    allow: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
+
+    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`.
+
+    Raises:
+        InfeasibleError: also when no repaired plan passes its rehearsal.
+    """
+    made = plan(
+        model,
+        sample,
+        loss_fn,
+        budget,
+        optimizer,
+        host_budget=host_budget,
+        allow=allow,
+        freeze=freeze,
+        fixed=fixed,
+        clip_norm=clip_norm,
+        progress=progress,
+    )
+    engine = apply(made, model)
+    budget_bytes = made.budget_bytes
+    target = budget_bytes
+    for number in range(1, REPAIR_ROUNDS + 1):
+        _tell(progress, "rehearsing one step", 0.0)
+        engine.rehearsal = replace(rehearse(engine, sample), rounds=number)
+        excess = engine.rehearsal.measured_peak_bytes - budget_bytes
+        if excess <= 0 or number == REPAIR_ROUNDS:
+            break
+        target -= excess + engine.rehearsal.measured_peak_bytes // 1000
+        runtime = made.runtime
+        repaired = replace(
+            runtime.search.plan(target),
+            runtime=runtime,
+            budget_bytes=budget_bytes,
+            notes=(*made.notes, f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}"),
+        )
+        engine.replace_plan(repaired)
+    if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
+        raise MemfitError(
+            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(engine.rehearsal.measured_peak_bytes)}, above the budget of "
+            f"{format_bytes(budget_bytes)}: the model's memory changes from run to run; allow for it with a larger budget"
+        )
+    return engine
+
+
+def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
+    """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk."""
+    model, optimizer = engine.model, engine.optimizer
+    tensors = [*model.parameters(), *model.buffers()]
+    grads = [p.grad for p in model.parameters()]
+    state = torch.default_generator.clone_state()
+    cuda_state = torch.cuda.get_rng_state() if engine.device.type == "cuda" else None
+    training = [(m, m.training) for m in model.modules()]
+    handle, name = tempfile.mkstemp(prefix="memfit-rehearsal-")
+    os.close(handle)
+    try:
+        try:
+            torch.save({"tensors": [t.detach() for t in tensors], "optimizer": optimizer.state_dict() if optimizer else None}, name)
+        except (OSError, RuntimeError) as error:
+            raise SnapshotError(
+                f"the rehearsal keeps a copy of the model in {Path(name).parent} and could not write it ({error}): free some disk space, set TMPDIR, or use "
+                "memfit.plan and memfit.apply, which do not rehearse"
+            ) from error
+        fresh = optimizer is not None and not optimizer.state
+        steps, records = engine.steps, list(engine.records)
+        try:
+            engine.step(sample)
+            record = engine.step(sample, meter=True)
+            reading = engine.reading
+        finally:
+            saved = torch.load(name, weights_only=True, mmap=True)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, saved["tensors"], strict=True):
+                    tensor.copy_(value)
+            if optimizer is not None:
+                if fresh:
+                    optimizer.state.clear()
+                else:
+                    optimizer.load_state_dict(saved["optimizer"])
+            del saved
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.grad = grad
+            torch.default_generator.set_state(state.get_state())
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state)
+            for module, mode in training:
+                module.training = mode
+            engine.steps, engine.records = steps, records
+    finally:
+        Path(name).unlink(missing_ok=True)
+    curve: list[int] = []
+    if reading is not None and reading.changes:
+        level, levels = reading.base_bytes, []
+        for change in reading.changes:
+            level += change
+            levels.append(level)
+        stride = max(1, len(levels) // 400)
+        curve = [max(levels[i : i + stride]) for i in range(0, len(levels), stride)]
+    return Rehearsal(
+        engine.plan_for(sample).prediction.peak_bytes,
+        record.peak_bytes or 0,
+        record.seconds,
+        1,
+        record.departures,
+        tuple(curve),
+    )
+
+
+def measure(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    clip_norm: float | None = None,
+) -> StepRecord:
+    """One plain step under the meter, everything put back: what PyTorch alone needs, in bytes and seconds."""
+    nothing = Plan(
+        budget_bytes=1 << 62,
+        choices=Choices(1, batches.size(sample)),
+        script=Script(),
+        prediction=Prediction(1, 1, 0.0, 0.0, 0.0, "measured"),
+        signature=batches.signature(sample),
+        model=model_digest(model),
+        device=str(device_of(model)),
+        torch_version=torch.__version__,
+        clip_norm=clip_norm,
+    )
+    engine = apply(nothing, model, loss_fn, optimizer)
+    rehearsal = rehearse(engine, sample)
+    return StepRecord(1, float("nan"), rehearsal.measured_seconds, 1, rehearsal.measured_peak_bytes)
+
+
+def _tell(progress: Progress | None, what: str, share: float) -> None:
+    if progress is not None:
+        progress(what, share)
+
+
+def _search(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    host_budget: Budget | None,
+    allow: Sequence[str],
+    freeze: Sequence[str],
+    fixed: Mapping[str, Any] | None,
+    clip_norm: float | None,
+    device: str | None,
+    progress: Progress | None,
+) -> tuple[Search, Machine]:
+    for name, value in (("host_budget", host_budget), ("allow", allow), ("freeze", freeze)):
+        if value:
+            raise InputError(
+                f"{name}={value!r} is not available in this version: memfit plans recomputation and micro-batches only, and changes no numbers. "
+                f"Leave {name} out"
+            )
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
+    samples = batches.size(sample)
+    micro_batches = _fixed(fixed, samples)
+    here = device_of(model)
+    machine = known_machine(device) if device is not None else cost_tables.present_machine(here)
+    table = None if device is not None else cost_tables.CostTable(here)
+    traces: dict[int, Trace] = {}
+
+    def trace_of(number: int) -> Trace:
+        _tell(progress, f"capturing a step ({number} micro-batch{'es' if number > 1 else ''})", 0.1)
+        captured = trustworthy(
+            model,
+            sample,
+            loss_fn,
+            optimizer,
+            clip_norm=clip_norm,
+            micro_batches=number,
+            believed=next(iter(traces.values()), None),
+        )
+        if table is None:
+            costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
+        else:
+            costs, are = table.measure(captured.calls, progress), "measured"
+        trace = cost_tables.with_costs(captured, costs, seconds_are=are, device=machine.name)
+        traces[number] = replace(
+            trace, rng_state_bytes=RNG_STATE_BYTES.get(here.type, 0), dispatch_seconds=ENGINE_SECONDS
+        )
+        return traces[number]
+
+    splitting: list[Splitting] = []
+
+    def weights() -> tuple[str | None, str]:
+        if not splitting:
+            if any(p.device.type == "meta" for p in model.parameters()):
+                return None, "the model is on the meta device, so it cannot be checked whether its batch splits"
+            _tell(progress, "checking whether the batch splits", 0.5)
+            splitting.append(find_splitting(model, sample, loss_fn))
+        return splitting[0].weights, splitting[0].reason
+
+    if micro_batches is not None and micro_batches > 1:
+        how, reason = weights()
+        if how is None:
+            raise SplitError(
+                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
+            )
+    extra = sum(b.numel() * b.element_size() for b in moving_buffers(model))
+    search = Search(trace_of, samples, weights, micro_batches, extra, torch.__version__, clip_norm)
+    return search, machine
+
+
+def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
+    if not fixed:
+        return None
+    unknown = [name for name in fixed if name != "micro_batches"]
+    if unknown:
+        raise InputError(f"fixed={dict(fixed)!r}: {unknown[0]!r} is no choice of this version; it has micro_batches")
+    number = fixed["micro_batches"]
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
+        raise InputError(f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed")
+    return number
+
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "Engine",
+    "Progress",
+    "apply",
+    "fit",
+    "frontier",
+    "frontier_points",
+    "measure",
+    "plan",
+    "rehearse",
+    "replan",
+]

@@ -1,0 +1,145 @@
+"""Does a batch split? Compare, on a few real samples, the gradient of the whole with the weighted sum of its parts.
+
+Layers that see the whole batch (batch norm) and losses that compare samples (contrastive) do not split; a mean over unmasked tokens splits by token counts,
+not by samples. None of this is guessed from names of layers: the gradients decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.capture.capture import forked_generators
+from memfit.capture.scaled import rows_of
+from memfit.capture.standins import lent
+
+SAMPLES: Final = 4
+TOLERANCE: Final = 1e-4  # of the gradient's norm, in fp32
+LOW_PRECISION_TOLERANCE: Final = 3e-2  # where 16-bit operations run; wrong weights are off by tenths
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """What the comparison found.
+
+    Attributes:
+        weights: how parts are weighted (`batches.weigh`), or None when the batch does not split.
+        error: relative difference of the gradients with these weights (or the best ones tried).
+        reason: in words, when it does not split.
+    """
+
+    weights: str | None
+    error: float
+    reason: str = ""
+
+
+class _Certain(TorchDispatchMode):
+    """Makes random operations certain, so that parts and whole can be compared; notes whether 16-bit operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low_precision = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name  # noqa: SLF001
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if name == "aten::native_dropout":
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+            for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+                if argument.name == "dropout_p":
+                    args = (*args[:index], 0.0, *args[index + 1 :]) if index < len(args) else args
+                    kwargs.pop("dropout_p", None)
+            if name.endswith("_") and args:
+                return args[0].fill_(0.5)
+            if "scaled_dot_product" not in name and "rnn" not in name:
+                result = func(*args, **kwargs)
+                if isinstance(result, torch.Tensor) and result.is_floating_point():
+                    return torch.full_like(result, 0.5)
+                return torch.zeros_like(result) if isinstance(result, torch.Tensor) else result
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
+            self.low_precision = True
+        return result
+
+
+def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
+    """Whether gradients of parts add up to the gradient of the whole, and with which weights.
+
+    The model's parameters, buffers, gradients and the generators are left as they were.
+    """
+    total = batches.size(sample)
+    if total < 2:  # noqa: PLR2004
+        return Splitting(None, 0.0, "there is only one sample")
+    few = _varied(rows_of(sample, min(SAMPLES, total)))
+    count = batches.size(few)
+    parts = batches.split(few, [count - 1, 1])
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    watch = _Certain()
+
+    def gradient(part: Batch) -> list[torch.Tensor]:
+        with lent(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone()), watch:
+            loss = batches.loss_of(model, part, loss_fn)
+            found = torch.autograd.grad(loss, trainable, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, found, strict=True)]
+
+    with forked_generators():
+        try:
+            whole = gradient(few)
+        except Exception:  # noqa: BLE001 - the variation may be what the model does not like
+            few = rows_of(sample, min(SAMPLES, total))
+            parts = batches.split(few, [count - 1, 1])
+            whole = gradient(few)
+        try:
+            pieces = [gradient(part) for part in parts]
+        except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
+            return Splitting(None, float("inf"), f"a part of the batch cannot be run alone ({type(error).__name__}: {error})")
+    tolerance = LOW_PRECISION_TOLERANCE if watch.low_precision else TOLERANCE
+    best = Splitting(None, float("inf"))
+    norm = sum(float(g.double().pow(2).sum()) for g in whole) ** 0.5
+    if not norm > 0 or norm == float("inf"):
+        return Splitting(None, float("nan"), f"the gradient of a few samples is {norm}, so nothing can be compared")
+    for how in batches.weightings(few):
+        shares = batches.shares(parts, how)
+        if shares is None:
+            continue
+        difference = 0.0
+        for index, g in enumerate(whole):
+            added = sum(share * piece[index].double() for share, piece in zip(shares, pieces, strict=True))
+            difference += float((g.double() - added).pow(2).sum())
+        error = difference**0.5 / norm
+        if error < tolerance:
+            return Splitting(how, error)
+        if error < best.error:
+            best = Splitting(None, error)
+    return Splitting(
+        None,
+        best.error,
+        f"gradients of parts do not add up to the whole batch's (relative difference {best.error:.2g} with the best weights): "
+        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do",
+    )
+
+
+def _varied(batch: Batch) -> Batch:
+    """The batch with some labels masked in one sample, so that token counts differ between samples."""
+    if not isinstance(batch, dict):
+        return batch
+    out = dict(batch)
+    for name, value in batch.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and "label" in str(name)
+            and value.dim() > 1
+            and value.dtype == torch.int64
+            and value.shape[1] > 3  # noqa: PLR2004
+        ):
+            changed = value.clone()
+            changed[0, : value.shape[1] // 2] = batches.IGNORED_LABEL
+            out[name] = changed
+    return out

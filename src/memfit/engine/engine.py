@@ -1,0 +1,247 @@
+"""Run optimizer steps as a plan says. The engine decides nothing; it splits, follows, accumulates, updates once and reports.
+
+A step either happens whole or not at all: when anything fails before the update (the model, a NaN loss, an interrupt), gradients, batch-norm statistics and
+generators are put back, and an interrupt during the update waits for its end.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.engine.saved import CompiledScript, Follower
+from memfit.errors import BatchError
+from memfit.meter import Reading, metered
+from memfit.plans import Plan
+from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.step import StepProgram
+
+
+def moving_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers that a forward changes: running statistics of normalisation layers in training."""
+    return [
+        buffer
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.training
+        for buffer in module.buffers(recurse=False)
+    ]
+
+
+class Engine:
+    """A model, its optimizer and a plan, ready to train.
+
+    Args:
+        plan: made for this model's structure.
+        model: the user's own object; never replaced.
+        loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
+        optimizer: over the model's parameters; None to compute gradients only.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.rehearsal: Rehearsal | None = None
+        self.frontier: tuple[FrontierPoint, ...] = ()
+        self.records: list[StepRecord] = []
+        self.steps = 0
+        self.plan = plan
+        self._compiled: dict[str, CompiledScript] = {}
+        self._plans: dict[str, Plan] = {}
+        self._warned: set[str] = set()
+        self._backup = [buffer.clone() for buffer in moving_buffers(model)]
+        self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        """Plan for one more signature of batch; the first one stays `plan`."""
+        self._plans[plan.signature] = plan
+        self._compiled[plan.signature] = CompiledScript(plan.script)
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Follow another plan from now on (the repair after a rehearsal)."""
+        self._plans.clear()
+        self._compiled.clear()
+        self.plan = plan
+        self.add(plan)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
+        """One optimizer step over the whole batch, in as many micro-batches as the plan says.
+
+        Args:
+            batch: as the sample the plan was made for; it may be smaller in any dimension, not larger.
+            meter: measure the true peak of this step (slower).
+
+        Raises:
+            BatchError: another structure than planned, or larger.
+            NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
+        """
+        plan = self.plan_for(batch)
+        started = time.perf_counter()
+        reading: Reading | None = None
+        if meter:
+            with metered(self.present(batch), self.device) as reading:
+                loss, departures, reruns, parts = self._step(plan, batch)
+        else:
+            loss, departures, reruns, parts = self._step(plan, batch)
+        self.steps += 1
+        for departure in departures:
+            if departure not in self._warned:
+                self._warned.add(departure)
+                warnings.warn(
+                    f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
+                    stacklevel=2,
+                )
+        record = StepRecord(
+            self.steps,
+            loss,
+            time.perf_counter() - started,
+            parts,
+            reading.peak_bytes if reading is not None else None,
+            reruns,
+            departures,
+        )
+        self.records.append(record)
+        self.reading = reading
+        return record
+
+    def _step(self, plan: Plan, batch: Batch) -> tuple[float, tuple[str, ...], int, int]:
+        program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm)
+        parts = self._parts(plan, batch)
+        shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
+        compiled = self._compiled[plan.signature]
+        loss = 0.0
+        departures: list[str] = []
+        reruns = 0
+        with self._all_or_nothing():
+            for index, part in enumerate(parts):
+                weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
+                follower = None if compiled.script.plain else Follower(compiled)
+                around = follower.following() if follower is not None else None
+                value = program.forward_backward(part, weight, around, check_finite=True)
+                loss += float(value) * (1.0 if weight is None else weight)
+                if follower is not None:
+                    reruns += follower.tape.reruns
+                    if follower.departure is not None:
+                        departures.append(follower.departure)
+                del follower, around
+            with _interrupts_wait():
+                program.update()
+        del value
+        program.clear()
+        return loss, tuple(departures), reruns, len(parts)
+
+    def _parts(self, plan: Plan, batch: Batch) -> list[Batch]:
+        total = batches.size(batch)
+        if plan.choices.micro_batches == 1:
+            return [batch]
+        largest = plan.choices.micro_batch_size
+        count = -(-total // largest)
+        return batches.split(batch, batches.micro_batch_sizes(total, count))
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        moving = moving_buffers(self.model)
+        for copy, buffer in zip(self._backup, moving, strict=True):
+            copy.copy_(buffer)
+        generators = [torch.default_generator.clone_state()]
+        if self.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
+        try:
+            yield
+        except BaseException:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            with torch.no_grad():
+                for copy, buffer in zip(self._backup, moving, strict=True):
+                    buffer.copy_(copy)
+            torch.default_generator.set_state(generators[0].get_state())
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index or 0].set_state(generators[1].get_state())
+            raise
+
+    @contextmanager
+    def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | None]:
+        """For people who keep their own loop: run forward and loss of one micro-batch inside, backward and the update outside.
+
+        Args:
+            retain_graph: backward will run more than once through this graph; then nothing is let go early.
+        """
+        compiled = self._compiled[self.plan.signature]
+        if compiled.script.plain:
+            yield None
+            return
+        follower = Follower(compiled, retain=retain_graph)
+        with follower.following():
+            yield follower
+
+    # -- what it stands on ---------------------------------------------------------------------------------------------------
+
+    def plan_for(self, batch: Batch) -> Plan:
+        """The plan whose signature the batch fits within; the tightest one when several do.
+
+        Raises:
+            BatchError: no plan is for such a batch.
+        """
+        signature = batches.signature(batch)
+        if signature in self._plans:
+            return self._plans[signature]
+        fitting = [p for s, p in self._plans.items() if batches.fits_within(signature, s)]
+        if not fitting:
+            raise BatchError(
+                f"the batch is [{signature}], the plan is for batches up to [{self.plan.signature}]: "
+                "plan again with a sample of the largest shape, or cut the batch down to it; nothing was changed"
+            )
+        return min(fitting, key=lambda p: p.prediction.peak_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        first = next(self.model.parameters(), None)
+        return first.device if first is not None else torch.device("cpu")
+
+    def present(self, batch: Batch) -> list[torch.Tensor]:
+        """Tensors that are there before a step and count against the budget."""
+        found = [*self.model.parameters(), *self.model.buffers(), *self._backup, *batches.leaves(batch)]
+        found += [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.optimizer is not None:
+            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return found
+
+    def report(self, title: str = "memfit", facts: Any = ()) -> Report:
+        """What was predicted and what happened so far."""
+        return Report(title, self.plan, self.rehearsal, tuple(self.records), self.frontier, tuple(facts))
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: half an update is no state to stop in."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[int, Any]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pending and callable(previous):
+        previous(*pending[0])

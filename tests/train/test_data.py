@@ -1,0 +1,294 @@
+"""What is read is what stands in the files, and what cannot be read is named; order is a function of seed and epoch."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memfit.errors import ConfigError, InputError
+from memfit.train import readers, text
+from memfit.train.data import ArraySamples, Batches, ItemSamples, Position
+from memfit.train.text import IGNORED, ByteEncoder, Format, Labels, samples_of_lines, samples_of_stream
+
+START = Position()
+
+
+def jsonl(folder: Path, *rows: Any, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return path
+
+
+def numbered(count: int) -> ArraySamples:
+    return ArraySamples({"x": np.arange(count)})
+
+
+def taken(batches: Batches, count: int, position: Position = START) -> list[list[int]]:
+    return [batch["x"].tolist() for batch, _ in islice(batches.start(position), count)]
+
+
+def test_every_epoch_uses_every_sample_once_in_an_order_of_its_own() -> None:
+    batches = Batches(numbered(10), 4, seed=1)
+
+    first, second = taken(batches, 3), taken(batches, 3, Position(1, 0))
+
+    assert [len(batch) for batch in first] == [4, 4, 2]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(10))
+    assert first != second
+    assert batches.per_epoch == 3
+
+
+def test_the_order_depends_on_the_seed_and_not_on_the_global_generator() -> None:
+    before = taken(Batches(numbered(50), 8, seed=3), 7)
+    torch.manual_seed(99)
+
+    assert taken(Batches(numbered(50), 8, seed=3), 7) == before
+    assert taken(Batches(numbered(50), 8, seed=4), 7) != before
+
+
+def test_a_position_is_where_the_rest_goes_on() -> None:
+    batches = Batches(numbered(10), 4)
+    whole = list(islice(batches.start(), 8))
+
+    for i, (_, position) in enumerate(whole[:-1]):
+        assert taken(batches, 7 - i, position) == [batch["x"].tolist() for batch, _ in whole[i + 1 :]]
+
+
+def test_a_position_may_be_taken_up_with_another_batch_size() -> None:
+    _, position = next(Batches(numbered(10), 4).start())
+
+    order = Batches(numbered(10), 4).order(0)
+    assert taken(Batches(numbered(10), 3), 2, position) == [order[4:7], order[7:10]]
+
+
+def test_without_a_seed_and_for_an_evaluation_the_order_is_the_datas() -> None:
+    batches = Batches(numbered(5), 2, seed=None)
+
+    assert taken(batches, 3) == [[0, 1], [2, 3], [4]]
+    assert [batch["x"].tolist() for batch in Batches(numbered(5), 2).once()] == [[0, 1], [2, 3], [4]]
+
+
+def test_no_samples_are_no_data() -> None:
+    with pytest.raises(InputError, match="holds no samples"):
+        Batches(numbered(0), 2)
+
+
+def test_a_users_dataset_is_stacked() -> None:
+    dataset = [(torch.tensor([i, i]), i) for i in range(4)]
+
+    x, y = ItemSamples(dataset).batch([3, 1], 0)
+
+    assert x.tolist() == [[3, 3], [1, 1]]
+    assert y.tolist() == [3, 1]
+
+
+def test_numbers_in_jsonl_become_tensors(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"x": [1, 2.5], "y": 1, "z": True}, "", {"x": [3, 4], "y": 0, "z": False})
+
+    batch = ArraySamples(readers.numbers(readers.json_lines([path]))).batch([1, 0], 0)
+
+    assert batch["x"].tolist() == [[3, 4], [1, 2.5]]
+    assert (batch["x"].dtype, batch["y"].dtype, batch["z"].dtype) == (torch.float32, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (({"x": 1}, "{'x': 2}"), r"data\.jsonl:2: not JSON"),
+        (({"x": 1}, "", "[1]"), r"data\.jsonl:3: expected an object"),
+        (({"x": 1}, {"y": 1}), r"data\.jsonl:2: fields y, but .*data\.jsonl:1 has x"),
+        (({"x": [1, 2]}, {"x": [1]}), r"data\.jsonl:2: field 'x' has shape \(1,\)"),
+        (({"x": "text"},), r"data\.jsonl:1: field 'x' is no number.*data\.text"),
+        (({"x": [[1], [1, 2]]},), r"data\.jsonl:1: field 'x' is no number"),
+        (({"x": None},), r"data\.jsonl:1: field 'x' is no number"),
+        (({},), r"no fields"),
+        ((), r"data\.jsonl is empty"),
+        (("", " "), r"data\.jsonl is empty"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, rows: tuple[Any, ...], message: str) -> None:
+    path = jsonl(tmp_path, *rows)
+
+    with pytest.raises(InputError, match=message):
+        readers.numbers(readers.json_lines([path]))
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
+
+    with pytest.raises(InputError, match=r"data\.jsonl: not UTF-8"):
+        list(readers.json_lines([path]))
+
+
+def test_arrays_are_joined_and_keep_their_types(tmp_path: Path) -> None:
+    for i in range(2):
+        np.savez(tmp_path / f"{i}.npz", x=np.full((3, 2), i, np.float64), y=np.arange(3))
+    files = readers.find(["*.npz"], tmp_path, "data.train")
+
+    arrays = readers.arrays(files)
+
+    assert arrays["x"].dtype == np.float64
+    assert arrays["x"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 1)), "y": np.zeros(3)}, "the first dimension counts samples"),
+        ({"x": np.zeros(())}, "the first dimension counts samples"),
+        ({"x": np.zeros((0, 2))}, "is empty"),
+        ({"x": np.array(["a", "b"])}, "holds <U1, not numbers"),
+        ({"x": np.array([None, 1])}, "cannot read"),
+    ],
+)
+def test_arrays_that_are_no_samples_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+
+    with pytest.raises(InputError, match=message):
+        readers.arrays([tmp_path / "a.npz"])
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros(1000))
+    (tmp_path / "a.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:300])
+
+    with pytest.raises(InputError, match=r"cannot read .*a\.npz"):
+        readers.arrays([tmp_path / "a.npz"])
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns", "message"),
+    [
+        ((), ["*.npz"], "data.train: there is no file"),
+        (("a.npz", "b.jsonl"), ["a.npz", "b.jsonl"], "files of one kind"),
+        (("a.csv",), ["a.csv"], "data.train: found .csv; memfit reads"),
+    ],
+)
+def test_files_that_are_not_there_or_not_readable_are_refused(
+    tmp_path: Path, names: tuple[str, ...], patterns: list[str], message: str
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+
+    with pytest.raises(ConfigError, match=message):
+        readers.find(patterns, tmp_path, "data.train")
+
+
+def test_patterns_find_files_sorted_and_once(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "x[1].txt"):
+        (tmp_path / name).touch()
+
+    found = readers.find(["b.txt", "*.txt", "x[1].txt"], tmp_path, "data.train")
+
+    assert [f.name for f in found] == ["b.txt", "a.txt", "x[1].txt"]
+
+
+def lines(folder: Path, *rows: Any) -> list[readers.Line]:
+    return list(readers.json_lines([jsonl(folder, *rows)]))
+
+
+def test_text_is_padded_to_one_width_and_cut_at_it(tmp_path: Path) -> None:
+    rows = lines(tmp_path, {"t": "ab"}, {"t": "abcdef"})
+
+    samples = samples_of_lines(rows, "t", Labels(), Format(ByteEncoder(), 4))
+
+    batch = samples.batch([0, 1], 0)
+    assert batch["input_ids"].tolist() == [[98, 99, 0, 0], [98, 99, 100, 101]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert "labels" not in batch
+    assert samples.truncated == 1
+
+
+def test_a_language_models_labels_leave_padding_out(tmp_path: Path) -> None:
+    samples = samples_of_lines(lines(tmp_path, {"t": "ab"}), "t", Labels(), Format(ByteEncoder(), 4, "causal-lm"))
+
+    assert samples.batch([0], 0)["labels"].tolist() == [[98, 99, IGNORED, IGNORED]]
+
+
+def test_masking_depends_on_sample_and_epoch_alone(tmp_path: Path) -> None:
+    rows = lines(tmp_path, *({"t": "the quick brown fox jumps"[i:]} for i in range(4)))
+    samples = samples_of_lines(rows, "t", Labels(), Format(ByteEncoder(), 32, "masked-lm", seed=5))
+
+    together, alone = samples.batch([0, 1, 2, 3], 0), samples.batch([2], 0)
+
+    assert torch.equal(together["input_ids"][2], alone["input_ids"][0])
+    assert torch.equal(together["labels"][2], alone["labels"][0])
+    assert not torch.equal(samples.batch([2], 1)["labels"], alone["labels"])
+    hidden = together["labels"] != IGNORED
+    assert (hidden.sum(1) > 0).all()
+    plain = samples_of_lines(rows, "t", Labels(), Format(ByteEncoder(), 32)).batch([0, 1, 2, 3], 0)["input_ids"]
+    assert torch.equal(together["labels"][hidden], plain[hidden])
+    assert torch.equal(together["input_ids"][~hidden], plain[~hidden])
+
+
+def test_classes_are_read_as_numbers_or_by_the_models_names(tmp_path: Path) -> None:
+    rows = lines(tmp_path, {"t": "a", "k": 1}, {"t": "b", "k": "good"})
+
+    samples = samples_of_lines(rows, "t", Labels("k", {"good": 0, "bad": 1}, 2), Format(ByteEncoder(), 4))
+
+    assert samples.batch([0, 1], 0)["labels"].tolist() == [1, 0]
+
+
+def test_a_single_output_is_a_number_to_hit(tmp_path: Path) -> None:
+    rows = lines(tmp_path, {"t": "a", "k": 3}, {"t": "b", "k": 0.5})
+
+    samples = samples_of_lines(rows, "t", Labels("k", None, 1), Format(ByteEncoder(), 4))
+
+    assert samples.batch([0, 1], 0)["labels"].tolist() == [3.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"k": 0}, r"data\.jsonl:1: no field 't'; there are: 'k'"),
+        ({"t": "a"}, r"data\.jsonl:1: no field 'k'"),
+        ({"t": 1, "k": 0}, r"data\.jsonl:1: field 't' is no text"),
+        ({"t": "", "k": 0}, r"data\.jsonl:1: the text has 0 tokens"),
+        ({"t": "a", "k": 2}, r"data\.jsonl:1: label 2, but classes are 0 to 1"),
+        ({"t": "a", "k": -1}, r"data\.jsonl:1: label -1"),
+        ({"t": "a", "k": 0.5}, r"data\.jsonl:1: label 0.5"),
+        ({"t": "a", "k": "so"}, r"data\.jsonl:1: label 'so' is no class of the model; there are: none"),
+        ({"t": "a", "k": None}, r"data\.jsonl:1: label None is neither"),
+    ],
+)
+def test_a_bad_text_line_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        samples_of_lines(lines(tmp_path, row), "t", Labels("k", None, 2), Format(ByteEncoder(), 4))
+
+
+def test_running_text_is_cut_into_samples_and_none_of_it_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+
+    samples = samples_of_stream(readers.text_lines([path]), Format(ByteEncoder(), 6, "causal-lm"))
+
+    batch = samples.batch(range(len(samples)), 0)
+    read = batch["input_ids"][batch["attention_mask"].bool()] - 1
+    assert bytes(read.tolist()) == path.read_bytes()
+    assert len(samples) == 3
+
+
+def test_running_text_has_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.txt files are running text"):
+        samples_of_stream(["a"], Format(ByteEncoder(), 6, "sequence-classification"))
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*gone \(memfit downloads nothing\)"):
+        text.FolderEncoder(tmp_path / "gone")
+
+
+def test_without_the_extra_the_command_to_install_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+
+    with pytest.raises(InputError, match=r"pip install 'memfit\[transformers\]'"):
+        text.FolderEncoder(tmp_path)

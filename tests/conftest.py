@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -15,3 +17,20 @@ settings.load_profile("memfit")
 def seeded() -> None:
     """Every test starts from the same generator state, in whatever order the tests run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs go into a folder of this run: what a user's cache holds must not change a test, nor the other way round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for kernels: tiny models are faster so, and sums come in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

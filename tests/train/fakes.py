@@ -42,11 +42,12 @@ class FakeEngine:
         on_step: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.model, self.optimizer, self.plan, self.on_step = model, optimizer, made or plan(), on_step
+        self.rehearsal = None
         self.records: list[StepRecord] = []
         self.batches: list[Any] = []
         self._program = StepProgram(model, loss_fn, optimizer)
 
-    def step(self, batch: Any, meter: bool = False) -> StepRecord:
+    def step(self, batch: Any, *, meter: bool = False) -> StepRecord:
         self.on_step(len(self.records) + 1)
         loss = self._program.forward_backward(batch, check_finite=True)
         self._program.update()

@@ -33,7 +33,7 @@ def test_the_shortest_configuration_has_torchs_defaults_and_one_list_of_one_file
     config = with_()
 
     assert config.data.train == ("data.npz",)
-    assert config.optim.settings() == {"lr": 1e-3}
+    assert config.optim.settings() == {"lr": 1e-3, "fused": True}
     assert (config.fit.global_batch, config.train.seed, config.schedule.name) == (8, 0, "constant")
 
 
@@ -56,7 +56,13 @@ def test_everything_can_be_said_and_written_back(tmp_path: Path) -> None:
     assert config.fit.allow == ("bf16",)
     assert config.fit.clip_norm == 1.0
     assert config.fit.fixed == {"micro_batches": 2}
-    assert config.optim.settings() == {"lr": 1e-4, "weight_decay": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    assert config.optim.settings() == {
+        "lr": 1e-4,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "fused": True,
+    }
     assert config.out == tmp_path / "runs" / "one"
     again = load_config(write(tmp_path, json.dumps(config.to_json()), "again.json"))
     assert again == config
@@ -134,7 +140,7 @@ def test_what_cannot_be_meant_is_refused_with_its_path(sections: dict[str, Any],
 
 @pytest.mark.parametrize("missing", ["model", "data"])
 def test_a_missing_section_is_named(missing: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{missing} is missing"):
+    with pytest.raises(ConfigError, match=rf"^{missing} is missing"):
         from_json({name: part for name, part in LEAST.items() if name != missing}, Path())
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from memfit.batches import IGNORED_LABEL
 from memfit.errors import ConfigError, InputError
 from memfit.train import readers, text
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Position
-from memfit.train.text import IGNORED, ByteEncoder, Format, Labels, samples_of_lines, samples_of_stream
+from memfit.train.text import ByteEncoder, Format, Labels, samples_of_lines, samples_of_stream
 
 START = Position()
 
@@ -211,7 +212,7 @@ def test_text_is_padded_to_one_width_and_cut_at_it(tmp_path: Path) -> None:
 def test_a_language_models_labels_leave_padding_out(tmp_path: Path) -> None:
     samples = samples_of_lines(lines(tmp_path, {"t": "ab"}), "t", Labels(), Format(ByteEncoder(), 4, "causal-lm"))
 
-    assert samples.batch([0], 0)["labels"].tolist() == [[98, 99, IGNORED, IGNORED]]
+    assert samples.batch([0], 0)["labels"].tolist() == [[98, 99, IGNORED_LABEL, IGNORED_LABEL]]
 
 
 def test_masking_depends_on_sample_and_epoch_alone(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_masking_depends_on_sample_and_epoch_alone(tmp_path: Path) -> None:
     assert torch.equal(together["input_ids"][2], alone["input_ids"][0])
     assert torch.equal(together["labels"][2], alone["labels"][0])
     assert not torch.equal(samples.batch([2], 1)["labels"], alone["labels"])
-    hidden = together["labels"] != IGNORED
+    hidden = together["labels"] != IGNORED_LABEL
     assert (hidden.sum(1) > 0).all()
     plain = samples_of_lines(rows, "t", Labels(), Format(ByteEncoder(), 32)).batch([0, 1, 2, 3], 0)["input_ids"]
     assert torch.equal(together["labels"][hidden], plain[hidden])

@@ -1,4 +1,4 @@
-"""However a run is stopped, going on gives the numbers of one that was not; schedule, evaluation and log do what they say."""
+"""However a run is stopped, going on gives the numbers of one that was not; the rest does what it says."""
 
 from __future__ import annotations
 
@@ -292,9 +292,15 @@ def test_evaluation_by_tokens_is_the_mean_over_tokens() -> None:
         counted = batch["labels"][:, 1:]
         return counted[counted != -100].float().mean()
 
-    assert evaluate(nn.Identity(), batches, mean, largest=1, tokens="next") == pytest.approx(2.0)
+    assert evaluate(nn.Identity(), batches, mean, largest=1, weights="next_tokens:labels") == pytest.approx(2.0)
     assert math.isnan(
-        evaluate(nn.Identity(), Batches(ArraySamples({"labels": labels[2:]}), 1, None), mean, largest=1, tokens="next")
+        evaluate(
+            nn.Identity(),
+            Batches(ArraySamples({"labels": labels[2:]}), 1, None),
+            mean,
+            largest=1,
+            weights="next_tokens:labels",
+        )
         or 0
     )
 
@@ -316,10 +322,10 @@ def test_metered_steps_stand_beside_their_prediction_in_the_log(tmp_path: Path) 
     outcome = run(tmp_path, engine(), settings=TrainConfig(steps=5, meter_every=3, log_every=100))
 
     lines = [line for line in log.read(tmp_path) if "loss" in line]
-    assert [(line["step"], line.get("peak_bytes")) for line in lines] == [(1, 500_000), (4, 500_000), (5, None)]
-    assert lines[0]["predicted_peak_bytes"] == 2**19
+    assert [(line["step"], line.get("peak_bytes")) for line in lines] == [(1, None), (2, 500_000), (5, 500_000)]
+    assert lines[1]["predicted_peak_bytes"] == 2**19
     assert outcome.peak_bytes == 500_000
-    assert [record.peak_bytes for record in log.records(tmp_path)] == [500_000, 500_000, None]
+    assert [record.peak_bytes for record in log.records(tmp_path)] == [None, 500_000, 500_000]
 
 
 def test_a_line_of_the_log_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

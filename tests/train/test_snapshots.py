@@ -164,7 +164,7 @@ def test_without_any_whole_snapshot_there_is_none_to_use(tmp_path: Path) -> None
     with pytest.raises(SnapshotError, match="there is no snapshot in"):
         snapshots.latest(tmp_path, print)
     truncated(write(tmp_path, engine()) / "model.pt")
-    with pytest.raises(SnapshotError, match="no snapshot in .* can be read"):
+    with pytest.raises(SnapshotError, match=r"no snapshot in .* can be read"):
         snapshots.latest(tmp_path, lambda _: None)
 
 
@@ -291,7 +291,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
 
     model = Odd(1, 1)
 
-    with pytest.raises(SnapshotError, match="_extra_state.* is a object, which a snapshot cannot hold"):
+    with pytest.raises(SnapshotError, match=r"_extra_state.* is a object, which a snapshot cannot hold"):
         write(tmp_path, FakeEngine(model, torch.optim.SGD(model.parameters())))
     assert not list(tmp_path.iterdir())
 

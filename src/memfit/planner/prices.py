@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from memfit.planner.chains import CellChain
 from memfit.planner.mincut import minimum_cut
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
@@ -28,6 +29,7 @@ from memfit.planner.timeline import Evaluation, Reruns, Timeline
 
 BISECTIONS: Final = 9
 ROUNDS: Final = 3
+CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Solver:
         self.plain = Solution({}, timeline.plain())
         self.cuts: list[Boundary] = boundaries(self.recipes)
         self.evaluations = 0
+        self._cells: CellChain | None = None
         trace = self.trace
         self._first_read: dict[int, int] = {}
         self._save_event: dict[int, int] = {}
@@ -220,6 +223,23 @@ class Solver:
             best = self._by_prices(layout, budget_bytes, best)
         if best is not None:
             best = self.refine(best, budget_bytes)
+        if best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
+            best = self._by_chains(budget_bytes, best)
+        return best
+
+    def _by_chains(self, budget: int, best: Solution | None) -> Solution | None:
+        if self._cells is None:
+            self._cells = CellChain(self.timeline, self.cuts)
+        if self._cells.length < 3:  # noqa: PLR2004 - nothing to nest
+            return best
+        everything = sum(self.trace.storages[s].bytes for s in self.droppable)
+        room = everything - (self.plain.peak - budget)
+        for reruns in self._cells.schedules(room):
+            found = Solution(reruns, self.timeline.evaluate(reruns), self.droppable)
+            self.evaluations += 1
+            better = _better(best, found, budget)
+            if better is found:
+                return found  # schedules come in order of time
         return best
 
     def tightest(self, layout: _Layout) -> Solution:
@@ -328,6 +348,19 @@ class Solver:
             found = self.tightest(self.layout(size))
             if found.peak < best.peak:
                 best = found
+        if self._cells is None:
+            self._cells = CellChain(self.timeline, self.cuts)
+        room = sum(self.trace.storages[s].bytes for s in self.droppable) - (self.plain.peak - best.peak)
+        while self._cells.length > 2 and room > 0:  # noqa: PLR2004
+            better = best
+            for reruns in self._cells.schedules(room):
+                found = Solution(reruns, self.timeline.evaluate(reruns), self.droppable)
+                if found.peak < better.peak:
+                    better = found
+            if better is best:
+                break
+            room -= max(best.peak - better.peak, room // 50)
+            best = better
         return best
 
     # -- the bound -----------------------------------------------------------------------------------------------------------

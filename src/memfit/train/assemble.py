@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -156,7 +157,8 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
                 raise ConfigError(
                     f"model.hf: {folder} holds no weights; to start from fresh ones, set model.init: random"
                 )
-            model = auto.from_pretrained(str(folder), config=settings, local_files_only=True)
+            with without_bars():
+                model = auto.from_pretrained(str(folder), config=settings, local_files_only=True)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -165,6 +167,20 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         ) from error
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """While the block runs, transformers draws no progress bars of its own between ours."""
+    from transformers.utils import logging
+
+    there = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if there:
+            logging.enable_progress_bar()
 
 
 def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
@@ -226,7 +242,7 @@ class _Reader:
     def __call__(self, path: str, patterns: Iterable[str]) -> Samples:
         data, task = self.config.data, self.config.model.task
         files = readers.find(patterns, Path(self.config.folder or "."), path)
-        kind = files[0].suffix
+        kind = readers.KINDS[files[0].suffix]
         if kind == ".npz":
             return ArraySamples(readers.arrays(files))
         if kind == ".jsonl" and data.text is None:

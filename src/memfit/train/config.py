@@ -66,7 +66,7 @@ class DataConfig:
     """What to train on: files, or a function.
 
     Attributes:
-        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .txt or .npz.
+        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .txt (.md) or .npz.
         python: "package.module:function"; called with `args`, returns a dataset (length and items), or the pair (train,
             validation).
         args: keyword arguments for that function.
@@ -148,6 +148,7 @@ class OptimConfig:
         weight_decay: as torch's optimizer of that name understands it.
         betas, eps: of adam and adamw.
         momentum, nesterov: of sgd.
+        fused: update in one kernel, without the temporaries that the other forms need on top of everything else.
     """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -157,6 +158,7 @@ class OptimConfig:
     eps: float | None = None
     momentum: float | None = None
     nesterov: bool | None = None
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if self.lr <= 0:

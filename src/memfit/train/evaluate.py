@@ -17,7 +17,6 @@ from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
 from memfit.train import snapshots
 from memfit.train.data import Batches
-from memfit.train.text import IGNORED
 
 
 def evaluate(
@@ -26,7 +25,7 @@ def evaluate(
     loss_fn: LossFunction | None,
     *,
     largest: int,
-    tokens: str | None = None,
+    weights: str = "samples",
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Mean loss over the data; the model's modes and all generators are as before.
@@ -36,8 +35,7 @@ def evaluate(
         data: every sample of it is used once.
         loss_fn: as for training.
         largest: samples in a micro-batch.
-        tokens: what a micro-batch's loss averages over: labels that count ("labels"), those that have a token before
-            them ("next"), or samples (None).
+        weights: what a micro-batch's loss averages over, in the words of `batches.weightings`.
         stop: asked before each micro-batch.
 
     Returns:
@@ -50,9 +48,9 @@ def evaluate(
             for part in batching.split(batch, [min(largest, count - i) for i in range(0, count, largest)]):
                 if stop():
                     return None
-                share = _weight(part, tokens)
+                share = _count(part, weights)
                 if share:
-                    total += share * _loss(model, part, loss_fn)
+                    total += _loss(model, part, loss_fn) * (1 if weights == "sum" else share)
                     weight += share
     return total / weight if weight else float("nan")
 
@@ -93,8 +91,12 @@ def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) ->
     return float(loss)
 
 
-def _weight(batch: Batch, tokens: str | None) -> int:
-    if tokens is None:
+def _count(batch: Batch, weights: str) -> int:
+    """What the loss of a micro-batch counts for; samples where nothing else is said or found."""
+    kind, _, name = weights.partition(":")
+    values = batch.get(name) if isinstance(batch, Mapping) else None
+    if not isinstance(values, torch.Tensor) or kind not in {"tokens", "next_tokens", "filled"}:
         return batching.size(batch)
-    labels: torch.Tensor = batch["labels"]
-    return int((labels[:, 1:] if tokens == "next" else labels).ne(IGNORED).sum())
+    if kind == "filled":
+        return int(values.count_nonzero())
+    return int((values[..., 1:] if kind == "next_tokens" else values).ne(batching.IGNORED_LABEL).sum())

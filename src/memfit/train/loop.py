@@ -30,7 +30,7 @@ from memfit.train.snapshots import Snapshot
 class Steps(snapshots.Trained, Protocol):
     """An engine, as far as the loop needs it: `memfit.fit` makes one."""
 
-    def step(self, batch: Batch, meter: bool = False) -> StepRecord:  # noqa: FBT001, FBT002 - the engine's signature
+    def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
         """One optimizer step."""
 
 
@@ -71,7 +71,7 @@ def train(
     schedule: ScheduleConfig | None = None,
     validation: Batches | None = None,
     loss_fn: LossFunction | None = None,
-    tokens: str | None = None,
+    weights: str = "samples",
     snapshot: Snapshot | None = None,
     config: Mapping[str, Any] | None = None,
     display: Display | None = None,
@@ -86,7 +86,7 @@ def train(
         schedule: of the learning rate.
         validation: to evaluate on.
         loss_fn: of the engine; evaluation uses the same.
-        tokens: what the loss averages over, see `evaluate`.
+        weights: what the loss averages over, see `evaluate`.
         snapshot: where to go on from; None starts anew.
         config: written into snapshots, for whoever finds one.
         display: where to tell about it.
@@ -96,7 +96,7 @@ def train(
         SnapshotError: a snapshot cannot be written; older ones are whole.
     """
     run = _Run(
-        engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, tokens,
+        engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, weights,
         dict(config or {}), display or SilentDisplay(),
     )  # fmt: skip
     return run.go(snapshot)
@@ -111,7 +111,7 @@ class _Run:
     schedule: ScheduleConfig
     validation: Batches | None
     loss_fn: LossFunction | None
-    tokens: str | None
+    weights: str
     config: dict[str, Any]
     display: Display
     step: int = 0
@@ -171,11 +171,14 @@ class _Run:
         settings = self.settings
         data = self.batches.start(self.position)
         predicted = self.engine.plan.prediction.peak_bytes
+        if settings.eval_every and self.step and self.step % settings.eval_every == 0:
+            self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not stop:
             before = snapshots.generators()
             rate = rates.set(self.step)
             batch, after = next(data)
-            meter = bool(settings.meter_every) and self.step % settings.meter_every == 0
+            # The second step, not the first: only from then on is the optimizer's state there at the peak.
+            meter = bool(settings.meter_every) and (self.step - 1) % settings.meter_every == 0
             try:
                 record = self.engine.step(batch, meter=meter)
             except NonFiniteLossError as error:
@@ -198,13 +201,13 @@ class _Run:
     def _evaluate(self, log: Log, stop: StopRequest) -> None:
         if self.validation is None or self.evaluated == self.step:
             return
-        largest = -(-self.batches.size // self.engine.plan.choices.micro_batches)
+        choices = self.engine.plan.choices
         loss = evaluate(
             self.engine.model,
             self.validation,
             self.loss_fn,
-            largest=largest,
-            tokens=self.tokens,
+            largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
+            weights=self.weights,
             stop=lambda: bool(stop),
         )
         if loss is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from memfit.errors import ConfigError, InputError
 
 Array = NDArray[Any]
-KINDS: Final = (".jsonl", ".txt", ".npz")
+KINDS: Final = {".jsonl": ".jsonl", ".txt": ".txt", ".md": ".txt", ".npz": ".npz"}  # suffix -> how it is read
 
 
 class Line(NamedTuple):
@@ -43,10 +43,10 @@ def find(patterns: Iterable[str], folder: Path, path: str) -> list[Path]:
         if not found:
             raise ConfigError(f"{path}: there is no file {where}")
         files += [f for f in found if f not in files]
-    kinds = {f.suffix for f in files}
-    if len(kinds) > 1 or not kinds <= set(KINDS):
+    suffixes = {f.suffix for f in files}
+    if len({KINDS.get(suffix, "") for suffix in suffixes} - {""}) != 1 or not suffixes <= KINDS.keys():
         raise ConfigError(
-            f"{path}: found {', '.join(sorted(kinds)) or 'no suffix'}; "
+            f"{path}: found {', '.join(sorted(suffixes)) or 'no suffix'}; "
             f"memfit reads files of one kind: {', '.join(KINDS)}"
         )
     return files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,9 +13,9 @@ import torch
 from memfit import api
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
-from memfit.report import FrontierPoint, Report
+from memfit.report import FrontierPoint, Rehearsal, Report
 from memfit.train import log, snapshots
-from memfit.train.assemble import Assembly, assemble
+from memfit.train.assemble import Assembly, assemble, without_bars
 from memfit.train.config import Config, from_json, load_config, override
 from memfit.train.loop import Outcome, train
 from memfit.train.progress import Display, SilentDisplay
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CONFIG_NAME: Final = "config.json"
 PLAN_NAME: Final = "plan.json"
 REPORT_NAME: Final = "report.json"
+REHEARSAL_NAME: Final = "rehearsal.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,8 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
     snapshots.check_space(out, 0)
     _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
     _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
+    if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again
+        _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
     outcome = train(
         engine,
         assembly.batches,
@@ -189,7 +192,7 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         schedule=config.schedule,
         validation=assembly.validation,
         loss_fn=assembly.loss_fn,
-        tokens={"causal-lm": "next", "masked-lm": "labels"}.get(config.model.task or ""),
+        weights=_weights(config, engine.plan),
         snapshot=snapshot,
         config=config.to_json(),
         display=display,
@@ -198,6 +201,14 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         return Result(outcome, engine.plan, out, None, None)
     model = _save_model(config, engine.model)
     return Result(outcome, engine.plan, out, model, _report(config, assembly, engine, outcome, display))
+
+
+def _weights(config: Config, plan: Plan) -> str:
+    """What the loss averages over: the task says it, or what was found when the batch was split."""
+    by_task = {"causal-lm": "next_tokens:labels", "masked-lm": "tokens:labels", "sequence-classification": "samples"}
+    if config.model.task is not None:
+        return by_task[config.model.task]
+    return "samples" if plan.choices.weights == "whole" else plan.choices.weights
 
 
 def _write(file: Path, text: str) -> None:
@@ -220,7 +231,8 @@ def _save_model(config: Config, model: torch.nn.Module) -> Path:
                 torch.save(model.state_dict(), stream)
             return waiting.rename(out / "model.pt")
         folder = out / "model"
-        model.save_pretrained(folder)  # type: ignore[operator]  # transformers' own method
+        with without_bars():
+            model.save_pretrained(folder)  # type: ignore[operator]  # transformers' own method
         source = config.path(config.data.tokenizer or config.model.hf)
         if source.is_dir() and any(source.glob("tokenizer*")):
             FolderEncoder(source).save(folder)
@@ -247,7 +259,13 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome
     if config.report.frontier:
         points = tuple(map(point, _frontier(config, assembly, display)))
     report: Report = engine.report(config.model.hf or config.model.python or "memfit")
-    report = replace(report, records=log.records(config.out), frontier=points, facts=(*report.facts, *facts))
+    report = replace(
+        report,
+        rehearsal=engine.rehearsal or _rehearsal(config.out),
+        records=log.records(config.out),
+        frontier=points,
+        facts=(*report.facts, *facts),
+    )
     json_file = config.out / REPORT_NAME
     _write(json_file, json.dumps(report.to_json()) + "\n")
     if not config.report.html:
@@ -259,16 +277,25 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome
     return page
 
 
+def _rehearsal(out: Path) -> Rehearsal | None:
+    """The one held before the run was interrupted."""
+    try:
+        held = json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8"))
+        return Rehearsal(**{**held, "departures": tuple(held["departures"]), "curve": tuple(held["curve"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def make_plan(config: Config, device: str | None, display: Display) -> Plan:
     """Only plan, for this computer or, by name, for a device that is not here."""
     assembly = assemble(config, display.stage, weights=device is None)
     for note in assembly.notes:
         display.note(note)
-    plan: Plan = api.plan(
+    assert config.fit.budget is not None
+    return api.plan(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
         **plan_arguments(config), device=device, progress=display.stage,
     )  # fmt: skip
-    return plan
 
 
 def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
@@ -282,11 +309,14 @@ def make_frontier(config: Config, device: str | None, display: Display, points: 
 def _frontier(
     config: Config, assembly: Assembly, display: Display, points: int = 9, device: str | None = None
 ) -> tuple[Plan, ...]:
-    plans: tuple[Plan, ...] = api.frontier(
+    fit = config.fit
+    for name in ("host_budget", "allow", "freeze"):
+        if getattr(fit, name):
+            raise ConfigError(f"fit.{name}: a frontier does not know it yet; leave it out with --set fit.{name}=")
+    return api.frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        points=points, device=device, **plan_arguments(config), progress=display.stage,
+        points=points, fixed=fit.fixed, clip_norm=fit.clip_norm, device=device, progress=display.stage,
     )  # fmt: skip
-    return plans
 
 
 def point(plan: Plan) -> FrontierPoint:

@@ -97,8 +97,9 @@ def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:
 
 
 def _sequence(options: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
-    if isinstance(value, str) and options[-1] is Ellipsis:
-        value = [value]  # one name is a list of one name
+    if options[-1] is Ellipsis:
+        # One name is a list of one name, nothing is a list of none.
+        value = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{path}: expected a list, found {_shown(value)}")
     if options[-1] is Ellipsis:

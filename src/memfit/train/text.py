@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from memfit.batches import IGNORED_LABEL
 from memfit.errors import ConfigError, InputError
 from memfit.train.config import Task
 from memfit.train.readers import Line
 
-IGNORED: Final = -100  # torch's cross entropy leaves these labels out
 _CHUNK: Final = 1000  # texts handed to a tokenizer at once
 _MASKED_SHARE: Final = 0.15
 
@@ -187,7 +187,7 @@ class TokenSamples:
         shape = (len(indices), self._form.max_length)
         ids = np.full(shape, self._form.encoder.pad, dtype=np.int64)
         attended = np.zeros(shape, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         for row, index in enumerate(indices):
             tokens = self._flat[self._ends[index] : self._ends[index + 1]]
             length = len(tokens)

@@ -1,0 +1,338 @@
+"""The command line: arguments, exit statuses, JSON, messages; a stand-in plans and trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memfit.cli.main import main
+from memfit.errors import CaptureError, InfeasibleError, NonFiniteLossError, Remedy
+from memfit.train import run as runs
+from train.fakes import Api, plan
+
+CONFIG = """
+model: {python: "cli_toy:build"}
+data: {train: train.npz}
+fit: {budget: 1MiB, global_batch: 4}
+train: {steps: 5, save_every: 2}
+"""
+
+TOY = """
+from train.fakes import Noisy
+
+def build(fail=False):
+    print("a word from the user's model")
+    if fail:
+        raise RuntimeError("the user's own mistake")
+    return Noisy()
+"""
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Api:
+    made = Api()
+    monkeypatch.setattr(runs, "api", made)
+    return made
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "cli_toy.py").write_text(TOY, encoding="utf-8")
+    random = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "train.npz",
+        x=random.standard_normal((10, 3)).astype(np.float32),
+        y=random.standard_normal(10).astype(np.float32),
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the configuration's folder goes in front
+    monkeypatch.delitem(sys.modules, "cli_toy", raising=False)
+    return path
+
+
+class Ran:
+    """What a command left behind."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        self.status = main([str(a) for a in arguments])
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(self.out)
+        return read
+
+
+def test_help_and_bad_arguments_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from memfit.cli.main import main; "
+        "assert main(['plan', '--help']) == 0 and main(['plan']) == 3 and main(['explain', 'nowhere.json']) == 3; "
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "--budget" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["plan", "frontier", "train", "resume", "explain", "doctor"])
+def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    ran = Ran(capsys, verb, "--help")
+
+    assert ran.status == 0
+    assert "--json" in ran.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["plan"], ["plan", "x.yaml", "--speed"], ["frontier", "x", "--points", "a"]]
+)
+def test_bad_arguments_are_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    ran = Ran(capsys, *arguments)
+
+    assert ran.status == 3
+    assert ran.err.startswith("usage: memfit")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Ran(capsys, "--version").out.startswith("memfit ")
+
+
+def test_a_plan_is_explained_and_saved(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    ran = Ran(capsys, "plan", config, "--budget", "2MiB", "--set", "fit.clip_norm=1e-1", "--save", "plan.json")
+
+    assert ran.status == 0
+    assert "Fits: 512 KiB of 1.00 MiB" in ran.out
+    ((name, (_, sample, budget), named),) = api.calls
+    assert (name, budget, named["clip_norm"], named["device"]) == ("plan", "2MiB", 0.1, None)
+    assert list(sample["x"].shape) == [4, 3]
+    explained = Ran(capsys, "explain", "plan.json", "--json")
+    assert explained.data["peak_bytes"] == 2**19
+
+
+def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    ran = Ran(capsys, "plan", config, "--json")
+
+    assert ran.data["fits"] is True
+    assert ran.data["peak_bytes"] == 2**19
+    assert "a word from the user's model" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InfeasibleError("too little", budget_bytes=1, minimum_bytes=9, remedies=(Remedy("x=1", 2, 0.5),)), 1),
+        (CaptureError("cannot be written down"), 2),
+        (NonFiniteLossError("nan"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_exit_status_says_what_happened(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, error: BaseException, status: int
+) -> None:
+    api.error = error
+
+    for verb in ("plan", "train", "frontier"):
+        ran = Ran(capsys, verb, config, "--json")
+
+        assert ran.status == status
+        assert ran.data["exit_status"] == status
+        assert ran.data["error"] == type(error).__name__
+        assert "Traceback" not in ran.err
+        assert f"memfit: {error if str(error) else 'interrupted'}" in ran.err
+
+
+def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    api.error = InfeasibleError("too little", budget_bytes=1, minimum_bytes=9, remedies=(Remedy("x=1", 2, 0.5),))
+
+    data = Ran(capsys, "plan", config, "--json").data
+
+    assert (data["fits"], data["minimum_bytes"]) == (False, 9)
+    assert data["remedies"] == [{"text": "x=1", "saved_bytes": 2, "extra_seconds": 0.5}]
+
+
+def test_a_users_own_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    ran = Ran(capsys, "plan", config, "--set", "model.args={fail: true}", "--json")
+
+    assert ran.status == 2
+    assert "cli_toy.py" in ran.err
+    assert ran.data["message"] == "RuntimeError: the user's own mistake"
+
+
+def test_debug_shows_where_our_own_come_from(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    assert "Traceback" in Ran(capsys, "plan", config, "--set", "fit.x=1", "--debug").err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["plan", "run.yaml", "--set", "fit.bugdet=1"], "did you mean fit.budget?"),
+        (["plan", "run.yaml", "--set", "fit.budget="], "fit.budget is missing"),
+        (["plan", "run.yaml", "--budget", "8G"], "has a unit memfit does not read"),
+        (["plan", "run.yaml", "--set", "data.train=gone.npz"], "data.train: there is no file"),
+        (["plan", "run.yaml", "--set", "model.python=gone:build"], "model.python: there is no module 'gone'"),
+        (["plan", "run.yaml", "--set", "model.python=cli_toy:gone"], "has no function 'gone'"),
+        (
+            ["plan", "run.yaml", "--set", "model.python=json:dumps", "--set", "model.args={obj: 1}"],
+            "not a torch.nn.Module",
+        ),
+        (["plan", "run.yaml", "--set", "fit.device=tpu"], "fit.device: torch cannot use 'tpu'"),
+        (["plan", "run.yaml", "--save", "no/such/folder.json"], "cannot write the plan"),
+        (["frontier", "run.yaml", "--points", "1"], "--points 1"),
+        (["frontier", "run.yaml", "--set", "fit.allow=bf16"], "fit.allow: a frontier does not know it"),
+        (["train", "run.yaml", "--plan", "gone.json"], "cannot read the plan gone.json"),
+        (["explain", "gone.json"], "cannot read the plan gone.json"),
+        (["explain", "."], "is no run's folder"),
+        (["resume", "gone"], "there is no folder gone"),
+        (["resume", "."], "there is no snapshot in ."),
+    ],
+    ids=lambda value: " ".join(value[2:]) or value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_said_in_one_message(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, arguments: list[str], message: str
+) -> None:
+    ran = Ran(capsys, *arguments)
+
+    assert ran.status == 3
+    assert ran.out.replace("a word from the user's model\n", "") == ""
+    assert message in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_training_leaves_model_report_and_snapshot_and_says_where(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    ran = Ran(capsys, "train", config, "--json")
+
+    assert ran.status == 0
+    data = ran.data
+    assert (data["status"], data["step"], data["peak_bytes"]) == ("done", 5, 500_000)
+    for name in ("snapshot", "model", "report", "out"):
+        assert Path(data[name]).exists()
+    assert "step 5/5" in ran.err
+    explained = Ran(capsys, "explain", "out", "--json").data
+    assert explained["run"]["step"] == 5
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    Ran(capsys, "train", config)
+
+    ran = Ran(capsys, "train", config)
+
+    assert ran.status == 3
+    assert "holds a run already: go on with it (memfit resume" in ran.err
+
+
+def test_a_saved_plan_is_followed_and_must_stay_inside_the_budget(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    plan().save("plan.json")
+
+    too_big = Ran(capsys, "train", config, "--plan", "plan.json", "--budget", "100KiB")
+    done = Ran(capsys, "train", config, "--plan", "plan.json")
+
+    assert too_big.status == 3
+    assert "the plan takes 512 KiB, more than fit.budget allows (100 KiB)" in too_big.err
+    assert done.status == 0
+    assert [name for name, *_ in api.calls] == ["apply"]
+
+
+def test_going_on_follows_the_saved_plan_and_another_budget_makes_another(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    Ran(capsys, "train", config)
+
+    longer = Ran(capsys, "resume", "out", "--set", "train.steps=8", "--json")
+    smaller = Ran(capsys, "resume", "out", "--budget", "600KiB", "--set", "train.steps=9", "--json")
+
+    assert (longer.data["step"], smaller.data["step"]) == (8, 9)
+    assert [name for name, *_ in api.calls] == ["fit", "apply", "fit"]
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    Ran(capsys, "train", config)
+    Path("out").rename("elsewhere")
+
+    ran = Ran(capsys, "resume", "elsewhere/step-000004", "--json")
+
+    assert ran.data["out"] == str(Path("elsewhere").resolve())
+    assert not Path("out").exists()
+    assert "set aside" in ran.err
+
+
+def test_a_run_stopped_before_its_first_snapshot_begins_again(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    def crash(step: int) -> None:
+        if step == 2:
+            raise RuntimeError("gone")
+
+    api.on_step = crash
+    assert Ran(capsys, "train", config).status == 2
+    api.on_step = lambda _: None
+
+    ran = Ran(capsys, "resume", "out", "--json")
+
+    assert ran.data["step"] == 5
+    assert "starting from the beginning" in ran.err
+
+
+def test_a_loss_that_is_not_finite_tells_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    def burst(step: int) -> None:
+        if step == 4:
+            raise NonFiniteLossError("the loss is nan")
+
+    api.on_step = burst
+
+    ran = Ran(capsys, "train", config)
+
+    assert ran.status == 2
+    assert "step 4: the loss is nan. The state before it is in" in ran.err
+    assert "--set optim.lr=..." in ran.err
+    api.on_step = lambda _: None
+    assert Ran(capsys, "resume", "out", "--set", "optim.lr=1e-5", "--json").data["step"] == 5
+
+
+def test_a_frontier_is_a_table_and_a_page(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    text = Ran(capsys, "frontier", config, "--points", "3", "--html", "frontier.html")
+    data = Ran(capsys, "frontier", config, "--points", "3", "--json").data
+
+    assert "512 KiB" in text.out
+    assert Path("frontier.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [point["peak_bytes"] for point in data["points"]] == [2**19, 2**18, 2**17]
+
+
+def test_the_report_shows_the_frontier_when_asked(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    Ran(capsys, "train", config, "--set", "report.frontier=true", "--set", "report.html=false")
+
+    report = json.loads(Path("out/report.json").read_text(encoding="utf-8"))
+    assert len(report["frontier"]) == 9
+    assert not Path("out/report.html").exists()
+
+
+def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    data, text = Ran(capsys, "doctor", "--json").data, Ran(capsys, "doctor")
+
+    host = next(tier for tier in data["tiers"] if tier["name"] == "cpu")
+    assert 0 < host["free_bytes"] <= host["total_bytes"]
+    assert host["fp32_flops"] > 0
+    assert host["bytes_per_second"] > 0
+    assert data["cores"] >= 1
+    assert data["extras"].keys() == {"transformers", "pictures"}
+    assert any(machine["name"] == "rtx4090" for machine in data["known_devices"])
+    assert text.status == 0
+    assert "GFLOP/s" in text.out

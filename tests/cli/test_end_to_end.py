@@ -1,0 +1,136 @@
+"""The whole thing in processes of its own: plan, train, Ctrl-C, resume, with the engine that users get."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memfit.train import log
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cli"
+
+TOY = """
+import os, signal
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, interrupt_at):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+        )
+        self.interrupt_at, self.seen = interrupt_at, 0
+
+    def forward(self, x, y):
+        if os.path.exists("training"):  # not while planning
+            self.seen += 1
+            if self.seen == self.interrupt_at:
+                os.kill(os.getpid(), signal.SIGINT)
+        return (self.body(x).squeeze(-1) - y).square().mean()
+
+def build(interrupt_at=0):
+    return Net(interrupt_at)
+"""
+
+CONFIG = """
+model: {python: "toy:build"}
+data: {train: train.npz, validation: validation.npz}
+fit: {budget: 225KiB, global_batch: 128, clip_norm: 1.0}
+optim: {lr: 1e-2}
+schedule: {name: cosine, warmup_steps: 2}
+train: {steps: 9, save_every: 4, eval_every: 2, log_every: 1, out: whole}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "toy.py").write_text(TOY, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    random = np.random.default_rng(0)
+    for name, samples in (("train", 500), ("validation", 100)):
+        x = random.standard_normal((samples, 8)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
+    return tmp_path
+
+
+def memfit(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Status, JSON answer and messages."""
+    command = [sys.executable, "-m", "memfit.cli.main", *arguments, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def numbers(out: Path) -> list[tuple[Any, ...]]:
+    return [(line["step"], line.get("loss"), line.get("validation_loss"), line.get("lr")) for line in log.read(out)]
+
+
+def test_a_run_interrupted_by_ctrl_c_and_resumed_ends_with_the_same_bits(folder: Path) -> None:
+    status, whole, _ = memfit(folder, "train", "run.yaml")
+    assert (status, whole["step"]) == (0, 9)
+    assert whole["peak_bytes"] <= whole["budget_bytes"]
+    assert whole["peak_bytes"] == pytest.approx(whole["predicted_peak_bytes"], rel=0.01)
+
+    # The rehearsal runs forwards as well, in the same process; which step it hits does not matter.
+    (folder / "training").touch()
+    status, cut, messages = memfit(
+        folder, "train", "run.yaml", "--set", "train.out=cut", "--set", "model.args={interrupt_at: 12}"
+    )
+    assert (status, cut["status"]) == (130, "interrupted"), messages
+    assert 0 < cut["step"] < 9
+    (folder / "training").unlink()
+    status, resumed, _ = memfit(folder, "resume", "cut")
+
+    assert (status, resumed["step"]) == (0, 9)
+    assert numbers(folder / "cut") == numbers(folder / "whole")
+    one, other = (torch.load(folder / name / "model.pt", weights_only=True) for name in ("whole", "cut"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_plan_says_whether_it_fits_and_training_follows_it(folder: Path) -> None:
+    status, fits, _ = memfit(folder, "plan", "run.yaml", "--save", "plan.json")
+    assert (status, fits["fits"]) == (0, True)
+    assert fits["peak_bytes"] <= fits["budget_bytes"] < fits["plain_peak_bytes"]
+
+    status, none, messages = memfit(folder, "plan", "run.yaml", "--budget", "40KiB")
+    assert (status, none["fits"]) == (1, False)
+    assert none["minimum_bytes"] > 40 * 1024
+    assert "Traceback" not in messages
+
+    status, done, _ = memfit(folder, "train", "run.yaml", "--plan", "plan.json")
+    assert (status, done["peak_bytes"]) == (0, fits["peak_bytes"])
+
+
+def test_a_terminated_process_leaves_a_snapshot_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "memfit.cli.main", "train", "run.yaml", "--set", "train.steps=100000"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                process.send_signal(signal.SIGTERM)
+                break
+        out, _ = process.communicate(timeout=300)
+
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "To go on: memfit resume" in out
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    status, data, messages = memfit(
+        EXAMPLES, "train", "byte_gpt.yaml", "--set", f"train.out={tmp_path / 'out'}", "--set", "train.steps=2"
+    )
+
+    assert status == 0, messages
+    assert data["peak_bytes"] <= data["budget_bytes"]

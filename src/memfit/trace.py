@@ -103,11 +103,13 @@ class Save:
         storage: the storage it lies in.
         after: event (an operation) after which it was packed.
         unpacks: pairs (unpack event, last event at which the backward node still holds what it was given).
+        freed: last event at which autograd holds what it packed; a little after the last release, as a node's results are checked in between.
     """
 
     storage: int
     after: int
     unpacks: tuple[tuple[int, int], ...]
+    freed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +234,8 @@ class Trace:
                 for size, category, module, birth, death in columns(sts, Storage)
             )
             saves = tuple(
-                Save(storage, after, tuple((u, r) for u, r in unpacks))
-                for storage, after, unpacks in columns(svs, Save)
+                Save(storage, after, tuple((u, r) for u, r in unpacks), freed)
+                for storage, after, unpacks, freed in columns(svs, Save)
             )
             rest = {
                 f.name: data[f.name]

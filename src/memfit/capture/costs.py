@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memfit import dispatch
@@ -33,10 +32,10 @@ from memfit.trace import Storage, Trace, digest
 LARGEST_INPUT_BYTES: Final = 1 << 30
 MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long has been measured
 MOST_REPEATS: Final = 7
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 
-# Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash. They are run through autograd instead.
+# Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
 FORWARD_OF: Final = {
     "aten.mkldnn_rnn_layer_backward.default": "aten.mkldnn_rnn_layer.default",
     "aten._cudnn_rnn_backward.default": "aten._cudnn_rnn.default",
@@ -84,13 +83,13 @@ class CostTable:
         """Costs of all calls; those not known yet are measured now and written to disk."""
         missing = {key: call for key, call in calls.items() if digest(key) not in self._costs}
         if missing:
-            workspaces = self._workspaces(missing)
+            workspaces = self._workspaces(missing, calls)
             machine = present_machine(self.device)
             for number, (key, call) in enumerate(missing.items()):
                 if progress is not None:
                     progress("timing operations", number / len(missing))
                 workspace, made = workspaces.get(key, (0, None))
-                seconds = self._time(call, missing) if made is not None else None
+                seconds = self._time(call, calls) if made is not None else None
                 self._costs[digest(key)] = (
                     Cost(estimated_seconds(call, machine), 0, None, measured=False)
                     if seconds is None
@@ -108,27 +107,32 @@ class CostTable:
             temporary.write_text(json.dumps(rows))
             temporary.replace(self.path)
 
-    def _workspaces(self, calls: dict[str, CallSpec]) -> dict[str, tuple[int, tuple[int, ...] | None]]:
+    def _workspaces(
+        self, missing: dict[str, CallSpec], calls: dict[str, CallSpec]
+    ) -> dict[str, tuple[int, tuple[int, ...] | None]]:
         out: dict[str, tuple[int, tuple[int, ...] | None]] = {}
         if self.device.type == "cuda":
-            for key, call in calls.items():
-                out[key] = self._cuda_workspace(call)
+            for key, call in missing.items():
+                out[key] = self._cuda_workspace(call, calls)
             return out
         names: dict[str, str] = {}
         made: dict[str, tuple[int, ...]] = {}
         with profiled() as profile:
-            for number, (key, call) in enumerate(calls.items()):
+            for number, (key, call) in enumerate(missing.items()):
                 if input_bytes(call) > LARGEST_INPUT_BYTES:
                     continue
-                watch = _Watch(call, f"memfit.cost.{number}")
                 try:
-                    watch.run(calls, self.device)
+                    args, kwargs = _arguments(call, calls, self.device)
+                    _run(call, args, kwargs)  # the first run may set things up that stay
+                    with torch.profiler.record_function(f"memfit.cost.{number}"):
+                        result = _run(call, args, kwargs)
                 except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
                     continue
                 names[f"memfit.cost.{number}"] = key
-                made[key] = watch.made
+                made[key] = _made(result, args, kwargs)
+                del result, args, kwargs
         for name, changes in spans_and_changes(profile, "memfit.cost.").items():
-            key = names.get(name.rstrip("+"))
+            key = names.get(name)
             if key is None:
                 continue
             total = peak = 0
@@ -140,11 +144,11 @@ class CostTable:
             out.setdefault(key, (0, sizes))
         return out
 
-    def _cuda_workspace(self, call: CallSpec) -> tuple[int, tuple[int, ...] | None]:
+    def _cuda_workspace(self, call: CallSpec, calls: dict[str, CallSpec]) -> tuple[int, tuple[int, ...] | None]:
         if input_bytes(call) > LARGEST_INPUT_BYTES:
             return 0, None
         try:
-            args, kwargs = build(call, self.device)
+            args, kwargs = _arguments(call, calls, self.device)
             _run(call, args, kwargs)
             torch.cuda.synchronize(self.device)
             before = torch.cuda.memory_allocated(self.device)
@@ -159,11 +163,7 @@ class CostTable:
 
     def _time(self, call: CallSpec, calls: dict[str, CallSpec]) -> float | None:
         try:
-            if str(call.func) in FORWARD_OF:
-                watch = _Watch(call, "memfit.timed")
-                watch.run(calls, self.device)
-                return watch.seconds
-            args, kwargs = build(call, self.device)
+            args, kwargs = _arguments(call, calls, self.device)
             best: list[float] = []
             spent = 0.0
             while len(best) < MOST_REPEATS and (spent < MEASURE_SECONDS or len(best) < 2):
@@ -188,47 +188,18 @@ class CostTable:
         return time.perf_counter() - begin
 
 
-class _Watch(TorchDispatchMode):
-    """Runs one call under a named profiler range, by itself or, where that would crash, through the autograd of its forward kernel."""
-
-    def __init__(self, call: CallSpec, label: str) -> None:
-        super().__init__()
-        self.call = call
-        self.label = label
-        self.seconds = 0.0
-        self.made: tuple[int, ...] = ()
-
-    def run(self, calls: dict[str, CallSpec], device: torch.device) -> None:
-        forward_name = FORWARD_OF.get(str(self.call.func))
-        if forward_name is None:
-            args, kwargs = build(self.call, device)
-            _run(self.call, args, kwargs)  # the first run may set things up that stay
-            with torch.profiler.record_function(self.label):
-                result = _run(self.call, args, kwargs)
-            self.made = _made(result, args, kwargs)
-            return
-        shape = _specs(self.call.args)[0].shape
-        forward = next(
-            c for c in calls.values() if str(c.func) == forward_name and _specs(c.args)[0].shape == shape
-        )
-        args, kwargs = build(forward, device)
-        for tensor in dispatch.tensors_in((args, kwargs)):
-            tensor.requires_grad_(tensor.is_floating_point())
-        for _ in range(2):
-            outputs = forward.func(*args, **kwargs)
-            with self:
-                torch.autograd.backward([o for o in outputs if o.requires_grad], [torch.ones_like(o) for o in outputs if o.requires_grad])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.call.func:
-            return func(*args, **(kwargs or {}))
-        self.label += "+"  # the last run counts: its range has the longest name
-        begin = time.perf_counter()
-        with torch.profiler.record_function(self.label):
-            result = func(*args, **(kwargs or {}))
-        self.seconds = time.perf_counter() - begin
-        self.made = _made(result, args, kwargs)
-        return result
+def _arguments(call: CallSpec, calls: dict[str, CallSpec], device: torch.device) -> tuple[Any, Any]:
+    """Arguments for one run; opaque buffers come from a real run of the forward kernel."""
+    args, kwargs = build(call, device)
+    forward_name = FORWARD_OF.get(str(call.func))
+    if forward_name is None:
+        return args, kwargs
+    shape = _specs(call.args)[0].shape
+    forward = next(c for c in calls.values() if str(c.func) == forward_name and _specs(c.args)[0].shape == shape)
+    outputs = _run(forward, *build(forward, device))
+    opaque = [t for t in dispatch.tensors_in(outputs) if t.dtype == torch.uint8]
+    filled = tuple(opaque.pop(0) if isinstance(a, torch.Tensor) and a.dtype == torch.uint8 else a for a in args)
+    return filled, kwargs
 
 
 def _run(call: CallSpec, args: Any, kwargs: Any) -> Any:

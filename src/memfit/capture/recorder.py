@@ -68,9 +68,10 @@ class _Save:
     after: int
     module: str
     unpacks: list[list[int | None]] = field(default_factory=list)
+    freed: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _StandIn:
     """What autograd holds in place of a saved tensor."""
 
@@ -105,6 +106,10 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, CallSpec] = {}
         self.notes: dict[str, None] = {}
         self.recording = True
+        self._node: object = None
+        self._read_under_node: set[int] = set()
+        self._made_under_node: set[int] = set()
+        self._packed: dict[int, weakref.ref[_StandIn]] = {}
         self._now = BEFORE_STEP
         self._ids: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -171,6 +176,7 @@ class Recorder(TorchDispatchMode):
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a tensor that has no plain storage (sparse or opaque); it is kept"] = None
             inputs = [t for t in inputs if dispatch.has_storage(t)]
+        target = self._updated_in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
         reads = tuple(self.storage_id(t) for t in inputs)
         writes = tuple(dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t)))
         key, call = self._describe(func, args, kwargs)
@@ -188,12 +194,19 @@ class Recorder(TorchDispatchMode):
             if not dispatch.has_storage(out):
                 rerunnable = False
                 continue
-            if dispatch.storage_key(out) in self._ids:
+            if target is not None and dispatch.storage_key(out) not in self._ids:
+                # Without a dispatch mode this very result lies where its first argument was.
+                self._inherit(out, target)
+                writes = (target,)
+                outputs.append(-1)
+            elif dispatch.storage_key(out) in self._ids:
                 sid = self._ids[dispatch.storage_key(out)]
                 outputs.append(made.index(sid) if sid in made else -1)
             else:
                 outputs.append(len(made))
                 made.append(self._add(out, category, self.module, event))
+        self._read_under_node.update(reads)
+        self._made_under_node.update(made)
         if key not in self.calls:
             call.made_bytes = tuple(self.storages[s].bytes for s in made)
             call.written = bool(writes)
@@ -202,6 +215,44 @@ class Recorder(TorchDispatchMode):
             Operation(str(func), self.phase, self.module, reads, writes, tuple(made), 0.0, 0, random, rerunnable, key, tuple(outputs))
         )
         return result
+
+    def _updated_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The storage that this result replaces when no dispatch mode is on.
+
+        Autograd adds gradients up in place, and some backward formulas scatter into fresh zeros in place, but do neither while a mode watches
+        (`isTensorSubclassLike` in ATen). The step to be predicted runs its backward without a mode. A storage is replaced when nobody else holds it.
+        """
+        node = torch._C._current_autograd_node()  # noqa: SLF001
+        if node is not self._node:
+            self._node = node
+            self._read_under_node.clear()
+            self._made_under_node.clear()
+        if func is torch.ops.aten.add.Tensor:
+            if kwargs or len(args) != 2 or not all(isinstance(a, torch.Tensor) for a in args):  # noqa: PLR2004
+                return None
+            old, new = args
+            if old.shape != new.shape or old.dtype != new.dtype:
+                return None
+            known = self._ids.get(dispatch.storage_key(old))
+            if known is None or known in self._read_under_node or known in self._made_under_node:
+                return None  # the node's own arithmetic
+            for candidate in (old, new):
+                sid = self._ids.get(dispatch.storage_key(candidate))
+                if sid is not None and _held_once(candidate):
+                    return sid
+            return None
+        if func in _SCATTERS_INTO_ZEROS and isinstance(args[0], torch.Tensor):
+            sid = self._ids.get(dispatch.storage_key(args[0]))
+            if sid in self._made_under_node and _held_once(args[0]):
+                return sid
+        return None
+
+    def _inherit(self, tensor: torch.Tensor, sid: int) -> None:
+        for key, known in list(self._ids.items()):
+            if known == sid:
+                del self._ids[key]
+                self._references.pop(key, None)  # its death no longer counts
+        self._follow(tensor.untyped_storage(), sid)
 
     def _describe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, CallSpec]:
         places: dict[int, int] = {}
@@ -252,13 +303,23 @@ class Recorder(TorchDispatchMode):
         self.saves.append(_Save(sid, len(self.events) - 1, self.paths.current))
         if self.storages[sid].birth == BEFORE_STEP:
             return _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
-        stand_in = _StandIn(
+        stand_in = self._watch(_StandIn(
             save, None, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, tensor.device
-        )
+        ))
         if not isinstance(tensor, FakeTensor):
             stand_in.contents = self._copy_of(sid, tensor)
         elif tensor.is_conj() or tensor.is_neg():
-            return _StandIn(save, tensor.detach())
+            return self._watch(_StandIn(save, tensor.detach()))
+        return stand_in
+
+    def _watch(self, stand_in: _StandIn) -> _StandIn:
+        # Autograd lets go of what it packed only when the node is done, after checking its results; what was unpacked goes a little earlier.
+        save = self.saves[stand_in.save]
+
+        def freed(_: object) -> None:
+            save.freed = self._now
+
+        self._packed[stand_in.save] = weakref.ref(stand_in, freed)
         return stand_in
 
     def _copy_of(self, sid: int, tensor: torch.Tensor) -> _Contents:
@@ -322,9 +383,37 @@ class Recorder(TorchDispatchMode):
             for sid, s in enumerate(self.storages)
         )
         saves = tuple(
-            Save(s.storage, s.after, tuple((int(u or 0), end if r is None else r) for u, r in s.unpacks)) for s in self.saves
+            Save(
+                s.storage,
+                s.after,
+                tuple((int(u or 0), end if r is None else r) for u, r in s.unpacks),
+                end if s.freed is None else s.freed,
+            )
+            for s in self.saves
         )
         return tuple(self.operations), storages, saves
+
+
+_SCATTERS_INTO_ZEROS: Final = frozenset(
+    {
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._index_put_impl.default,  # noqa: SLF001
+        torch.ops.aten._unsafe_index_put.default,  # noqa: SLF001
+        torch.ops.aten.scatter_add.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter.value,
+        torch.ops.aten.index_add.default,
+        torch.ops.aten.index_fill.int_Scalar,
+        torch.ops.aten.masked_fill.Scalar,
+        torch.ops.aten.masked_scatter.default,
+    }
+)
+
+
+def _held_once(tensor: torch.Tensor) -> bool:
+    """Whether only the caller of the dispatched operation holds this tensor and its storage."""
+    # Counted inside __torch_dispatch__: one owner below, the arguments above (4 for the tensor), the storage's wrapper made here.
+    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # noqa: PLR2004, SLF001
 
 
 # Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.

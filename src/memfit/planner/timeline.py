@@ -48,6 +48,7 @@ class Timeline:
         self.unpack_uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
         releases: dict[int, int] = defaultdict(lambda: -1)
         for save in trace.saves:
+            releases[save.storage] = max(releases[save.storage], save.freed)
             for event, release in save.unpacks:
                 releases[save.storage] = max(releases[save.storage], release)
                 if save.storage in managed:
@@ -79,6 +80,7 @@ class Timeline:
 
     def evaluate(self, reruns: Reruns) -> Evaluation:
         """Bytes and seconds under a plan. Storages that reruns read are held for them."""
+        reruns = {event: runs for event, runs in reruns.items() if runs}
         changes = self._plain.copy()
         storages, recipes = self.trace.storages, self.recipes.recipes
         # [1] When is each storage made again, and used? Moments are (event, position among the reruns before it).
@@ -99,10 +101,12 @@ class Timeline:
         starting: dict[int, int] = defaultdict(int)  # event -> bytes of copies made there and alive after it
         ending: dict[int, int] = defaultdict(int)  # event -> bytes of earlier copies that go inside it
         inside: dict[tuple[int, int], int] = defaultdict(int)  # (event, position) -> bytes kept from there on, less bytes let go there
-        for s in {*made, *used}:
+        answered = {*made, *(self.saves_at[event] for event in order)}  # the others autograd keeps itself
+        for s in {*answered, *used}:
             size = storages[s].bytes
             uses = [(e, p, -1) for e, p in used.get(s, ())]
-            uses += [(e, len(reruns.get(e, ())), r) for e, r in self.unpack_uses.get(s, ())]
+            if s in answered:
+                uses += [(e, len(reruns.get(e, ())), r) for e, r in self.unpack_uses.get(s, ())]
             uses.sort()
             births = [(storages[s].birth, 0), *made.get(s, ())]
             self._span(changes, births[0][0], self.plain_end[s], -size)
@@ -118,6 +122,8 @@ class Timeline:
                 end = max([r for _, _, r in mine], default=-1)
                 if not copy:
                     end = max(end, storages[s].death, storages[s].birth)
+                    if s not in answered:
+                        end = max(end, self.plain_end[s])
                 else:
                     inside[birth] += size
                 if mine and mine[-1][0] > end:

@@ -1,0 +1,222 @@
+"""A configuration becomes the model, data and optimizer that it describes; Hugging Face folders included, without a network."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from memfit.errors import ConfigError, InputError
+from memfit.train import run as runs
+from memfit.train.assemble import Assembly, assemble, choose_device, resolve
+from memfit.train.config import Config, from_json
+from train.fakes import Api
+
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 258,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "label2id": {"bad": 0, "good": 1},
+    "id2label": {0: "bad", 1: "good"},
+}
+HF: dict[str, Any] = {"hf": "bert", "init": "random", "task": "sequence-classification"}
+TEXT: dict[str, Any] = {
+    "train": "lines.jsonl",
+    "text": "text",
+    "label": "kind",
+    "tokenizer": "bytes",
+    "max_length": 16,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(BERT))
+    rows = [{"text": "well done" if i % 2 else "oh no", "kind": "good" if i % 2 else "bad"} for i in range(10)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "text.txt").write_text("a word and another\n" * 20)
+    np.savez(tmp_path / "numbers.npz", x=np.zeros((6, 2), np.float32))
+    return tmp_path
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> Config:
+    fit = {"budget": "1MiB", "global_batch": 4, "device": "cpu"}
+    return from_json({"fit": fit, "model": HF, "data": TEXT, **sections}, folder)
+
+
+def assembled(folder: Path, **sections: dict[str, Any]) -> Assembly:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        return assemble(config(folder, **sections))
+
+
+def loss(made: Assembly) -> Tensor:
+    value: Tensor = made.model(**made.batches.sample()).loss
+    return value
+
+
+def test_a_classifier_from_a_folder_reads_its_classes_by_name(folder: Path) -> None:
+    made = assembled(folder)
+
+    batch = made.batches.samples.batch(range(10), 0)
+    assert batch["labels"].tolist() == [0, 1] * 5
+    assert batch["input_ids"].shape == (10, 16)
+    assert made.model.training
+    assert torch.isfinite(loss(made))
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
+def test_language_models_learn_running_text(folder: Path, task: str) -> None:
+    data = {"train": "text.txt", "tokenizer": "bytes", "max_length": 16}
+    bert = {**BERT, "is_decoder": task == "causal-lm"}
+    (folder / "bert" / "config.json").write_text(json.dumps(bert))
+
+    made = assembled(folder, model={**HF, "task": task}, data=data)
+
+    assert torch.isfinite(loss(made))
+
+
+def test_initial_weights_depend_on_the_seed_alone(folder: Path) -> None:
+    one = assembled(folder)
+    torch.rand(10)
+    same, other = assembled(folder), assembled(folder, train={"seed": 1})
+
+    def weights(made: Assembly) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in made.model.parameters()])
+
+    assert torch.equal(weights(one), weights(same))
+    assert not torch.equal(weights(one), weights(other))
+
+
+def test_without_weights_the_model_takes_no_memory(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = assemble(config(folder, model={**HF, "init": "weights"}), weights=False)
+
+    assert all(parameter.is_meta for parameter in made.model.parameters())
+
+
+def test_the_optimizer_is_the_one_described(folder: Path) -> None:
+    made = assembled(folder, optim={"name": "sgd", "lr": 0.5, "momentum": 0.9, "fused": False})
+
+    optimizer = made.optimizer(made.model.parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"], optimizer.defaults["fused"]) == (0.5, 0.9, False)
+
+
+def test_what_is_cut_and_what_is_small_is_said(folder: Path) -> None:
+    fit = {"budget": "1MiB", "global_batch": 32, "device": "cpu"}
+
+    made = assembled(folder, fit=fit, data={**TEXT, "max_length": 6})
+
+    assert made.notes == (
+        "data.train: 5 of 10 texts are longer than 6 tokens and were cut",
+        "the data holds 10 samples: each step takes all of them, not 32",
+    )
+    assert made.batches.size == 10
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {**HF, "hf": "gone"}}, "model.hf: there is no .*config.json .*downloads nothing"),
+        ({"model": {**HF, "init": "weights"}}, "holds no weights; to start from fresh ones, set model.init: random"),
+        ({"data": {**TEXT, "max_length": None}}, "data.max_length is missing"),
+        ({"data": {**TEXT, "text": None}}, "data.text is missing"),
+        ({"data": {**TEXT, "label": None}}, "data.label is missing"),
+        ({"data": {**TEXT, "tokenizer": None}}, "data.tokenizer: transformers finds no tokenizer"),
+        ({"data": {**TEXT, "tokenizer": "gone"}}, "data.tokenizer: there is no folder"),
+        ({"data": {**TEXT, "train": "text.txt"}}, "running text for causal-lm and masked-lm"),
+        ({"data": {"python": "json:JSONDecoder"}}, "data.python: json:JSONDecoder returned JSONDecoder, which has no"),
+        ({"data": {"python": "math:tau"}}, "has no function 'tau'"),
+        ({"data": {**TEXT, "label": "text"}}, "label 'oh no' is no class of the model; there are: bad, good"),
+    ],
+)
+def test_what_is_missing_is_named(folder: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        assembled(folder, **sections)
+
+
+def test_without_the_extra_the_command_to_install_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+
+    with pytest.raises(InputError, match=r"model\.hf needs transformers: pip install 'memfit\[transformers\]'"):
+        assemble(config(folder))
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="fit.device: torch cannot use 'cuda:9' here"):
+        choose_device("cuda:9")
+
+
+def test_a_module_that_fails_on_import_says_so_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (folder / "broken_module.py").write_text("import a_module_that_is_not_there\n")
+
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        resolve("broken_module:build", config(folder), "model.python")
+
+
+def test_python_data_comes_with_or_without_validation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (folder / "our_data.py").write_text(
+        "def both():\n    return [(1.0, 2)] * 6, [(3.0, 4)] * 2\ndef one():\n    return [(1.0, 2)] * 6\n"
+    )
+
+    both, one = assembled(folder, data={"python": "our_data:both"}), assembled(folder, data={"python": "our_data:one"})
+
+    assert both.validation is not None
+    assert len(both.validation.samples) == 2
+    assert one.validation is None
+    assert [t.tolist() for t in one.batches.sample()] == [[1.0] * 4, [2] * 4]
+
+
+def test_a_trained_folder_can_be_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From folder to folder: train, save, load the result as the next run's model."""
+    monkeypatch.setattr(runs, "api", Api())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = runs.start(config(folder, train={"steps": 2, "out": "out"}, report={"html": False}))
+
+    assert result.model == folder / "out" / "model"
+    again = assembled(folder, model={**HF, "hf": "out/model", "init": "weights"})
+    state = torch.load(folder / "out" / "step-000002" / "model.pt", weights_only=True)["state"]
+    assert all(torch.equal(value, state[name]) for name, value in again.model.state_dict().items())
+
+
+def test_a_tokenizer_from_a_folder_cuts_pads_and_goes_with_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = {"[PAD]": 0, "[UNK]": 1, "[MASK]": 2, "oh": 3, "no": 4, "well": 5}
+    model = tokenizers.models.WordLevel(words, unk_token="[UNK]")  # noqa: S106 - no secret
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder / "bert")
+    data = {**TEXT, "tokenizer": None, "max_length": 4}
+
+    read = assembled(folder, data=data)
+
+    batch = read.batches.samples.batch([0, 1], 0)
+    assert batch["input_ids"].tolist() == [[3, 4, 0, 0], [5, 1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0]] * 2
+    monkeypatch.setattr(runs, "api", Api())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = runs.start(config(folder, data=data, train={"steps": 1, "out": "out"}, report={"html": False}))
+    assert result.model is not None
+    assert any(result.model.glob("tokenizer*"))

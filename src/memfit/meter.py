@@ -120,7 +120,7 @@ def _changes(profile: Any) -> list[tuple[int, int]]:
 
 
 def spans_and_changes(profile: Any, prefix: str) -> dict[str, list[int]]:
-    """For each `record_function` range whose name starts with `prefix`: the allocation changes inside it, in order."""
+    """For each `record_function` range whose name starts with `prefix`, the last of a name: the allocation changes inside it, in order."""
     events = profile.profiler.kineto_results.events()
     memory = _changes(profile)
     spans = sorted((e.start_ns(), e.end_ns(), e.name()) for e in events if e.name().startswith(prefix))
@@ -129,7 +129,8 @@ def spans_and_changes(profile: Any, prefix: str) -> dict[str, list[int]]:
     for start, end, name in spans:
         while position < len(memory) and memory[position][0] < start:
             position += 1
-        changes = out.setdefault(name, [])
+        changes: list[int] = []
+        out[name] = changes
         while position < len(memory) and memory[position][0] <= end:
             changes.append(memory[position][1])
             position += 1

@@ -24,6 +24,7 @@ class Writer:
         self.births: list[int] = []
         self.deaths: list[int] = []
         self.saves: list[tuple[int, int, list[list[int]]]] = []
+        self.let_go_late: dict[int, int] = {}
         self.phase = Phase.FORWARD
         self.forward_events = self.pass_events = -1
 
@@ -101,11 +102,12 @@ class Writer:
         self.forward_events = len(self.events)
         self.phase = Phase.BACKWARD
 
-    def unpack(self, save: int, held: int = 1) -> int:
-        """Autograd asks for a save; its node holds it for `held` more events. Returns the storage."""
+    def unpack(self, save: int, held: int = 1, late: int = 0) -> int:
+        """Autograd asks for a save; its node holds it for `held` more events, and what it packed for `late` more. Returns the storage."""
         event = len(self.events)
         self.events.append(~save)
         self.saves[save][2].append([event, event + held])
+        self.let_go_late[save] = late
         return self.saves[save][0]
 
     def update(self) -> None:
@@ -139,7 +141,15 @@ class Writer:
                     self.bytes, self.categories, self.modules, self.births, self.deaths, strict=True
                 )
             ),
-            saves=tuple(Save(s, after, tuple((u, min(r, end)) for u, r in unpacks)) for s, after, unpacks in self.saves),
+            saves=tuple(
+                Save(
+                    s,
+                    after,
+                    tuple((u, min(r, end)) for u, r in unpacks),
+                    min(max((r for _, r in unpacks), default=end) + self.let_go_late.get(number, 0), end),
+                )
+                for number, (s, after, unpacks) in enumerate(self.saves)
+            ),
             forward_events=self.forward_events,
             pass_events=self.pass_events,
             **scalars,  # type: ignore[arg-type]
@@ -226,7 +236,7 @@ def drawn(
     if order and r.random() < 0.3:
         order.append(r.choice(order))  # asked for a second time
     for save in order:
-        s = w.unpack(save, held=r.choice((0, 1, 1, 2, 4)))
+        s = w.unpack(save, held=r.choice((0, 1, 1, 2, 4)), late=r.choice((0, 0, 0, 1, 2)))
         if r.random() < 0.85:
             gradient = w.one((gradient, s), r.randint(1, 100), workspace=r.choice((0, 0, 40)))
         if r.random() < 0.15:
@@ -234,3 +244,38 @@ def drawn(
     w.update()
     w.run((gradient,), (r.randint(1, 50),), writes=(there[0],))
     return w.trace(rng_state_bytes=rng_bytes, dispatch_seconds=dispatch)
+
+
+def network(seed: int, *, blocks: int = 3, dispatch: float = 0.0) -> Trace:
+    """A random small network: blocks of cheap and dear layers, some with a residual connection, unpacked in reverse order."""
+    r = random.Random(seed)
+    w = Writer()
+    weight = w.before(r.randint(5, 40))
+    x = w.before(50, Category.BATCH)
+    saves: list[int] = []
+    residual = r.random() < 0.5
+    for number in range(blocks):
+        start, module = x, f"block.{number}"
+        for _ in range(r.randint(1, 3)):
+            dear = r.random() < 0.5
+            saved_input = r.random() < 0.7
+            if saved_input:
+                saves.append(w.save(x))
+            x = w.one(
+                (x, weight) if dear else (x,),
+                r.choice((50, 100, 200)),
+                seconds=r.uniform(3, 6) if dear else r.uniform(0.1, 0.5),
+                workspace=r.choice((0, 0, 30)),
+                module=module,
+            )
+            if not saved_input:
+                saves.append(w.save(x))
+        if residual:
+            x = w.one((x, start), 100, seconds=0.3, module=module)
+    w.backward()
+    gradient = w.one((x,), 50)
+    for save in reversed(saves):
+        gradient = w.one((gradient, w.unpack(save)), 50)
+    w.update()
+    w.run((gradient,), writes=(weight,))
+    return w.trace(dispatch_seconds=dispatch)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import NonFiniteLossError, SnapshotError
-from memfit.train import log, snapshots
+from memfit.train import log, snapshots, state
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
 from memfit.train.evaluate import evaluate
@@ -264,7 +264,7 @@ def test_evaluation_weighs_every_sample_alike_and_disturbs_nothing(largest: int)
     model = Noisy()
     model.inner[1].eval()  # a user's frozen batch norm
     batches = data(10, 4, None)
-    before = snapshots.generators()
+    before = state.generators()
 
     loss = evaluate(model, batches, None, largest=largest)
 

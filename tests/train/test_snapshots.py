@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import SnapshotError
-from memfit.train import snapshots
+from memfit.train import snapshots, state
 from memfit.train.data import Position
 from train.fakes import FakeEngine, Noisy
 
@@ -42,7 +43,7 @@ def write(out: Path, trained: FakeEngine, step: int = 1) -> Path:
         step=step,
         position=Position(0, step),
         samples=10,
-        loop={"generators": snapshots.generators(), "loss": 0.5},
+        loop={"generators": state.generators(), "loss": 0.5},
         config={"model": {"python": "toy:build"}},
     )
 
@@ -53,8 +54,8 @@ def names(out: Path) -> list[str]:
 
 def tensors(trained: FakeEngine) -> dict[str, torch.Tensor]:
     assert trained.optimizer is not None
-    state = {f"{i}.{k}": v for i, s in enumerate(trained.optimizer.state.values()) for k, v in s.items()}
-    return {**trained.model.state_dict(), **dict(trained.model.named_buffers()), **state}
+    kept = {f"{i}.{k}": v for i, s in enumerate(trained.optimizer.state.values()) for k, v in s.items()}
+    return {**trained.model.state_dict(), **dict(trained.model.named_buffers()), **kept}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,8 @@ def test_state_of_another_type_than_the_parameters_stays_of_that_type(tmp_path: 
     saved, other = engine(), engine()
     for each in (saved, other):
         assert each.optimizer is not None
-        for state in each.optimizer.state.values():
-            state["exp_avg"] = torch.full_like(state["exp_avg"], 7, dtype=torch.uint8)
+        for kept in each.optimizer.state.values():
+            kept["exp_avg"] = torch.full_like(kept["exp_avg"], 7, dtype=torch.uint8)
     write(tmp_path, saved)
 
     snapshots.restore(snapshots.read(tmp_path / "step-000001"), other)
@@ -103,10 +104,10 @@ def test_a_restored_optimizer_keeps_the_settings_it_was_made_with(tmp_path: Path
 
 
 def test_generators_go_on_where_they_were() -> None:
-    states = snapshots.generators()
+    states = state.generators()
     drawn = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002 - the global one is meant
 
-    snapshots.set_generators(states)
+    state.set_generators(states)
 
     again = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002 - as above
     assert torch.equal(drawn[0], again[0])
@@ -190,7 +191,7 @@ def no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("function", ["_save", "_put", "_sync_folder"])
+@pytest.mark.parametrize("function", ["_put", "_sync_folder", "save"])
 def test_a_full_disk_leaves_older_snapshots_and_the_state_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_full_disk_leaves_older_snapshots_and_the_state_as_they_were(
     before = {name: value.clone() for name, value in tensors(trained).items()}
     monkeypatch.setattr(snapshots, function, no_space)
 
-    with pytest.raises(SnapshotError, match=r"it takes .* and .* are free.*step-000001 is there and whole"):
+    with pytest.raises(SnapshotError, match=r"it takes .* and .* are free.*step-000001 is as it was"):
         write(tmp_path, trained, step=2)
 
     assert snapshots.latest(tmp_path, pytest.fail).step == 1
@@ -207,12 +208,27 @@ def test_a_full_disk_leaves_older_snapshots_and_the_state_as_they_were(
     assert all(torch.equal(before[name], value) for name, value in tensors(trained).items())
 
 
+@pytest.mark.parametrize("room", [0, 100, 1000, 3000])
+def test_a_disk_that_fills_up_in_mid_file_is_an_error_of_the_disk(tmp_path: Path, room: int) -> None:
+    """torch.save itself raises RuntimeError about positions then, as seen on a real full disk."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > room:
+                no_space()
+            return super().write(data)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        snapshots.save({"weight": torch.zeros(1000)}, Full())
+    assert caught.value.errno == errno.ENOSPC
+
+
 def test_a_disk_fuller_than_the_state_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = snapshots.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(snapshots, "_save", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr(snapshots, "save", lambda *_: pytest.fail("written"))
 
     with pytest.raises(SnapshotError, match=r"and 100 B are free\. Make room.*No snapshot was there before"):
         write(tmp_path, engine())

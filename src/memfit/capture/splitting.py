@@ -20,6 +20,8 @@ from memfit.capture.scaled import rows_of
 from memfit.capture.standins import lent
 
 SAMPLES: Final = 4
+SAMPLES_OF_LARGE_MODELS: Final = 2  # above this many parameters a comparison takes seconds
+LARGE_MODEL_PARAMETERS: Final = 50_000_000
 TOLERANCE: Final = 1e-4  # of the gradient's norm, in fp32
 LOW_PRECISION_TOLERANCE: Final = 3e-2  # where 16-bit operations run; wrong weights are off by tenths
 
@@ -77,7 +79,9 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
     total = batches.size(sample)
     if total < 2:  # noqa: PLR2004
         return Splitting(None, 0.0, "there is only one sample")
-    few = _varied(rows_of(sample, min(SAMPLES, total)))
+    parameters = sum(p.numel() for p in model.parameters())
+    most = SAMPLES if parameters < LARGE_MODEL_PARAMETERS else SAMPLES_OF_LARGE_MODELS
+    few = _varied(rows_of(sample, min(most, total)))
     count = batches.size(few)
     parts = batches.split(few, [count - 1, 1])
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -93,7 +97,7 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
         try:
             whole = gradient(few)
         except Exception:  # noqa: BLE001 - the variation may be what the model does not like
-            few = rows_of(sample, min(SAMPLES, total))
+            few = rows_of(sample, min(most, total))
             parts = batches.split(few, [count - 1, 1])
             whole = gradient(few)
         try:

@@ -82,6 +82,7 @@ class Solver:
         self.cuts: list[Boundary] = boundaries(self.recipes)
         self.evaluations = 0
         self._cells: CellChain | None = None
+        self._smallest: Solution | None = None
         trace = self.trace
         self._first_read: dict[int, int] = {}
         self._save_event: dict[int, int] = {}
@@ -225,6 +226,8 @@ class Solver:
             best = self.refine(best, budget_bytes)
         if best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
             best = self._by_chains(budget_bytes, best)
+        if best is None:
+            best = _better(None, self.smallest(), budget_bytes)
         return best
 
     def _by_chains(self, budget: int, best: Solution | None) -> Solution | None:
@@ -343,6 +346,11 @@ class Solver:
 
     def smallest(self) -> Solution:
         """The plan with the smallest peak found."""
+        if self._smallest is None:
+            self._smallest = self._find_smallest()
+        return self._smallest
+
+    def _find_smallest(self) -> Solution:
         best = self.plain
         for size in self.window_sizes():
             found = self.tightest(self.layout(size))

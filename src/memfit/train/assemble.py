@@ -153,7 +153,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         elif config.model.init == "random":
             model = auto.from_config(settings)
         else:
-            if not any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+            if not [f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin")]:
                 raise ConfigError(
                     f"model.hf: {folder} holds no weights; to start from fresh ones, set model.init: random"
                 )

@@ -15,7 +15,7 @@ import torch
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
-from memfit.train import snapshots
+from memfit.train import state
 from memfit.train.data import Batches
 
 
@@ -59,7 +59,7 @@ def evaluate(
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and every generator is put back."""
     modes = {module: module.training for module in model.modules()}
-    states = snapshots.generators()
+    states = state.generators()
     model.eval()
     try:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        snapshots.set_generators(states)
+        state.set_generators(states)
 
 
 def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> float:

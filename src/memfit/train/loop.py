@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
 from memfit.report import StepRecord
-from memfit.train import snapshots
+from memfit.train import snapshots, state
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
@@ -27,7 +27,7 @@ from memfit.train.schedule import Rates
 from memfit.train.snapshots import Snapshot
 
 
-class Steps(snapshots.Trained, Protocol):
+class Steps(state.Trained, Protocol):
     """An engine, as far as the loop needs it: `memfit.fit` makes one."""
 
     def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
@@ -128,9 +128,9 @@ class _Run:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
         rates = Rates(self.engine.optimizer, self.schedule, total)
-        state = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
-        snapshots.check_space(self.out, snapshots.bytes_of(state))  # better now than after the first hour
-        del state
+        content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
+        snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
+        del content
         self._begin(snapshot)
         log = Log(self.out, self.step)
         try:
@@ -174,7 +174,7 @@ class _Run:
         if settings.eval_every and self.step and self.step % settings.eval_every == 0:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not stop:
-            before = snapshots.generators()
+            before = state.generators()
             rate = rates.set(self.step)
             batch, after = next(data)
             # The second step, not the first: only from then on is the optimizer's state there at the peak.
@@ -182,7 +182,7 @@ class _Run:
             try:
                 record = self.engine.step(batch, meter=meter)
             except NonFiniteLossError as error:
-                snapshots.set_generators(before)
+                state.set_generators(before)
                 raise self._non_finite(error, log) from error
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
@@ -219,7 +219,7 @@ class _Run:
     def _save(self, log: Log) -> None:
         log.sync()
         loop = {
-            "generators": snapshots.generators(),
+            "generators": state.generators(),
             "loss": self.loss,
             "validation_loss": self.validation_loss,
             "evaluated": self.evaluated,

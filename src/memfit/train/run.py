@@ -20,7 +20,7 @@ from memfit.train.config import Config, from_json, load_config, override
 from memfit.train.loop import Outcome, train
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.snapshots import Snapshot
-from memfit.train.text import FolderEncoder
+from memfit.train.text import FolderEncoder, has_tokenizer
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -227,14 +227,14 @@ def _save_model(config: Config, model: torch.nn.Module) -> Path:
     try:
         if config.model.hf is None:
             waiting = out / ".model.pt.partial"
-            with waiting.open("wb") as stream:  # our own file object, so that a full disk is an OSError
-                torch.save(model.state_dict(), stream)
+            with waiting.open("wb") as stream:
+                snapshots.save(model.state_dict(), stream)
             return waiting.rename(out / "model.pt")
         folder = out / "model"
         with without_bars():
             model.save_pretrained(folder)  # type: ignore[operator]  # transformers' own method
         source = config.path(config.data.tokenizer or config.model.hf)
-        if source.is_dir() and any(source.glob("tokenizer*")):
+        if source.is_dir() and has_tokenizer(source):
             FolderEncoder(source).save(folder)
         return folder
     except OSError as error:

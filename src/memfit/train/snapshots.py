@@ -19,20 +19,18 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, BinaryIO, Final
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from memfit.errors import SnapshotError
-from memfit.plans import Plan
+from memfit.train import state
 from memfit.train.data import Position
 from memfit.units import format_bytes
 
@@ -53,22 +51,6 @@ _READABLE: Final = (
     complex,
     type(None),
 )
-
-
-class Trained(Protocol):
-    """What a snapshot is taken of: the user's own model and optimizer."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Being trained."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """Of that model."""
-
-    @property
-    def plan(self) -> Plan:
-        """That is followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +86,7 @@ class Snapshot:
 
 def write(
     out: Path,
-    trained: Trained,
+    trained: state.Trained,
     *,
     step: int,
     position: Position,
@@ -136,7 +118,7 @@ def write(
     final = out / f"step-{step:06d}"
     partial = out / f".{final.name}.partial"
     content = {
-        "model.pt": {"state": trained.model.state_dict(), "buffers": _further_buffers(trained.model)},
+        "model.pt": {"state": trained.model.state_dict(), "buffers": state.further_buffers(trained.model)},
         "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
         "loop.pt": dict(loop),
     }
@@ -163,6 +145,7 @@ def write(
         _replace(partial, final)
         _sync_folder(out)
     except OSError as error:
+        _remove(partial)  # before the free bytes are counted
         if error.errno in _NO_ROOM:
             raise _no_room(out, needed) from error
         raise SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}") from error
@@ -195,12 +178,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _further_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that `state_dict` leaves out: a forward pass may still have changed them."""
-    there = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in there}
-
-
 def _check_readable(content: Mapping[str, Any]) -> None:
     """Refuse to write what could not be read back: an object that only pickle with code could restore."""
     for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -213,16 +190,41 @@ def _check_readable(content: Mapping[str, Any]) -> None:
 
 def _written(file: Path, value: Any) -> dict[str, Any]:
     """Write one file and say what is in it."""
-    # Through our own file object: torch's own writer turns a full disk into a RuntimeError without a number.
     with file.open("xb") as stream:
-        _save(value, stream)
+        save(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
     return {"bytes": file.stat().st_size, "sha256": _sum(file)}
 
 
-def _save(value: Any, stream: Any) -> None:
-    torch.save(value, stream)
+class _Remembering:
+    """A file for `torch.save`, which turns what went wrong in writing into a RuntimeError about positions."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, and keep the first error."""
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        """Nothing: the stream's owner does."""
+
+
+def save(value: Any, stream: BinaryIO) -> None:
+    """`torch.save` into an open file; a full disk is an OSError."""
+    file = _Remembering(stream)
+    try:
+        torch.save(value, file)  # type: ignore[arg-type]  # it only writes
+    except RuntimeError:
+        if file.error is not None:
+            raise file.error from None
+        raise
 
 
 def _put(file: Path, data: bytes) -> None:
@@ -266,7 +268,7 @@ def _older(out: Path) -> str:
     found = folders(out)
     if not found:
         return "No snapshot was there before"
-    return f"{found[-1].name} is there and whole: go on from it with `memfit resume {out}`"
+    return f"{found[-1].name} is as it was: go on from it with `memfit resume {out}`"
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -373,32 +375,10 @@ def set_aside(out: Path, step: int) -> list[Path]:
     return moved
 
 
-# ---------------------------------------------------------------------------------------------------------- generators
+# ---------------------------------------------------------------------------------------------------------- going back
 
 
-def generators() -> dict[str, Any]:
-    """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-    }
-
-
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Inverse of `generators`."""
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002 - as above
-
-
-def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
+def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
     """Put parameters, buffers, optimizer state and generators back; returns the loop's values.
 
     Learning rates and the like stay those of the optimizer as it is now: they come from the configuration, which may
@@ -410,46 +390,13 @@ def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
     try:
         saved = snapshot.load("model.pt")
         trained.model.load_state_dict(saved["state"])
-        _set_buffers(trained.model, saved["buffers"])
+        state.set_buffers(trained.model, saved["buffers"])
         if trained.optimizer is not None:
-            _set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
+            state.set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
     except (RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, SnapshotError):
             raise
         raise SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}") from error
     loop: dict[str, Any] = snapshot.load("loop.pt")
-    set_generators(loop["generators"])
+    state.set_generators(loop["generators"])
     return loop
-
-
-def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    for path, saved in buffers.items():
-        owner, _, name = path.rpartition(".")
-        module = model.get_submodule(owner)
-        there = getattr(module, name)
-        if isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (saved.shape, saved.dtype):
-            there.copy_(saved)  # in place: others may look at the same tensor
-        else:
-            setattr(module, name, saved.to(there.device if isinstance(there, torch.Tensor) else "cpu"))
-
-
-def _set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    # torch adopts tensors that need no conversion; these come fresh from the file, so nothing else holds them.
-    optimizer.load_state_dict(saved)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    # torch casts state to the parameter's type; what was saved in another (8-bit state, float32 beside bfloat16) goes
-    # back as it was.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in saved["state"].items():
-        there = optimizer.state.get(parameters[index], {})
-        for name, value in state.items():
-            now = there.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-                and now.shape == value.shape
-            ):
-                there[name] = value.to(now.device)

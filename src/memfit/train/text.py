@@ -6,6 +6,7 @@ depend on luck.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +24,7 @@ from memfit.train.readers import Line
 
 _CHUNK: Final = 1000  # texts handed to a tokenizer at once
 _MASKED_SHARE: Final = 0.15
+_TOKENIZER_FILES: Final = re.compile(r"tokenizer|vocab|.*\.(model|spm|tiktoken)$")
 
 
 class Encoder(Protocol):
@@ -70,6 +72,9 @@ class FolderEncoder:
             raise InputError("reading a tokenizer needs transformers: pip install 'memfit[transformers]'") from error
         if not folder.is_dir():
             raise ConfigError(f"data.tokenizer: there is no folder {folder} (memfit downloads nothing)")
+        # Without files of its own transformers may make up a tokenizer that knows no word.
+        if not has_tokenizer(folder):
+            raise ConfigError(f"data.tokenizer: {folder} holds no tokenizer (tokenizer.json, vocab.txt or the like)")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError) as error:
@@ -93,6 +98,11 @@ class FolderEncoder:
     def save(self, folder: Path) -> None:
         """Write the tokenizer beside a model."""
         self._tokenizer.save_pretrained(str(folder))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any(_TOKENIZER_FILES.match(file.name) for file in folder.iterdir())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,60 @@
+"""Devices are found by the names people write; times follow the roofline."""
+
+from __future__ import annotations
+
+import pytest
+
+from memfit.errors import InputError
+from memfit.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known_machine
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA H100", "h100"),
+        ("nvidia-a100-40gb", "a100-40gb"),
+        pytest.param(
+            "NVIDIA GeForce RTX 3090",  # what torch.cuda.get_device_name says
+            "rtx3090",
+            marks=pytest.mark.xfail(strict=True, raises=InputError, reason="behind 'nvidia ' 'geforce' is not taken off"),
+        ),
+        ("T4", "t4"),
+    ],
+)
+def test_names_are_read_as_people_write_them(written: str, name: str) -> None:
+    assert known_machine(written).name == name
+
+
+def test_every_entry_is_found_by_its_own_name_and_is_plausible() -> None:
+    for machine in KNOWN:
+        assert known_machine(machine.name) is machine
+        assert 1 << 33 <= machine.memory_bytes <= 1 << 38
+        assert machine.tensor_flops > machine.fp32_flops > 1e12
+        assert machine.bandwidth > machine.link_bandwidth > 1e9
+    assert len({m.name for m in KNOWN}) == len(KNOWN)
+
+
+@pytest.mark.parametrize(("written", "near"), [("rtx4080", "rtx4090"), ("h10", "h100"), ("a100-80", "a100")])
+def test_an_unknown_name_is_told_near_ones(written: str, near: str) -> None:
+    with pytest.raises(InputError, match=rf"no device called '{written}' is known; did you mean .*{near}"):
+        known_machine(written)
+
+
+def test_a_name_near_nothing_is_told_all() -> None:
+    with pytest.raises(InputError, match="no device called 'abacus' is known; known are rtx3060, rtx3090, ") as caught:
+        known_machine("abacus")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_the_slower_of_computing_and_moving_counts() -> None:
+    machine = known_machine("a100")
+    compute = 1e12 / (machine.fp32_flops * MATRIX_EFFICIENCY)
+    half = 1e12 / (machine.tensor_flops * MATRIX_EFFICIENCY)
+    move = 1e12 / (machine.bandwidth * BANDWIDTH_EFFICIENCY)
+    launch = machine.launch_seconds
+    assert machine.roofline_seconds(1e12, 0, half=False) == pytest.approx(compute + launch)
+    assert machine.roofline_seconds(1e12, 0, half=True) == pytest.approx(half + launch)
+    assert machine.roofline_seconds(1e12, 1e12, half=True) == pytest.approx(move + launch)
+    assert machine.roofline_seconds(0, 0, half=False) == launch

@@ -21,12 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
-from models.transformer import build_gpt
 from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit import batches
 from memfit.meter import metered
+from models.transformer import build_gpt
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -107,7 +107,9 @@ def main() -> None:
     machine = f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}, Python {platform.python_version()}"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     lines = []
-    print(f"{machine}; plain {plain_peak / 2**20:.0f} MiB, {statistics.median(times['plain']):.2f} s; medians of {arguments.rounds} rounds")
+    print(
+        f"{machine}; plain {plain_peak / 2**20:.0f} MiB, {statistics.median(times['plain']):.2f} s; medians of {arguments.rounds} rounds"
+    )
     print("| arrangement | peak / plain | time / plain | predicted | quartiles | micro-batches | gap to the bound |")
     print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -118,7 +120,9 @@ def main() -> None:
         predicted = f"{made.prediction.slowdown:.3f}" if made else ""
         parts = made.choices.micro_batches if made else 1
         gap = f"{100 * made.gap:.1f} %" if made else ""
-        print(f"| {name} | {peaks[name] / plain_peak:.3f} | {median:.3f} | {predicted} | {low:.3f} to {high:.3f} | {parts} | {gap} |")
+        print(
+            f"| {name} | {peaks[name] / plain_peak:.3f} | {median:.3f} | {predicted} | {low:.3f} to {high:.3f} | {parts} | {gap} |"
+        )
         lines.append(
             {
                 "bench": "reference_gpt",

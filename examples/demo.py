@@ -14,18 +14,13 @@ The exit status is 0 when every claim at the end holds, 1 when one does not, 3 w
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sqlite3
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Read when transformers is imported, below.
@@ -89,9 +84,7 @@ def split(passages: Sequence[Passage]) -> tuple[list[Passage], list[Passage]]:
     apart = set(chapters[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY])
     held_out = [p for p in passages if (p.testament, p.book, p.chapter) in apart]
     known = {words(p.text) for p in held_out}
-    train = [
-        p for p in passages if (p.testament, p.book, p.chapter) not in apart and words(p.text) not in known
-    ]
+    train = [p for p in passages if (p.testament, p.book, p.chapter) not in apart and words(p.text) not in known]
     return train, held_out
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
 import torch
-from small import adamw, chain, plan_at, rows, same, squared_error, state_of
 from torch import Tensor, nn
 
 import memfit
+import small
 from memfit.errors import (
     BatchError,
     BudgetError,
@@ -34,6 +33,7 @@ from memfit.errors import (
     SnapshotError,
     SplitError,
 )
+from small import adamw, chain, plan_at, rows, same, squared_error, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +84,9 @@ def too_little(model: nn.Module, sample: Any, **named: Any) -> InfeasibleError:
     return caught.value
 
 
-@pytest.mark.parametrize("fixed", [None, {"micro_batches": 1}, {"micro_batches": 4}], ids=["free", "whole", "four parts"])
+@pytest.mark.parametrize(
+    "fixed", [None, {"micro_batches": 1}, {"micro_batches": 4}], ids=["free", "whole", "four parts"]
+)
 def test_a_budget_that_is_too_small_is_told_what_would_do(fixed: Any) -> None:
     model, sample = chain(4), rows()
     error = too_little(model, sample, fixed=fixed)
@@ -118,7 +120,9 @@ def test_every_way_out_works() -> None:
     number = json.loads(parts.removeprefix("fixed="))
     memfit.plan(model, sample, squared_error, room - 1, adamw, fixed=number)
     if any("SGD" in t for t in texts):
-        memfit.plan(model, sample, squared_error, room - 1, lambda p: torch.optim.SGD(p, lr=0.1), fixed={"micro_batches": 1})
+        memfit.plan(
+            model, sample, squared_error, room - 1, lambda p: torch.optim.SGD(p, lr=0.1), fixed={"micro_batches": 1}
+        )
 
 
 @pytest.mark.filterwarnings("error")
@@ -182,7 +186,9 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(loss_fn: Any, sentence: str
 
 
 def test_parts_of_what_does_not_split_are_refused() -> None:
-    with pytest.raises(SplitError, match=r'fixed=\{"micro_batches": 2\} cannot be honoured: gradients of parts do not add up'):
+    with pytest.raises(
+        SplitError, match=r'fixed=\{"micro_batches": 2\} cannot be honoured: gradients of parts do not add up'
+    ):
         memfit.plan(chain(1, batch_norm=True), rows(16), squared_error, "1GiB", fixed={"micro_batches": 2})
 
 
@@ -232,7 +238,9 @@ def innermost(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("function", [memfit.plan, memfit.fit, memfit.frontier, memfit.measure], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [memfit.plan, memfit.fit, memfit.frontier, memfit.measure], ids=lambda f: f.__name__
+)
 def test_an_error_of_the_model_is_the_users_own(function: Any, where: str) -> None:
     model = Faulty(where)
     before = state_of(model)
@@ -471,7 +479,10 @@ def test_a_rehearsal_that_fails_puts_everything_back(error: type[BaseException])
         def step(self, closure: None = None) -> None:  # type: ignore[override]
             nonlocal calls
             super().step(closure)
-            calls += torch.is_tensor(self.param_groups[0]["params"][0]) and type(self.param_groups[0]["params"][0].data) is Tensor
+            calls += (
+                torch.is_tensor(self.param_groups[0]["params"][0])
+                and type(self.param_groups[0]["params"][0].data) is Tensor
+            )
 
     made = tight(batch_norm=True, dropout=0.1)
     engine = memfit.apply(made, model, squared_error, Stops(model.parameters(), lr=0.1, momentum=0.9))
@@ -492,7 +503,9 @@ def test_a_rehearsal_that_fails_puts_everything_back(error: type[BaseException])
     assert temporary_files() == files
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the rehearsal adds its gradients to the user's, in place")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the rehearsal adds its gradients to the user's, in place"
+)
 def test_a_rehearsal_leaves_gradients_that_were_there() -> None:
     model = chain(batch_norm=True, dropout=0.1)
     squared_error(model, rows()).backward()
@@ -797,7 +810,9 @@ def test_a_parameter_that_a_rerun_reads_is_checked() -> None:
 # -- modes changed under an engine -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="_all_or_nothing zips two lists of buffers of different lengths")
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="_all_or_nothing zips two lists of buffers of different lengths"
+)
 @pytest.mark.filterwarnings("ignore:a forward differed from the plan")
 @pytest.mark.parametrize("layers", [slice(None), slice(1, 2)], ids=["all", "one batch norm"])
 def test_a_model_put_in_eval_mode_is_trained_plainly_right(layers: slice) -> None:

@@ -168,7 +168,11 @@ def test_a_batch_fits_when_nothing_in_it_is_larger_or_other(have: str, fits: boo
     assert batches.fits_within(have, x_y(4, 3)) is fits
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="parse_signature cannot read the names of nested batches (\"a']['b\"): ValueError")
+@pytest.mark.xfail(
+    strict=True,
+    raises=ValueError,
+    reason="parse_signature cannot read the names of nested batches (\"a']['b\"): ValueError",
+)
 @pytest.mark.parametrize(
     "batch_of",
     [

@@ -18,7 +18,9 @@ from memfit.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known
         pytest.param(
             "NVIDIA GeForce RTX 3090",  # what torch.cuda.get_device_name says
             "rtx3090",
-            marks=pytest.mark.xfail(strict=True, raises=InputError, reason="behind 'nvidia ' 'geforce' is not taken off"),
+            marks=pytest.mark.xfail(
+                strict=True, raises=InputError, reason="behind 'nvidia ' 'geforce' is not taken off"
+            ),
         ),
         ("T4", "t4"),
     ],

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
 import torch
 
 import memfit
+import small
 from memfit.errors import InputError, MemfitError, PlanFileError
 from memfit.plans import KEPT, Choices, Plan, Prediction, Script, Step
 
@@ -76,7 +76,8 @@ def test_what_is_no_plan_is_refused(data: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(b"", "is not JSON"), (b"{", "is not JSON"), (b"\xff\xfe\x00", "is not JSON"), (b"[]", "not a memfit plan")]
+    ("content", "sentence"),
+    [(b"", "is not JSON"), (b"{", "is not JSON"), (b"\xff\xfe\x00", "is not JSON"), (b"[]", "not a memfit plan")],
 )
 def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "plan.json").write_bytes(content)
@@ -217,7 +218,10 @@ ACCEPTED: dict[str, tuple[str, Callable[[Any], None]]] = {
         lambda d: d["script"]["recorded"].__setitem__(str(first_rerun(d)[1][0][0]), [10**6]),
     ),
     "what a rerun reads is not held": ("accepted; backward fails with KeyError", put([], "script", "held")),
-    "a save that no step answers": ("accepted; backward fails with EngineError", lambda d: d["script"]["steps"].clear()),
+    "a save that no step answers": (
+        "accepted; backward fails with EngineError",
+        lambda d: d["script"]["steps"].clear(),
+    ),
 }
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import small
 import torch
 from torch import Tensor, nn
 
+import small
 from memfit.errors import NonFiniteLossError
 from memfit.step import StepProgram
 

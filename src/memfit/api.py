@@ -21,7 +21,6 @@ from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.engine import Engine, moving_buffers
 from memfit.errors import BudgetError, InputError, MemfitError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
-from memfit.meter import metered
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
@@ -92,7 +91,9 @@ def plan(
         InputError: something else about the input.
         CaptureError: the step cannot be predicted.
     """
-    search, machine = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
+    search, machine = _search(
+        model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress
+    )
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
     _tell(progress, "planning", 0.9)
     found = search.plan(budget_bytes)
@@ -103,7 +104,9 @@ def plan(
 def replan(made: Plan, budget: Budget) -> Plan:
     """The same model and batch at another budget, from what was captured for `made` (which must come from this process)."""
     if not isinstance(made.runtime, Runtime):
-        raise InputError("this plan was loaded from a file and carries no trace: call memfit.plan(model, sample, ...) again")
+        raise InputError(
+            "this plan was loaded from a file and carries no trace: call memfit.plan(model, sample, ...) again"
+        )
     return replace(made.runtime.search.plan(parse_bytes(budget)), runtime=made.runtime)
 
 
@@ -188,7 +191,9 @@ def apply(
         )
     runtime = plan.runtime if isinstance(plan.runtime, Runtime) else None
     if any(p.device.type == "meta" for p in model.parameters()):
-        raise InputError("the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)")
+        raise InputError(
+            "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
+        )
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
@@ -244,7 +249,10 @@ def fit(
             runtime.search.plan(target),
             runtime=runtime,
             budget_bytes=budget_bytes,
-            notes=(*made.notes, f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}"),
+            notes=(
+                *made.notes,
+                f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}",
+            ),
         )
         engine.replace_plan(repaired)
     if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
@@ -267,7 +275,10 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
     os.close(handle)
     try:
         try:
-            torch.save({"tensors": [t.detach() for t in tensors], "optimizer": optimizer.state_dict() if optimizer else None}, name)
+            torch.save(
+                {"tensors": [t.detach() for t in tensors], "optimizer": optimizer.state_dict() if optimizer else None},
+                name,
+            )
         except (OSError, RuntimeError) as error:
             raise SnapshotError(
                 f"the rehearsal keeps a copy of the model in {Path(name).parent} and could not write it ({error}): free some disk space, set TMPDIR, or use "
@@ -426,7 +437,9 @@ def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
         raise InputError(f"fixed={dict(fixed)!r}: {unknown[0]!r} is no choice of this version; it has micro_batches")
     number = fixed["micro_batches"]
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
-        raise InputError(f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed")
+        raise InputError(
+            f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed"
+        )
     return number
 
 

@@ -43,7 +43,9 @@ def size(batch: Batch) -> int:
     for leaf in leaves(batch):
         if leaf.dim() > 0:
             return int(leaf.shape[0])
-    raise BatchError("the batch holds no tensor with a dimension: memfit needs at least one whose first dimension counts samples")
+    raise BatchError(
+        "the batch holds no tensor with a dimension: memfit needs at least one whose first dimension counts samples"
+    )
 
 
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -63,9 +65,12 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:
-    """`total` samples in `micro_batches` parts, the largest first, differing by at most one."""
+    """`total` samples in `micro_batches` parts, the largest last, differing by at most one.
+
+    The largest comes when the gradients are there already, so that its peak is the step's peak and one capture tells it.
+    """
     base, extra = divmod(total, micro_batches)
-    return [base + 1] * extra + [base] * (micro_batches - extra)
+    return [base] * (micro_batches - extra) + [base + 1] * extra
 
 
 def _named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
@@ -176,5 +181,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
         where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"
         raise InputError(f"{where} gave {found}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
     if not loss.requires_grad:
-        raise InputError("the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model")
+        raise InputError(
+            "the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model"
+        )
     return loss

@@ -6,7 +6,7 @@ Capture counts operations in fake runs and the engine counts them in real ones; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -44,7 +44,7 @@ _NEVER_AGAIN: Final = frozenset(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_operation(func: OpOverload) -> bool:
     """Whether a dispatched call counts: not a query (device, size), not a bare alias."""
     name = func._schema.name  # noqa: SLF001
@@ -75,7 +75,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
-@lru_cache(maxsize=None)
+@cache
 def _written_positions(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     positions: list[int] = []
     names: list[str] = []

@@ -55,7 +55,9 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
     """
     reading = Reading()
     where = device or torch.device("cpu")
-    storages = {k: s.nbytes() for k, s in dispatch.storages_of(t for t in present if t.device.type == where.type).items()}
+    storages = {
+        k: s.nbytes() for k, s in dispatch.storages_of(t for t in present if t.device.type == where.type).items()
+    }
     reading.base_bytes = sum(storages.values())
     start, cpu_start = time.perf_counter(), time.process_time()
     if where.type == "cuda":

@@ -243,7 +243,9 @@ class Plan:
         p = self.prediction
         exact = "the same numbers as plain PyTorch, bit for bit"
         if self.choices.micro_batches > 1:
-            exact = "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
+            exact = (
+                "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
+            )
         lines = [
             f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
             f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %).",
@@ -310,7 +312,9 @@ class Plan:
             PlanFileError: not a plan, another format version, or edited into something that cannot be followed.
         """
         if not isinstance(data, Mapping) or data.get("memfit") != "plan":
-            raise PlanFileError("this is not a memfit plan: make one with memfit.plan(...).save(path) or `memfit plan --save path`")
+            raise PlanFileError(
+                "this is not a memfit plan: make one with memfit.plan(...).save(path) or `memfit plan --save path`"
+            )
         if data.get("format_version") != FORMAT_VERSION:
             raise PlanFileError(
                 f"this plan has format {data.get('format_version')!r} and this memfit reads {FORMAT_VERSION}: plan again"
@@ -344,7 +348,9 @@ class Plan:
             if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:
                 raise ValueError(f"predicted peak {plan.prediction.peak_bytes} does not fit the budget {budget}")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise PlanFileError(f"this plan file cannot be followed ({error}); if it was edited by hand, plan again") from error
+            raise PlanFileError(
+                f"this plan file cannot be followed ({error}); if it was edited by hand, plan again"
+            ) from error
         return plan
 
     def save(self, path: str | Path) -> None:

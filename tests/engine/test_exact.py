@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case
 
 import memfit
 from memfit import batches
+from models import CASES, Case
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the smallest plan to plain
 
@@ -84,7 +84,9 @@ def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case) -> 
         predicted = made.prediction.peak_bytes
         assert record.departures == ()
         assert record.peak_bytes == pytest.approx(predicted, rel=0.005), made.prediction.peak_operation
-        assert record.peak_bytes <= made.budget_bytes * 1.0005 + 16384, (record.peak_bytes, made.budget_bytes)
+        # torch.utils.checkpoint allocates generator states where no dispatcher sees them; `fit` finds out in its rehearsal.
+        unseen = 16384 if case.name == "checkpointed" else 0
+        assert record.peak_bytes <= made.budget_bytes + unseen, (record.peak_bytes, made.budget_bytes)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.splits and not c.slow], ids=lambda c: c.name)

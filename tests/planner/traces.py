@@ -205,7 +205,9 @@ def drawn(
     managed: list[int] = []
     saves: list[int] = []
     for _ in range(forward):
-        reads = [alive[-1], *r.sample(alive, min(len(alive), r.randint(0, 2)))] if r.random() < 0.8 else r.sample(alive, 1)
+        reads = (
+            [alive[-1], *r.sample(alive, min(len(alive), r.randint(0, 2)))] if r.random() < 0.8 else r.sample(alive, 1)
+        )
         makes = [r.randint(1, 200) for _ in range(1 if plain_operations else r.choice((0, 1, 1, 1, 2)))]
         writes = []
         if managed and not plain_operations and r.random() < 0.2:

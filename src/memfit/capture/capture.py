@@ -79,12 +79,15 @@ def capture(
         # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
         # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
+        parts = _parts(sample, micro_batches)
         with forked_generators(), lent(model, fake), mode:
-            return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches)
+            return _record(model, sample, parts, loss_fn, optimizer, clip_norm)
     except MemfitError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever the model raises on fake tensors is a reason to run it for real
-        raise CaptureError(f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})") from error
+    except Exception as error:
+        raise CaptureError(
+            f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
+        ) from error
 
 
 def capture_real(
@@ -99,11 +102,19 @@ def capture_real(
     """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        fresh = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+        fresh = torch.empty_strided(
+            tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device
+        )
         return fresh.copy_(tensor.detach())
 
+    parts = _parts(sample, micro_batches)
     with forked_generators(), lent(model, copy):
-        return _record(model, sample, loss_fn, optimizer, clip_norm, micro_batches, source="real")
+        return _record(model, sample, parts, loss_fn, optimizer, clip_norm, source="real")
+
+
+def _parts(sample: Batch, micro_batches: int) -> list[Batch]:
+    # Split before any mode is on: the parts are views of the user's tensors, as in the step.
+    return batches.split(sample, batches.micro_batch_sizes(batches.size(sample), micro_batches))
 
 
 def forked_generators() -> contextlib.AbstractContextManager[None]:
@@ -137,14 +148,13 @@ def _no_collection() -> Any:
 def _record(
     model: nn.Module,
     sample: Batch,
+    parts: list[Batch],
     loss_fn: LossFunction | None,
     make_optimizer: OptimizerFactory | None,
     clip_norm: float | None,
-    micro_batches: int,
     source: str = "fake",
 ) -> Captured:
-    total = batches.size(sample)
-    sizes = batches.micro_batch_sizes(total, micro_batches)
+    micro_batches = len(parts)
     program = StepProgram(model, loss_fn, None, clip_norm)
     trainable = program.trainable()
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
@@ -155,7 +165,7 @@ def _record(
             loss = batches.loss_of(model, sample, loss_fn)
             del loss
         else:
-            program.forward_backward(batches.split(sample, sizes)[0], weight)
+            program.forward_backward(parts[0], weight)
         gc.collect()
         recorder = Recorder(paths)
         recorder.register(model.parameters(), Category.PARAMETER)
@@ -171,9 +181,7 @@ def _record(
 
         with recorder:
             # [2] One micro-batch, recorded; the largest one, after the gradients exist when there are several.
-            part = batches.split(sample, sizes)[0]
-            loss = program.forward_backward(part, weight, recorder.saving(), after_forward=after_forward)
-            del part
+            loss = program.forward_backward(parts[-1], weight, recorder.saving(), after_forward=after_forward)
             pass_events = len(recorder.events)
             recorder.recategorise((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
             # [3] The optimizer twice: the first time makes its state, the second is the steady one.
@@ -202,7 +210,7 @@ def _record(
         forward_events=marks[0],
         pass_events=pass_events,
         micro_batches=micro_batches,
-        micro_batch_size=sizes[0],
+        micro_batch_size=batches.size(parts[-1]),
         device=str(device_of(model)),
         seconds_are="none",
         source=source,

@@ -81,7 +81,9 @@ class CostTable:
             for key, (seconds, workspace, made, measured) in json.loads(self.path.read_text()).items():
                 self._costs[key] = Cost(seconds, workspace, None if made is None else tuple(made), measured)
 
-    def measure(self, calls: dict[str, CallSpec], progress: Callable[[str, float], None] | None = None) -> dict[str, Cost]:
+    def measure(
+        self, calls: dict[str, CallSpec], progress: Callable[[str, float], None] | None = None
+    ) -> dict[str, Cost]:
         """Costs of all calls; those not known yet are measured now and written to disk."""
         missing = {key: call for key, call in calls.items() if digest(key) not in self._costs}
         if missing:
@@ -130,7 +132,9 @@ class CostTable:
                     with torch.profiler.record_function(f"memfit.cost.{number}"):
                         result = _run(call, args, kwargs)
                     self._first_seconds[key] = time.perf_counter() - begin
-                    if self._first_seconds[key] < LONG_SECONDS:  # the first run may set things up that stay; the second does not
+                    if (
+                        self._first_seconds[key] < LONG_SECONDS
+                    ):  # the first run may set things up that stay; the second does not
                         del result
                         with torch.profiler.record_function(f"memfit.cost.{number}"):
                             result = _run(call, args, kwargs)

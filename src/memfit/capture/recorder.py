@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         return sid
 
     def _follow(self, storage: torch.UntypedStorage, sid: int) -> None:
-        key = int(storage._cdata)  # noqa: SLF001
+        key = int(storage._cdata)
         self._ids[key] = sid
 
         def died(_: object, key: int = key, sid: int = sid) -> None:
@@ -178,7 +178,9 @@ class Recorder(TorchDispatchMode):
             inputs = [t for t in inputs if dispatch.has_storage(t)]
         target = self._updated_in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
         reads = tuple(self.storage_id(t) for t in inputs)
-        writes = tuple(dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t)))
+        writes = tuple(
+            dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
+        )
         key, call = self._describe(func, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs)
@@ -212,7 +214,20 @@ class Recorder(TorchDispatchMode):
             call.written = bool(writes)
             self.calls[key] = call
         self.operations.append(
-            Operation(str(func), self.phase, self.module, reads, writes, tuple(made), 0.0, 0, random, rerunnable, key, tuple(outputs))
+            Operation(
+                str(func),
+                self.phase,
+                self.module,
+                reads,
+                writes,
+                tuple(made),
+                0.0,
+                0,
+                random,
+                rerunnable,
+                key,
+                tuple(outputs),
+            )
         )
         return result
 
@@ -222,13 +237,13 @@ class Recorder(TorchDispatchMode):
         Autograd adds gradients up in place, and some backward formulas scatter into fresh zeros in place, but do neither while a mode watches
         (`isTensorSubclassLike` in ATen). The step to be predicted runs its backward without a mode. A storage is replaced when nobody else holds it.
         """
-        node = torch._C._current_autograd_node()  # noqa: SLF001
+        node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node = node
             self._read_under_node.clear()
             self._made_under_node.clear()
         if func is torch.ops.aten.add.Tensor:
-            if kwargs or len(args) != 2 or not all(isinstance(a, torch.Tensor) for a in args):  # noqa: PLR2004
+            if kwargs or len(args) != 2 or not all(isinstance(a, torch.Tensor) for a in args):
                 return None
             old, new = args
             if old.shape != new.shape or old.dtype != new.dtype:
@@ -271,7 +286,11 @@ class Recorder(TorchDispatchMode):
                     place,
                 )
             if isinstance(value, (list, tuple)):
-                return type(value)(spec(item) for item in value) if type(value) in (list, tuple) else [spec(i) for i in value]
+                return (
+                    type(value)(spec(item) for item in value)
+                    if type(value) in (list, tuple)
+                    else [spec(i) for i in value]
+                )
             return value
 
         def name(value: Any) -> str:
@@ -303,9 +322,17 @@ class Recorder(TorchDispatchMode):
         self.saves.append(_Save(sid, len(self.events) - 1, self.paths.current))
         if self.storages[sid].birth == BEFORE_STEP:
             return _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
-        stand_in = self._watch(_StandIn(
-            save, None, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, tensor.device
-        ))
+        stand_in = self._watch(
+            _StandIn(
+                save,
+                None,
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                int(tensor.storage_offset()),
+                tensor.dtype,
+                tensor.device,
+            )
+        )
         if not isinstance(tensor, FakeTensor):
             stand_in.contents = self._copy_of(sid, tensor)
         elif tensor.is_conj() or tensor.is_neg():
@@ -355,7 +382,7 @@ class Recorder(TorchDispatchMode):
             tensor = torch.empty_strided(stand_in.shape, stand_in.stride, dtype=stand_in.dtype, device=stand_in.device)
             self.recording = True
         fresh = tensor.untyped_storage()
-        key = int(fresh._cdata)  # noqa: SLF001
+        key = int(fresh._cdata)
         self._ids[key] = save.storage
 
         def released(_: object) -> None:
@@ -397,8 +424,8 @@ class Recorder(TorchDispatchMode):
 _SCATTERS_INTO_ZEROS: Final = frozenset(
     {
         torch.ops.aten.index_put.default,
-        torch.ops.aten._index_put_impl.default,  # noqa: SLF001
-        torch.ops.aten._unsafe_index_put.default,  # noqa: SLF001
+        torch.ops.aten._index_put_impl.default,
+        torch.ops.aten._unsafe_index_put.default,
         torch.ops.aten.scatter_add.default,
         torch.ops.aten.scatter.src,
         torch.ops.aten.scatter.value,
@@ -413,7 +440,7 @@ _SCATTERS_INTO_ZEROS: Final = frozenset(
 def _held_once(tensor: torch.Tensor) -> bool:
     """Whether only the caller of the dispatched operation holds this tensor and its storage."""
     # Counted inside __torch_dispatch__: one owner below, the arguments above (4 for the tensor), the storage's wrapper made here.
-    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # noqa: PLR2004, SLF001
+    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 
 # Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.

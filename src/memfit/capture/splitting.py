@@ -6,6 +6,7 @@ not by samples. None of this is guessed from names of layers: the gradients deci
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import forked_generators
-from memfit.capture.scaled import rows_of
+from memfit.capture.scaled import rows_of, shortened
 from memfit.capture.standins import lent
 
 SAMPLES: Final = 4
@@ -50,11 +51,11 @@ class _Certain(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = func._schema.name  # noqa: SLF001
+        name = func._schema.name
         if torch.Tag.nondeterministic_seeded in func.tags:
             if name == "aten::native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+            for index, argument in enumerate(func._schema.arguments):
                 if argument.name == "dropout_p":
                     args = (*args[:index], 0.0, *args[index + 1 :]) if index < len(args) else args
                     kwargs.pop("dropout_p", None)
@@ -77,8 +78,17 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
     The model's parameters, buffers, gradients and the generators are left as they were.
     """
     total = batches.size(sample)
-    if total < 2:  # noqa: PLR2004
+    if total < 2:
         return Splitting(None, 0.0, "there is only one sample")
+    short = shortened(sample) if sum(p.numel() for p in model.parameters()) >= LARGE_MODEL_PARAMETERS else None
+    if short is not None:
+        with suppress(Exception):  # a model of fixed length gets whole samples
+            return _compare(model, short, loss_fn)
+    return _compare(model, sample, loss_fn)
+
+
+def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
+    total = batches.size(sample)
     parameters = sum(p.numel() for p in model.parameters())
     most = SAMPLES if parameters < LARGE_MODEL_PARAMETERS else SAMPLES_OF_LARGE_MODELS
     few = _varied(rows_of(sample, min(most, total)))
@@ -103,7 +113,9 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
         try:
             pieces = [gradient(part) for part in parts]
         except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
-            return Splitting(None, float("inf"), f"a part of the batch cannot be run alone ({type(error).__name__}: {error})")
+            return Splitting(
+                None, float("inf"), f"a part of the batch cannot be run alone ({type(error).__name__}: {error})"
+            )
     tolerance = LOW_PRECISION_TOLERANCE if watch.low_precision else TOLERANCE
     best = Splitting(None, float("inf"))
     norm = sum(float(g.double().pow(2).sum()) for g in whole) ** 0.5
@@ -141,7 +153,7 @@ def _varied(batch: Batch) -> Batch:
             and "label" in str(name)
             and value.dim() > 1
             and value.dtype == torch.int64
-            and value.shape[1] > 3  # noqa: PLR2004
+            and value.shape[1] > 3
         ):
             changed = value.clone()
             changed[0, : value.shape[1] // 2] = batches.IGNORED_LABEL

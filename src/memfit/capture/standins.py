@@ -34,15 +34,15 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
 
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
-        before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))  # noqa: SLF001
+        before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))
     try:
         for module, attributes, parameters, buffers in before:
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = exchanged(parameter)  # type: ignore[assignment]  # noqa: SLF001
+                    module._parameters[name] = exchanged(parameter)  # type: ignore[assignment]
             for name, buffer in buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = exchanged(buffer)  # noqa: SLF001
+                    module._buffers[name] = exchanged(buffer)
             for name, value in attributes.items():
                 replaced = _exchange(value, exchanged)
                 if replaced is not value:
@@ -52,7 +52,7 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
         for module, attributes, parameters, buffers in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for table, original in ((module._parameters, parameters), (module._buffers, buffers)):  # noqa: SLF001
+            for table, original in ((module._parameters, parameters), (module._buffers, buffers)):
                 table.clear()
                 table.update(original)
 

@@ -38,9 +38,9 @@ class Argument:
         self.version = 0
         if place < 0:
             self.storage = tensor.untyped_storage()
-            base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001
+            base = tensor._base if tensor._is_view() else tensor
             if base is not None and base.is_leaf:
-                self.base, self.version = base, base._version  # noqa: SLF001
+                self.base, self.version = base, base._version
 
 
 class Handle:
@@ -186,10 +186,10 @@ class Tape:
             else:
                 assert value.storage is not None
                 storage = value.storage
-                if value.base is not None and value.base._version != value.version:  # noqa: SLF001
+                if value.base is not None and value.base._version != value.version:
                     raise RuntimeError(
                         f"a tensor of shape {tuple(value.base.shape)} needed to rebuild what backward reads was changed in place "
-                        f"after forward (version {value.base._version}, expected {value.version})"  # noqa: SLF001
+                        f"after forward (version {value.base._version}, expected {value.version})"
                     )
             return torch.empty(0, dtype=value.dtype, device=storage.device).set_(
                 storage, value.offset, value.shape, value.stride
@@ -227,16 +227,16 @@ class _rerunning:  # noqa: N801 - used as a context manager, like torch.no_grad
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)  # noqa: SLF001
-        self._autocast = torch._C._DisableAutocast()  # noqa: SLF001
+        torch._C._set_grad_enabled(True)
+        self._autocast = torch._C._DisableAutocast()
         self._autocast.__enter__()
-        self._below = torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001
+        self._below = torch._C._AutoDispatchBelowAutograd()
         self._below.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._below.__exit__(None, None, None)
         self._autocast.__exit__(None, None, None)
-        torch._C._set_grad_enabled(self._grad)  # noqa: SLF001
+        torch._C._set_grad_enabled(self._grad)
 
 
 class Follower(TorchDispatchMode):
@@ -298,7 +298,7 @@ class Follower(TorchDispatchMode):
                         f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
                     )
                     return result
-                tape.keys[number] = storage._cdata  # noqa: SLF001
+                tape.keys[number] = storage._cdata
                 if number in held:
                     tape.live[number] = storage
         return result
@@ -343,7 +343,7 @@ class Follower(TorchDispatchMode):
             else:
                 number = saves[save]
                 if number != KEPT:
-                    if tensor.layout is torch.strided and self.tape.keys.get(number) == tensor.untyped_storage()._cdata:  # noqa: SLF001
+                    if tensor.layout is torch.strided and self.tape.keys.get(number) == tensor.untyped_storage()._cdata:
                         return Handle(self.tape, save, tensor)
                     self._depart(f"save {save} is not the tensor of the plan")
         return tensor if tensor.is_leaf else tensor.detach()

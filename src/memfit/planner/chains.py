@@ -129,10 +129,14 @@ class CellChain:
                     continue
                 needed.add(recipe)
                 stack.extend(
-                    i for i in table[recipe].inputs if i not in fixed and i not in available and i not in self.entry[cell]
+                    i
+                    for i in table[recipe].inputs
+                    if i not in fixed and i not in available and i not in self.entry[cell]
                 )
                 # An entry that is nowhere is rebuilt with the cell.
-                stack.extend(i for i in table[recipe].inputs if i in self.entry[cell] and i not in fixed and i not in available)
+                stack.extend(
+                    i for i in table[recipe].inputs if i in self.entry[cell] and i not in fixed and i not in available
+                )
             runs = sorted(needed, key=lambda r: table[r].operations[0])
             for recipe in runs:
                 available.update(table[recipe].makes)

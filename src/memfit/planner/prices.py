@@ -192,9 +192,7 @@ class Solver:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         self.evaluations += 1
-        return Solution(
-            reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells
-        )
+        return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
 
     def window_sizes(self) -> list[int]:
         """Window sizes worth trying, in cells."""
@@ -233,7 +231,7 @@ class Solver:
     def _by_chains(self, budget: int, best: Solution | None) -> Solution | None:
         if self._cells is None:
             self._cells = CellChain(self.timeline, self.cuts)
-        if self._cells.length < 3:  # noqa: PLR2004 - nothing to nest
+        if self._cells.length < 3:
             return best
         everything = sum(self.trace.storages[s].bytes for s in self.droppable)
         room = everything - (self.plain.peak - budget)
@@ -359,7 +357,7 @@ class Solver:
         if self._cells is None:
             self._cells = CellChain(self.timeline, self.cuts)
         room = sum(self.trace.storages[s].bytes for s in self.droppable) - (self.plain.peak - best.peak)
-        while self._cells.length > 2 and room > 0:  # noqa: PLR2004
+        while self._cells.length > 2 and room > 0:
             better = best
             for reruns in self._cells.schedules(room):
                 found = Solution(reruns, self.timeline.evaluate(reruns), self.droppable)

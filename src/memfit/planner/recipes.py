@@ -122,7 +122,11 @@ class Recipes:
                 else:
                     runnable = runnable and lasting_write.get(s, -1) < event
                     storage = trace.storages[s]
-                    if storage.category is Category.OTHER and storage.birth == BEFORE_STEP and storage.death < len(trace.events):
+                    if (
+                        storage.category is Category.OTHER
+                        and storage.birth == BEFORE_STEP
+                        and storage.death < len(trace.events)
+                    ):
                         runnable = runnable and storage.bytes <= SMALL_CONSTANT_BYTES
         # A storage written after something outside read it would come back in its last state, as autograd saw it; written in backward, it would not.
         runnable = runnable and all(last_write.get(s, -1) < trace.forward_events for s in makes)

@@ -34,7 +34,9 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         return Script()
     trace = recipes.trace
     forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
-    number = {op: i for i, op in enumerate(forward)}  # operations are counted in forward, which has no unpacks unless models nest backward
+    number = {
+        op: i for i, op in enumerate(forward)
+    }  # operations are counted in forward, which has no unpacks unless models nest backward
     managed = set(recipes.managed)
     made: dict[int, list[tuple[int, int]]] = defaultdict(list)
     used: dict[int, list[tuple[int, int]]] = defaultdict(list)

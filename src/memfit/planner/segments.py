@@ -53,9 +53,7 @@ def boundaries(recipes: Recipes) -> list[Boundary]:
     crossing = np.cumsum(crossing)[:end]
     found = [e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))]
     spans = sorted((trace.storages[s].birth, last_read[s], s) for s in recipes.managed if s in last_read)
-    return [
-        Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in found
-    ]
+    return [Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in found]
 
 
 def _makes_its_own(recipes: Recipes, event: int, crossing_bytes: int) -> bool:

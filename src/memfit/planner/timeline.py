@@ -100,7 +100,9 @@ class Timeline:
         # [2] Copies: which uses does each serve, and when does it go?
         starting: dict[int, int] = defaultdict(int)  # event -> bytes of copies made there and alive after it
         ending: dict[int, int] = defaultdict(int)  # event -> bytes of earlier copies that go inside it
-        inside: dict[tuple[int, int], int] = defaultdict(int)  # (event, position) -> bytes kept from there on, less bytes let go there
+        inside: dict[tuple[int, int], int] = defaultdict(
+            int
+        )  # (event, position) -> bytes kept from there on, less bytes let go there
         answered = {*made, *(self.saves_at[event] for event in order)}  # the others autograd keeps itself
         for s in {*answered, *used}:
             size = storages[s].bytes

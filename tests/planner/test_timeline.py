@@ -1,0 +1,197 @@
+"""The replay of a plan against a slow simulation that walks through time and asks, of each copy, whether it is still wanted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from memfit.planner.recipes import Recipes
+from memfit.planner.schedule import reruns_for
+from memfit.planner.timeline import Timeline
+from memfit.trace import BEFORE_STEP, Category, Trace
+from planner.traces import Writer, drawn, layers, network
+
+Tick = tuple[int, int]  # (event, position among its reruns); the event itself comes after its reruns
+OWN = 1 << 20
+
+
+@dataclass
+class Copy:
+    """One copy of a storage, with the moments at which it is wanted."""
+
+    bytes: int
+    made: Tick
+    wanted: list[Tick]
+
+    def alive(self, now: Tick) -> bool:
+        """From when it is made up to the last moment at which it is wanted."""
+        return self.made <= now <= max(self.wanted)
+
+
+def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]) -> list[int]:
+    """Bytes at each event, by walking through all moments.
+
+    What autograd keeps itself is wanted until autograd lets go. What the plan answers for (made again, or asked for where reruns start) is
+    wanted by unpacks and reruns, each of which takes the newest copy.
+    """
+    events = len(trace.events)
+    reruns = {e: list(runs) for e, runs in reruns.items() if runs}
+    table = recipes.recipes
+    makings: dict[int, list[Tick]] = {}
+    for e in sorted(reruns):
+        for p, r in enumerate(reruns[e]):
+            for s in table[r].makes:
+                makings.setdefault(s, []).append((e, p))
+    answered = set(makings) | {trace.saves[~trace.events[e]].storage for e in reruns}
+    copies: list[Copy] = []
+    for s, storage in enumerate(trace.storages):
+        births: list[Tick] = [(storage.birth, OWN) if storage.birth != BEFORE_STEP else (0, -1), *makings.get(s, [])]
+        mine = [Copy(storage.bytes, born, [born]) for born in births]
+        mine[0].wanted.append((storage.death, OWN))
+        taking: list[tuple[Tick, Tick]] = []  # (when it is taken, until when it is wanted)
+        for e in reruns:
+            taking += [((e, p), (e, p)) for p, r in enumerate(reruns[e]) if s in table[r].inputs]
+        for save in trace.saves:
+            if save.storage != s:
+                continue
+            if s not in answered:
+                last = max([r for _, r in save.unpacks], default=-1)
+                mine[0].wanted.append((max(last, save.freed), OWN))
+            elif storage.birth != BEFORE_STEP:
+                taking += [((u, OWN), (r, OWN)) for u, r in save.unpacks]
+        for when, until in taking:
+            newest = max((c for c in mine if c.made < when), key=lambda c: c.made)
+            newest.wanted.append(until)
+        copies += mine
+    # Generator states are there from the first run of a random operation to its recipe's last rerun.
+    for r in {r for runs in reruns.values() for r in runs}:
+        last = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
+        for op in table[r].operations:
+            if trace.operations[op].random and trace.rng_state_bytes:
+                copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [last]))
+    levels = []
+    for e in range(events):
+        op = trace.events[e]
+        workspace = trace.operations[op].workspace_bytes if op >= 0 else 0
+        level = sum(c.bytes for c in copies if c.alive((e, OWN))) + workspace
+        for p, r in enumerate(reruns.get(e, [])):
+            there = sum(c.bytes for c in copies if c.alive((e, p)) and c.made < (e, p))
+            level = max(level, there + table[r].peak_bytes)
+        levels.append(level)
+    return levels
+
+
+def some_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
+    dropped = [s for s in sorted(recipes.saved & recipes.rebuildable) if chance.random() < 0.7]
+    transients = [s for s in sorted(recipes.rebuildable - recipes.saved) if chance.random() < 0.3]
+    window = None
+    if chance.random() < 0.6:
+        length = chance.randint(1, 4)
+        window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events)}
+    return reruns_for(recipes, dropped, window, transients)
+
+
+def check(trace: Trace, reruns: Mapping[int, Sequence[int]]) -> None:
+    timeline = Timeline(trace)
+    found = timeline.evaluate(reruns)
+    expected = simulate(trace, timeline.recipes, reruns)
+    assert found.levels[: len(expected)].tolist() == expected
+    assert found.peak_bytes == max(expected)
+    assert expected[found.peak_event] == found.peak_bytes
+    runs = [timeline.recipes.recipes[r] for rs in reruns.values() for r in rs]
+    engine = trace.dispatch_seconds * (trace.forward_operations + sum(len(r.operations) for r in runs)) if runs else 0
+    assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_plan_of_any_trace_comes_to_what_walking_through_time_says(seed: int) -> None:
+    chance = random.Random(seed)
+    trace = drawn(
+        seed, forward=chance.randint(3, 14), rng_bytes=chance.choice((0, 11)), dispatch=chance.choice((0.0, 0.1))
+    )
+    recipes = Recipes(trace)
+    for _ in range(6):
+        check(trace, some_plan(recipes, chance))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_of_networks_come_to_the_same(seed: int) -> None:
+    trace = network(seed, blocks=4)
+    for number in range(4):
+        check(trace, some_plan(Recipes(trace), random.Random(number)))
+
+
+def test_the_plans_of_these_tests_are_no_empty_ones() -> None:
+    plans = [some_plan(Recipes(t), random.Random(s)) for s in range(40) for t in (drawn(s, forward=12), network(s))]
+    assert sum(bool(p) for p in plans) > 50
+    assert any(len(runs) > 2 for p in plans for runs in p.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_reruns_at_all_are_replayed_not_only_those_a_schedule_makes(seed: int) -> None:
+    """Needless and repeated reruns: the replay judges any list, as long as its inputs are there."""
+    trace = network(seed)
+    recipes = Recipes(trace)
+    reruns = {e: list(runs) for e, runs in reruns_for(recipes, recipes.saved & recipes.rebuildable).items()}
+    if not reruns:
+        return
+    first = min(reruns)
+    for event in range(first + 1, trace.pass_events):
+        if trace.events[event] < 0 and event not in reruns:
+            reruns[event] = reruns[first][:1]
+    check(trace, dict(sorted(reruns.items())))
+
+
+def test_a_plain_step_holds_what_is_saved_until_backward_lets_go() -> None:
+    w = Writer()
+    weight = w.before(5)
+    a = w.one((weight,), 100, workspace=40)  # event 0
+    save = w.save(a)
+    b = w.one((a,), 30)  # 1
+    w.backward()
+    g = w.one((b,), 7)  # 2
+    w.unpack(save, held=1, late=1)  # 3; held in 4, packed until 5
+    w.one((g, a), 7)  # 4
+    w.run((), (1,))  # 5
+    w.run((), (1,))  # 6
+    found = Timeline(w.trace()).plain()
+    assert found.levels[:7].tolist() == [145, 135, 112, 112, 119, 106, 6]
+    assert (found.peak_bytes, found.peak_event, found.extra_seconds) == (145, 0, 0.0)
+
+
+def test_a_dropped_storage_is_away_between_its_transient_death_and_its_unpack() -> None:
+    trace = layers(3)
+    timeline = Timeline(trace)
+    recipes = timeline.recipes
+    large = [s for s in recipes.saved if trace.storages[s].bytes == 300]
+    assert len(large) == 3
+    found = timeline.evaluate(reruns_for(recipes, large))
+    difference = (timeline.plain().levels - found.levels)[: len(trace.events)].tolist()
+    assert max(difference) == 900  # at the end of forward none of the three is there
+    assert min(difference) == 0
+    assert found.extra_seconds == pytest.approx(3.0)
+    assert found.peak_bytes < timeline.plain().peak_bytes
+
+
+def test_the_plan_of_nothing_is_plain() -> None:
+    trace = drawn(3, forward=10, dispatch=0.5)
+    timeline = Timeline(trace)
+    for nothing in ({}, {trace.forward_events + 1: []}):
+        assert timeline.evaluate(nothing).levels.tolist() == timeline.plain().levels.tolist()
+        assert timeline.evaluate(nothing).extra_seconds == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_categories_add_up_to_the_level(seed: int) -> None:
+    trace = drawn(seed, forward=10, rng_bytes=5)
+    timeline = Timeline(trace)
+    plan = some_plan(timeline.recipes, random.Random(seed))
+    bands = timeline.by_category(plan)
+    assert (sum(bands.values()) == timeline.evaluate(plan).levels).all()
+    assert set(bands) == set(Category)
+    assert bands[Category.PARAMETER].tolist()[0] == sum(
+        s.bytes for s in trace.storages if s.category is Category.PARAMETER and s.birth == BEFORE_STEP
+    )

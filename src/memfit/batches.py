@@ -164,6 +164,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     Raises:
         InputError: what came back is not a scalar tensor that autograd can follow.
     """
+    loss: Any
     if loss_fn is not None:
         loss = loss_fn(model, batch)
     else:
@@ -173,13 +174,12 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
             output = model(*batch)
         else:
             output = model(batch)
-        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, Mapping):
-            loss = output.get("loss")
+        found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        loss = output.get("loss") if found is None and isinstance(output, Mapping) else found
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"
-        raise InputError(f"{where} gave {found}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
+        raise InputError(f"{where} gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
     if not loss.requires_grad:
         raise InputError(
             "the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model"

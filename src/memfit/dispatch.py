@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch._ops import OpOverload
@@ -154,7 +154,7 @@ class ModulePaths:
         """Path of the innermost running module of the model; "" outside."""
         return self._stack[-1] if self._stack else ""
 
-    def __enter__(self) -> ModulePaths:
+    def __enter__(self) -> Self:
         self._handles = [
             _hooks.register_module_forward_pre_hook(self._enter),
             _hooks.register_module_forward_hook(self._leave, always_call=True),

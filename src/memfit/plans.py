@@ -247,11 +247,15 @@ class Plan:
                 "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
             )
         lines = [
-            f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
-            f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %).",
-            f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
-            f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes can be more than "
-            f"{100 * self.gap:.1f} % faster.",
+            (
+                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
+                f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %)."
+            ),
+            (
+                f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
+                f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes can be more than "
+                f"{100 * self.gap:.1f} % faster."
+            ),
             f"Numbers: {exact}.",
             f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",
         ]
@@ -285,7 +289,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Versioned JSON of everything but `runtime`."""
-        data = {
+        return {
             "memfit": "plan",
             "format_version": self.format_version,
             "budget_bytes": self.budget_bytes,
@@ -302,7 +306,6 @@ class Plan:
             "source": self.source,
             "script": self.script.to_json(),
         }
-        return data
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:

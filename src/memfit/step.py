@@ -65,9 +65,9 @@ class StepProgram:
                 "Look at the batch and the learning rate, or lower the latter"
             )
         if weight is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         else:
-            loss.backward(torch.full_like(loss.detach(), weight))  # type: ignore[no-untyped-call]
+            loss.backward(torch.full_like(loss.detach(), weight))
         return loss.detach()
 
     def update(self) -> None:

@@ -111,7 +111,7 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def build_gpt(  # noqa: PLR0917  (benches name sizes in this order)
+def build_gpt(
     layers: int,
     hidden: int,
     heads: int,

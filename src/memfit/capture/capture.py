@@ -118,6 +118,7 @@ def _parts(sample: Batch, micro_batches: int) -> list[Batch]:
 
 
 def forked_generators() -> contextlib.AbstractContextManager[None]:
+    """Random numbers drawn inside leave the default generators as they were."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     return torch.random.fork_rng(devices=devices)
 

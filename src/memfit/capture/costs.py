@@ -132,9 +132,8 @@ class CostTable:
                     with torch.profiler.record_function(f"memfit.cost.{number}"):
                         result = _run(call, args, kwargs)
                     self._first_seconds[key] = time.perf_counter() - begin
-                    if (
-                        self._first_seconds[key] < LONG_SECONDS
-                    ):  # the first run may set things up that stay; the second does not
+                    # The first run may set things up that stay; the second does not.
+                    if self._first_seconds[key] < LONG_SECONDS:
                         del result
                         with torch.profiler.record_function(f"memfit.cost.{number}"):
                             result = _run(call, args, kwargs)
@@ -144,14 +143,13 @@ class CostTable:
                 made[key] = _made(result, args, kwargs)
                 del result, args, kwargs
         for name, changes in spans_and_changes(profile, "memfit.cost.").items():
-            key = names.get(name)
-            if key is None:
+            if name not in names:
                 continue
             total = peak = 0
             for change in changes:
                 total += change
                 peak = max(peak, total)
-            out[key] = (max(0, peak - max(0, total)), made[key])
+            out[names[name]] = (max(0, peak - max(0, total)), made[names[name]])
         for key, sizes in made.items():
             out.setdefault(key, (0, sizes))
         return out
@@ -361,10 +359,11 @@ def present_machine(device: torch.device) -> Machine:
     half = a.to(torch.bfloat16)
     half_flops = 2 * n**3 / best(lambda: half @ half)
     bandwidth = 2 * source.numel() * 4 / best(lambda: target.copy_(source))
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     from memfit.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY
 
     # Measured rates are what is reached, so the roofline's efficiencies are taken out again.

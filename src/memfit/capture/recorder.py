@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, paths: dispatch.ModulePaths) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
         self.phase = Phase.FORWARD
         self.events: list[int] = []
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.recording or not dispatch.is_operation(func):
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
-        inputs = [t for t in (*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs))]
+        inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a tensor that has no plain storage (sparse or opaque); it is kept"] = None
             inputs = [t for t in inputs if dispatch.has_storage(t)]
@@ -440,7 +440,8 @@ _SCATTERS_INTO_ZEROS: Final = frozenset(
 def _held_once(tensor: torch.Tensor) -> bool:
     """Whether only the caller of the dispatched operation holds this tensor and its storage."""
     # Counted inside __torch_dispatch__: one owner below, the arguments above (4 for the tensor), the storage's wrapper made here.
-    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+    owners = tensor._use_count()  # type: ignore[attr-defined]
+    return owners <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 
 # Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.

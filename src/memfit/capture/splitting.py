@@ -46,7 +46,7 @@ class _Certain(TorchDispatchMode):
     """Makes random operations certain, so that parts and whole can be compared; notes whether 16-bit operations run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.low_precision = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,9 +112,9 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
             whole = gradient(few)
         try:
             pieces = [gradient(part) for part in parts]
-        except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
+        except Exception as refusal:  # noqa: BLE001 - e.g. batch norm over one value
             return Splitting(
-                None, float("inf"), f"a part of the batch cannot be run alone ({type(error).__name__}: {error})"
+                None, float("inf"), f"a part of the batch cannot be run alone ({type(refusal).__name__}: {refusal})"
             )
     tolerance = LOW_PRECISION_TOLERANCE if watch.low_precision else TOLERANCE
     best = Splitting(None, float("inf"))

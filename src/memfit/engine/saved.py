@@ -67,19 +67,16 @@ class CompiledScript:
         self.script = script
         self.functions: list[OpOverload | None] = [_resolve(name) for name in script.operations]
         self.count = len(self.functions)
-        steps_of_save: dict[int, int] = {}
-        for step in script.steps:
-            steps_of_save.setdefault(step.save, 0)
         self.outputs: list[tuple[tuple[int, int, int], ...]] = [script.makes.get(i, ()) for i in range(self.count)]
         self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
         self.acts = [bool(o) or r is not None for o, r in zip(self.outputs, self.recorded, strict=True)]
-        self.makes = {i: made for i, made in script.makes.items()}
+        self.makes = dict(script.makes)
         self.states_ending: dict[int, list[int]] = {}
-        for operation, step in script.random.items():
-            self.states_ending.setdefault(step, []).append(operation)
+        for operation, last_step in script.random.items():
+            self.states_ending.setdefault(last_step, []).append(operation)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
-        for step_ in script.steps:
-            for run in step_.runs:
+        for step in script.steps:
+            for run in step.runs:
                 for operation in run:
                     for _, storage, _ in script.makes.get(operation, ()):
                         self.recipe_of[storage] = run
@@ -246,13 +243,13 @@ class Follower(TorchDispatchMode):
     """
 
     def __init__(self, compiled: CompiledScript, *, retain: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
         self.tape = Tape(compiled, retain=retain)
         self.index = 0
         self.save = 0
         self.departure: str | None = None
-        self._functions = compiled.functions
+        self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
         self._count = compiled.count
 

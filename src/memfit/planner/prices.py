@@ -186,9 +186,7 @@ class Solver:
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 
-    def solution(
-        self, layout: _Layout, dropped: Collection[int], transients: Collection[int], *, evaluate: bool = True
-    ) -> Solution:
+    def solution(self, layout: _Layout, dropped: Collection[int], transients: Collection[int]) -> Solution:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         self.evaluations += 1

@@ -76,7 +76,7 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
     recorded: dict[int, tuple[int, ...]] = {}
     random: dict[int, int] = {}
     steps = []
-    for position, (event, save) in enumerate(step_events):
+    for position, (event, save_number) in enumerate(step_events):
         runs = reruns.get(event, ())
         for recipe in runs:
             for op in recipes.recipes[recipe].operations:
@@ -86,7 +86,7 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
                     random[number[op]] = position
         steps.append(
             Step(
-                save,
+                save_number,
                 tuple(tuple(number[op] for op in recipes.recipes[r].operations) for r in runs),
                 tuple(tuple(sorted(releases.get((event, p), ()))) for p in range(len(runs))),
                 tuple(sorted(releases.get((event, len(runs)), ()))),

@@ -13,6 +13,10 @@ settings.register_profile("memfit", derandomize=True, deadline=None)
 settings.load_profile("memfit")
 
 
+# Tiny kernels on several threads spend their time waiting for each other, ten times as long on a shared machine.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same generator state, in whatever order the tests run."""

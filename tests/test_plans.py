@@ -17,7 +17,11 @@ import small
 from memfit.errors import InputError, MemfitError, PlanFileError
 from memfit.plans import KEPT, Choices, Plan, Prediction, Script, Step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # torch hides this warning of its own, but not where warnings are errors; then no capture would be a fake one.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 @cache

@@ -101,13 +101,13 @@ class Save:
 
     Attributes:
         storage: the storage it lies in.
-        after: event (an operation) after which it was packed.
+        by: event of the operation whose backward reads it.
         unpacks: pairs (unpack event, last event at which the backward node still holds what it was given).
         freed: last event at which autograd holds what it packed; a little after the last release, as a node's results are checked in between.
     """
 
     storage: int
-    after: int
+    by: int
     unpacks: tuple[tuple[int, int], ...]
     freed: int
 
@@ -234,8 +234,8 @@ class Trace:
                 for size, category, module, birth, death in columns(sts, Storage)
             )
             saves = tuple(
-                Save(storage, after, tuple((u, r) for u, r in unpacks), freed)
-                for storage, after, unpacks, freed in columns(svs, Save)
+                Save(storage, by, tuple((u, r) for u, r in unpacks), freed)
+                for storage, by, unpacks, freed in columns(svs, Save)
             )
             rest = {
                 f.name: data[f.name]

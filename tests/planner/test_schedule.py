@@ -20,7 +20,7 @@ def test_whatever_is_dropped_is_there_when_it_is_asked_for(seed: int, windows: b
     recipes = Recipes(trace)
     dropped = {s for s in sorted(recipes.saved & recipes.rebuildable) if chance.random() < 0.7}
     transients = {s for s in sorted(recipes.rebuildable - recipes.saved) if chance.random() < 0.3}
-    window_of = {e: (e + 1) // 4 for e in range(-1, trace.forward_events)} if windows else None
+    window_of = {e: (e + 1) // 4 for e in range(-1, trace.forward_events + 1)} if windows else None
     reruns = reruns_for(recipes, dropped, window_of, transients)
     held = set(recipes.managed) - (recipes.rebuildable - recipes.saved - transients) - dropped
     there, window = set(held), None
@@ -28,8 +28,8 @@ def test_whatever_is_dropped_is_there_when_it_is_asked_for(seed: int, windows: b
     assert set(reruns) <= set(asked)
     for event in asked:
         save = trace.saves[~trace.events[event]]
-        if window_of is not None and save.storage in dropped and window_of[save.after] != window:
-            there, window = set(held), window_of[save.after]
+        if window_of is not None and save.storage in dropped and window_of[save.by] != window:
+            there, window = set(held), window_of[save.by]
         runs = reruns.get(event, [])
         assert [recipes.recipes[r].operations[0] for r in runs] == sorted(
             recipes.recipes[r].operations[0] for r in runs
@@ -81,7 +81,7 @@ def test_what_is_rebuilt_stays_for_the_rest_of_its_window() -> None:
     assert len(at_once) == 1
     assert len(next(iter(at_once.values()))) == 7  # all but the last small tensor, which is not saved
     inner = {s for s in everything if trace.storages[s].bytes == 300}
-    layer = {e: (e + 1) // 2 for e in range(-1, trace.forward_events)}
+    layer = {e: e // 2 for e in range(-1, trace.forward_events + 1)}
     one_by_one = reruns_for(recipes, inner, layer)
     assert [len(runs) for runs in one_by_one.values()] == [1, 1, 1, 1]
 
@@ -119,7 +119,7 @@ def test_remembered_storages_survive_into_the_next_window() -> None:
     recipes = Recipes(layers(3))
     trace = recipes.trace
     everything = recipes.saved & recipes.rebuildable
-    window = {e: (e + 1) // 2 for e in range(-1, trace.forward_events)}
+    window = {e: e // 2 for e in range(-1, trace.forward_events + 1)}
     forgetful = reruns_for(recipes, everything, window)
     faithful = reruns_for(recipes, everything, window, remember=lambda _: everything)
     assert sum(map(len, faithful.values())) < sum(map(len, forgetful.values()))

@@ -90,7 +90,7 @@ def some_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
     window = None
     if chance.random() < 0.6:
         length = chance.randint(1, 4)
-        window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events)}
+        window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
     return reruns_for(recipes, dropped, window, transients)
 
 

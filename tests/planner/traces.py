@@ -92,9 +92,9 @@ class Writer:
         """Something holds the storage until this event; None: until the end of the step."""
         self.deaths[storage] = 1 << 30 if until is None else max(self.deaths[storage], until)
 
-    def save(self, storage: int) -> int:
-        """Autograd saves it, after the last operation."""
-        self.saves.append((storage, len(self.events) - 1, []))
+    def save(self, storage: int, *, output: bool = False) -> int:
+        """Autograd saves it for the backward of the operation that comes next or, where it is an output, of the last one."""
+        self.saves.append((storage, len(self.events) - output, []))
         return len(self.saves) - 1
 
     def backward(self) -> None:
@@ -144,11 +144,11 @@ class Writer:
             saves=tuple(
                 Save(
                     s,
-                    after,
+                    by,
                     tuple((u, min(r, end)) for u, r in unpacks),
                     min(max((r for _, r in unpacks), default=end) + self.let_go_late.get(number, 0), end),
                 )
-                for number, (s, after, unpacks) in enumerate(self.saves)
+                for number, (s, by, unpacks) in enumerate(self.saves)
             ),
             forward_events=self.forward_events,
             pass_events=self.pass_events,
@@ -224,7 +224,7 @@ def drawn(
         managed += made
         alive += made
         if managed and r.random() < 0.8 and len(saves) < most_saved:
-            saves.append(w.save(r.choice(managed[-3:])))
+            saves.append(w.save(r.choice(managed[-3:]), output=True))
         if r.random() < 0.1:
             saves.append(w.save(there[0]))
     for s in managed:
@@ -271,7 +271,7 @@ def network(seed: int, *, blocks: int = 3, dispatch: float = 0.0) -> Trace:
                 module=module,
             )
             if not saved_input:
-                saves.append(w.save(x))
+                saves.append(w.save(x, output=True))
         if residual:
             x = w.one((x, start), 100, seconds=0.3, module=module)
     w.backward()

@@ -65,7 +65,7 @@ class _Storage:
 @dataclass(slots=True)
 class _Save:
     storage: int
-    after: int
+    by: int
     module: str
     unpacks: list[list[int | None]] = field(default_factory=list)
     freed: int | None = None
@@ -319,7 +319,9 @@ class Recorder(TorchDispatchMode):
             return _StandIn(-1, tensor.detach())
         sid = self.storage_id(tensor)
         save = len(self.saves)
-        self.saves.append(_Save(sid, len(self.events) - 1, self.paths.current))
+        # What an operation saves of its inputs is packed before it runs, of its outputs after; only inputs still know where they come from.
+        upcoming = tensor.grad_fn is not None or tensor.is_leaf and tensor.requires_grad
+        self.saves.append(_Save(sid, len(self.events) - (not upcoming), self.paths.current))
         if self.storages[sid].birth == BEFORE_STEP:
             return _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
         stand_in = self._watch(
@@ -412,7 +414,7 @@ class Recorder(TorchDispatchMode):
         saves = tuple(
             Save(
                 s.storage,
-                s.after,
+                s.by,
                 tuple((int(u or 0), end if r is None else r) for u, r in s.unpacks),
                 end if s.freed is None else s.freed,
             )

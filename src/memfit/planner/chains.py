@@ -18,7 +18,9 @@ from memfit.planner.timeline import Timeline
 
 MOST_STAGES: Final = 64
 SLOTS: Final = 240
-SHRINK: Final = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.55, 0.4)
+SHORT: Final = 24  # chains this short take milliseconds, so the memory is searched finely
+# The chain's memory is coarser than the timeline: schedules for more than the room may fit, and for as much may not.
+SHRINK: Final = (1.35, 1.25, 1.15, 1.07, 1.0, 0.96, 0.92, 0.87, 0.8, 0.7, 0.55, 0.4)
 
 
 class CellChain:
@@ -43,7 +45,7 @@ class CellChain:
         for save in trace.saves:
             if save.storage not in droppable or not save.unpacks:
                 continue
-            cell = self.window[save.after]
+            cell = self.window[save.by]
             self.inner[cell].add(save.storage)
             event = save.unpacks[0][0]
             self.trigger[cell] = min(self.trigger.get(cell, event), event)
@@ -62,23 +64,21 @@ class CellChain:
         for event in range(trace.forward_events):
             op = trace.events[event]
             if op >= 0:
-                forward[self._cell_of_operation(event)] += trace.operations[op].seconds
+                forward[self.window[event]] += trace.operations[op].seconds
         stages = []
         for cell in range(self.length):
             output = sum(size[s] for s in self.entry[cell + 1]) if cell + 1 < self.length else 0
-            saved = sum(size[s] for s in self.inner[cell]) + output
+            # A cell that saves its own output (relu, tanh) has it among its inner storages too.
+            after = self.entry[cell + 1] if cell + 1 < self.length else set()
+            saved = sum(size[s] for s in self.inner[cell] | after)
             stages.append(Stage(forward[cell], 0.0, output, saved, output, 0, 0))
         return Chain(tuple(stages), 0)
-
-    def _cell_of_operation(self, event: int) -> int:
-        # The boundary's own operation ends the cell before it.
-        cell = self.window[event]
-        return cell - 1 if cell and self.cuts[cell - 1].event == event else cell
 
     def schedules(self, room_bytes: int) -> Iterator[dict[int, list[int]]]:
         """Reruns of optimal schedules for ever less memory, starting from `room_bytes` for what can be dropped."""
         seen: set[tuple[int, ...]] = set()
-        for share in SHRINK:
+        shares = [1.36 - 0.02 * i for i in range(49)] if self.length <= SHORT else list(SHRINK)
+        for share in shares:
             try:
                 schedule = rotor_schedule(self.chain, int(room_bytes * share), SLOTS)
             except (InfeasibleError, ValueError):
@@ -113,7 +113,7 @@ class CellChain:
             position += 1
         for cell in range(self.length):
             if cell not in everything:
-                unsaved_or_dropped |= self.inner[cell]
+                unsaved_or_dropped |= self.inner[cell] - (self.entry[cell + 1] if cell + 1 < self.length else set())
             if cell in dropped_entries:
                 unsaved_or_dropped |= self.entry[cell]
         kept = self.recipes.saved - unsaved_or_dropped
@@ -143,7 +143,7 @@ class CellChain:
             available.difference_update(fixed)
             return runs
 
-        for operation in operations[position:]:
+        for index, operation in enumerate(operations[position:], position):
             cell = operation.stage
             match operation.kind:
                 case OperationKind.BACKWARD:
@@ -155,7 +155,9 @@ class CellChain:
                         available -= self.entry[cell + 1]
                 case OperationKind.FORWARD_ALL:
                     runs = rebuild(self.inner[cell], cell)
-                    if cell + 1 < self.length:
+                    # Its output is made again only for a cell that runs next; backward of this cell reads its inner storages alone.
+                    following = operations[index + 1] if index + 1 < len(operations) else operation
+                    if following.kind is not OperationKind.BACKWARD and following.stage == cell + 1:
                         missing = {s for s in self.entry[cell + 1] if s not in available}
                         runs += [r for r in rebuild(missing & unsaved_or_dropped, cell) if r not in runs]
                     pending.extend(runs)

@@ -29,6 +29,8 @@ from memfit.planner.timeline import Evaluation, Reruns, Timeline
 
 BISECTIONS: Final = 9
 ROUNDS: Final = 3
+FEW_STORAGES: Final = 64  # up to here every exchange of one kept storage for one dropped is tried
+FEW_CELLS: Final = 24
 CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a step
 
 
@@ -89,7 +91,7 @@ class Solver:
         for save in trace.saves:
             for event, _ in save.unpacks:
                 self._first_read[save.storage] = min(self._first_read.get(save.storage, event), event)
-                self._save_event[save.storage] = max(self._save_event.get(save.storage, -1), save.after)
+                self._save_event[save.storage] = max(self._save_event.get(save.storage, -1), save.by)
         # Storages the cut decides about: everything rebuildable that a dropped storage may need.
         nodes: list[int] = []
         seen: set[int] = set()
@@ -128,7 +130,7 @@ class Solver:
                 frozenset(s for b in chosen for s in b.storages),
             )
         for save in self.trace.saves:
-            window = made.window_of_event[save.after] if made.window_of_event is not None else 0
+            window = made.window_of_event[save.by] if made.window_of_event is not None else 0
             for event, _ in save.unpacks:
                 made.first_unpack[window] = min(made.first_unpack.get(window, event), event)
         return made
@@ -220,7 +222,10 @@ class Solver:
             best = self._by_prices(layout, budget_bytes, best)
         if best is not None:
             best = self.refine(best, budget_bytes)
-        if best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
+        if best is not None and len(self.nodes) <= FEW_STORAGES:
+            best = self.exchange(best, budget_bytes)
+        few = len(self.cuts) <= FEW_CELLS
+        if few or best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
             best = self._by_chains(budget_bytes, best)
         if best is None:
             best = _better(None, self.smallest(), budget_bytes)
@@ -336,6 +341,23 @@ class Solver:
                 found = self.solution(layout, current.dropped, current.transients | {s})
             if found.peak <= budget and found.seconds < current.seconds:
                 current = found
+        return current
+
+    def exchange(self, solution: Solution, budget: int) -> Solution:
+        """Try every drop of one more storage together with keeping one or more of the dropped, until nothing gets better."""
+        current = solution
+        for _ in range(4):
+            start = current
+            layout = self.layout(current.window)
+            for other in sorted(self.droppable - current.dropped, key=lambda s: -self.trace.storages[s].bytes):
+                swapped = self.solution(layout, current.dropped | {other}, current.transients)
+                if swapped.seconds >= current.seconds + self.trace.pass_seconds:
+                    continue
+                tried = self.refine(swapped, budget) if swapped.peak <= budget else swapped
+                if tried.peak <= budget and tried.seconds < current.seconds:
+                    current = tried
+            if current is start:
+                break
         return current
 
     # -- the smallest budget -------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def reruns_for(
         if s not in dropped:
             continue
         if window_of_event is not None:
-            here = window_of_event[save.after]
+            here = window_of_event[save.by]
             if here != window:
                 available = available & set(remember(here)) if remember is not None else set()
                 window = here

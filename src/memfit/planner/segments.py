@@ -6,7 +6,7 @@ the bytes still to be read are at a local minimum; a *cell* is what lies between
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,9 +51,20 @@ def boundaries(recipes: Recipes) -> list[Boundary]:
             crossing[birth] += trace.storages[s].bytes
             crossing[last] -= trace.storages[s].bytes
     crossing = np.cumsum(crossing)[:end]
-    found = [e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))]
     spans = sorted((trace.storages[s].birth, last_read[s], s) for s in recipes.managed if s in last_read)
-    return [Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in found]
+    found = {e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))}
+    # Where a single storage crosses, nothing else can be needed from before: a boundary however the bytes around it lie.
+    births = {trace.storages[s].birth for s in recipes.managed}
+    found |= {e for e in births if crossing[e] > 0 and _crossed_by_one(recipes, e, int(crossing[e]), last_read)}
+    return [
+        Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in sorted(found)
+    ]
+
+
+def _crossed_by_one(recipes: Recipes, event: int, crossing_bytes: int, last_read: dict[int, int]) -> bool:
+    trace = recipes.trace
+    made = [s for s in trace.operations[trace.events[event]].makes if last_read.get(s, -1) > event]
+    return len(made) == 1 and trace.storages[made[0]].bytes == crossing_bytes
 
 
 def _makes_its_own(recipes: Recipes, event: int, crossing_bytes: int) -> bool:
@@ -90,7 +101,7 @@ def _valleys(crossing: Any) -> list[list[int]]:
 def windows(cuts: list[Boundary], events: int) -> dict[int, int]:
     """Window of each forward event, -1 included, when forward is cut at these boundaries.
 
-    What is saved at a boundary belongs to the window after it: the operation there makes it, the next one saves it.
+    The operation at a boundary ends its window; what the next one saves of it belongs to the next.
     """
     places = [b.event for b in cuts]
-    return {e: bisect_right(places, e) for e in range(-1, events)}
+    return {e: bisect_left(places, e) for e in range(-1, events + 1)}

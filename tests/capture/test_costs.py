@@ -1,0 +1,318 @@
+"""Seconds and hidden bytes: what kernels allocate out of sight is measured, kept on disk, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from models import case
+from torch import Tensor, nn
+
+import memfit
+from memfit.capture import costs
+from memfit.capture.capture import Captured, capture, capture_real
+from memfit.capture.costs import Cost, CostTable, cache_folder, estimated_costs, with_costs
+from memfit.machine import known_machine
+from memfit.meter import metered
+
+CPU = torch.device("cpu")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # torch hides this warning of its own, but not where warnings are errors; then no capture would be a fake one.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def captured_chain() -> Captured:
+    return capture(small.chain(1), small.rows(16), small.squared_error, small.adamw)
+
+
+def cost_of(captured: Captured, name: str, folder: Path) -> Cost:
+    table = CostTable(CPU, folder).measure(captured.calls)
+    (cost,) = {op.key: table[op.key] for op in captured.trace.operations if op.name.split(".")[1] == name}.values()
+    return cost
+
+
+def test_every_operation_is_measured(tmp_path: Path) -> None:
+    captured = captured_chain()
+    table = CostTable(CPU, tmp_path).measure(captured.calls)
+    assert set(table) == set(captured.calls)
+    assert all(c.measured and 0 <= c.seconds < 1 for c in table.values())
+    trace = with_costs(captured, table, seconds_are="measured", device="here")
+    assert trace.device == "here"
+    assert [op.seconds for op in trace.operations] == [table[op.key].seconds for op in trace.operations]
+    assert trace.plain_step_seconds > 0
+
+
+def test_made_bytes_are_those_of_the_results(tmp_path: Path) -> None:
+    captured = captured_chain()
+    table = CostTable(CPU, tmp_path).measure(captured.calls)
+    for op in captured.trace.operations:
+        sizes = tuple(captured.trace.storages[s].bytes for s in op.makes)
+        if op.name != "aten.mse_loss.default":
+            assert table[op.key].made_bytes == sizes, op.name
+
+
+def test_a_loss_that_keeps_its_summands_is_put_right(tmp_path: Path) -> None:
+    """Torch's mean squared error lies in the storage of what was averaged; its fake kernel gives four bytes."""
+    captured = captured_chain()
+    trace = with_costs(captured, CostTable(CPU, tmp_path).measure(captured.calls), seconds_are="measured", device="")
+    real = capture_real(small.chain(1), small.rows(16), small.squared_error, small.adamw).trace
+    assert [s.bytes for s in trace.storages] == [s.bytes for s in real.storages]
+    assert [s.bytes for s in captured.trace.storages] != [s.bytes for s in real.storages]
+    assert any("returns more memory than its fake kernel shows" in note for note in trace.notes)
+
+
+class Convolution(nn.Module):
+    """One convolution whose kernel reorders its input and weight into blocks first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(13, 24, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y.sum()
+
+
+def test_the_workspace_of_a_convolution_is_counted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 13, 20, 20)
+    cost = cost_of(capture(Convolution(), x, None, None), "convolution", tmp_path)
+    model = Convolution()
+    with torch.no_grad():
+        model.inner(x)
+        with metered([x, *model.parameters()]) as reading:
+            y = model.inner(x)
+    assert cost.workspace_bytes == reading.peak_bytes - reading.base_bytes - y.untyped_storage().nbytes()
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("without oneDNN this convolution may need no workspace")
+    assert cost.workspace_bytes > 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(24, 24, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)[0]
+        return y.square().mean()
+
+
+def test_the_hidden_workspace_of_a_fused_rnn_is_counted(tmp_path: Path) -> None:
+    x = torch.randn(6, 30, 24)
+    captured = capture(Recurrent(), x, None, None)
+    fused = [op for op in captured.trace.operations if op.name == "aten.mkldnn_rnn_layer.default"]
+    if not fused:
+        pytest.skip("this torch has no fused RNN on the CPU")
+    table = CostTable(CPU, tmp_path).measure(captured.calls)
+    trace = with_costs(captured, table, seconds_are="measured", device="")
+    real = capture_real(Recurrent(), x, None, None).trace
+    mine = {op.name: [trace.storages[s].bytes for s in op.makes] for op in trace.operations}
+    theirs = {op.name: [real.storages[s].bytes for s in op.makes] for op in real.operations}
+    assert mine["aten.mkldnn_rnn_layer.default"] == theirs["aten.mkldnn_rnn_layer.default"]
+    assert sum(mine["aten.mkldnn_rnn_layer.default"]) > sum(
+        captured.trace.storages[s].bytes for s in fused[0].makes
+    )
+    assert table[fused[0].key].measured
+    backward = next(op for op in captured.trace.operations if op.name == "aten.mkldnn_rnn_layer_backward.default")
+    assert table[backward.key].measured
+
+
+@pytest.mark.parametrize("name", ["resnet", "lstm"])
+def test_predictions_with_hidden_bytes_are_close(name: str) -> None:
+    model, sample, loss_fn = case(name).build()
+    made = memfit.plan(model, sample, loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    assert made.source == "fake"
+    engine = memfit.apply(made, model)
+    engine.step(sample)
+    assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+# -- the file --------------------------------------------------------------------------------------------------------------
+
+
+class Counting(CostTable):
+    """Notes which calls it measures."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.timed: list[str] = []
+
+    def _time(self, call: Any, *more: Any) -> float | None:
+        self.timed.append(str(call.func))
+        return super()._time(call, *more)
+
+
+def test_costs_are_measured_once_and_read_back(tmp_path: Path) -> None:
+    captured = captured_chain()
+    first = Counting(CPU, tmp_path)
+    measured = first.measure(captured.calls)
+    assert len(first.timed) == len(captured.calls)
+    assert first.measure(captured.calls) == measured
+    assert len(first.timed) == len(captured.calls)
+    second = Counting(CPU, tmp_path)
+    assert second.measure(captured.calls) == measured
+    assert second.timed == []
+    assert sorted(p.suffix for p in first.path.parent.iterdir()) == [".json"]  # no half-written file
+
+
+def test_only_what_is_new_is_measured(tmp_path: Path) -> None:
+    CostTable(CPU, tmp_path).measure(captured_chain().calls)
+    wider = capture(nn.Sequential(small.chain(1), nn.Softplus()), small.rows(16), small.squared_error, small.adamw)
+    table = Counting(CPU, tmp_path)
+    table.measure(wider.calls)
+    assert table.timed == ["aten.softplus.default", "aten.softplus_backward.default"]
+
+
+def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
+    one = CostTable(CPU, tmp_path).path
+    torch.set_num_threads(2)
+    assert CostTable(CPU, tmp_path).path != one
+
+
+def test_the_folder_is_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("MEMFIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
+    assert cache_folder() == tmp_path / "theirs" / "memfit"
+
+
+def damaged(content: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+
+    return write
+
+
+def a_file_where_the_folder_should_be(path: Path) -> None:
+    path.parent.parent.mkdir(parents=True)
+    path.parent.write_text("")
+
+
+def a_folder_where_the_file_should_be(path: Path) -> None:
+    path.mkdir(parents=True)
+
+
+def a_folder_that_may_not_be_written(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o500)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        damaged(""),
+        damaged("{"),
+        damaged("[]"),
+        damaged('{"a": 3}'),
+        damaged('{"a": [1, 2]}'),
+        damaged('{"a": [0.1, 0, "x", true]}'),
+        a_file_where_the_folder_should_be,
+        a_folder_where_the_file_should_be,
+        a_folder_that_may_not_be_written,
+    ],
+    ids=["empty", "half", "a list", "a number", "too short", "words", "no folder", "no file", "read-only"],
+)
+def test_a_cache_that_is_no_use_does_not_stop_a_plan(trouble: Callable[[Path], None], tmp_path: Path) -> None:
+    path = CostTable(CPU, tmp_path / "cache").path
+    trouble(path)
+    captured = captured_chain()
+    if trouble is damaged and path.read_text() == "[]":
+        pytest.fail("unreachable")
+    table = CostTable(CPU, tmp_path / "cache").measure(captured.calls)
+    assert set(table) == set(captured.calls)
+    path.parent.chmod(0o700)
+
+
+def test_a_full_disk_does_not_stop_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert CostTable(CPU, tmp_path).measure(captured_chain().calls)
+
+
+def test_operations_too_large_to_run_alone_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "LARGEST_INPUT_BYTES", 2048)
+    captured = captured_chain()
+    table = CostTable(CPU, tmp_path).measure(captured.calls)
+    large = {k for k, call in captured.calls.items() if costs.input_bytes(call) > 2048}
+    assert large
+    assert {k for k, c in table.items() if not c.measured} == large
+    assert all(c.made_bytes is None for k, c in table.items() if k in large)
+    rows = json.loads(CostTable(CPU, tmp_path).path.read_text())
+    assert len(rows) == len(captured.calls)
+
+
+def test_inputs_made_up_for_a_run_have_the_right_places() -> None:
+    """Two arguments in one storage, one transposed, stay so."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        h = model(x)
+        return (h[:4] @ h[2:6].t()).sum()
+
+    captured = capture(nn.Linear(8, 8), torch.randn(8, 8), loss, None)
+    call = next(c for k, c in captured.calls.items() if k.startswith("aten.mm.default") and "[4, 8]" in k and "@0" in k)
+    (a, b), _ = costs.build(call, CPU)
+    assert (a.shape, b.shape, b.stride()) == ((4, 8), (8, 4), (1, 8))
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert b.storage_offset() - a.storage_offset() == 16
+    assert bool((a >= 0.5).all())
+    assert bool((a <= 1).all())
+    assert costs.input_bytes(call) == 6 * 8 * 4
+
+
+# -- a device that is not here ---------------------------------------------------------------------------------------------
+
+
+def test_an_absent_gpu_is_estimated_by_its_roofline() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return y.sum()
+
+    captured = capture(nn.Linear(512, 2048, bias=False), torch.randn(1024, 512), loss, None)
+    gpu = known_machine("a100")
+    table = estimated_costs(captured.calls, gpu)
+    key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
+    flops, moved = 2 * 1024 * 512 * 2048, 4 * (1024 * 512 + 512 * 2048 + 1024 * 2048)
+    assert table[key].seconds == pytest.approx(gpu.roofline_seconds(flops, moved, half=False))
+    view = next(op.key for op in captured.trace.operations if op.name == "aten.t.default")
+    assert table[view].seconds == 0.0
+    assert not any(c.measured for c in table.values())
+    faster = estimated_costs(captured.calls, known_machine("h100"))
+    assert faster[key].seconds < table[key].seconds
+
+
+def test_a_plan_for_an_absent_gpu_says_that_its_seconds_are_estimated() -> None:
+    made = memfit.plan(small.chain(2), small.rows(), small.squared_error, "1GiB", small.adamw, device="RTX 4090")
+    assert made.prediction.seconds_are == "estimated"
+    assert made.device == "rtx4090"
+    assert made.prediction.step_seconds > 0
+    whole = memfit.plan(small.chain(2), small.rows(), small.squared_error, "50%", small.adamw, device="rtx4090")
+    assert whole.budget_bytes == known_machine("rtx4090").memory_bytes // 2
+
+
+def test_half_precision_takes_the_faster_units() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return y.float().sum()
+
+    gpu = known_machine("h100")
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Linear(2048, 2048, bias=False, dtype=dtype, device="meta")
+        captured = capture(model, torch.empty(2048, 2048, dtype=dtype, device="meta"), loss, None)
+        key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
+        seconds.append(estimated_costs(captured.calls, gpu)[key].seconds)
+    assert seconds[1] < seconds[0] / 4

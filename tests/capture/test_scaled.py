@@ -1,0 +1,206 @@
+"""Models that fake tensors cannot run are captured at two small sizes and scaled: to the bytes of a direct capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+from models import case
+from torch import Tensor, nn
+
+import memfit
+from memfit.capture import scaled as module
+from memfit.capture.capture import capture, capture_real
+from memfit.capture.scaled import rows_of, scaled, trustworthy
+from memfit.errors import CaptureError
+from memfit.trace import Trace
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # torch hides this warning of its own, but not where warnings are errors; then no capture would be a fake one.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class ThroughNumpy(nn.Module):
+    """Looks at values in numpy, as no fake tensor allows, and takes no other way because of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        scale = float(np.abs(h.detach().numpy()).max())
+        y: Tensor = self.last(h / max(scale, 1.0))
+        return y
+
+
+def thirteen() -> tuple[Tensor, Tensor]:
+    return small.rows(13)
+
+
+def everywhere_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_STEP_BYTES", 0)
+
+
+def bytes_by_kind(trace: Trace) -> list[tuple[int, str, int, int]]:
+    return [(s.bytes, str(s.category), s.birth, s.death) for s in trace.storages]
+
+
+def test_fake_tensors_cannot_run_it() -> None:
+    with pytest.raises(CaptureError, match="fake tensors cannot run this model"):
+        capture(ThroughNumpy(), thirteen(), small.squared_error, None)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    model, sample = ThroughNumpy(), thirteen() if micro_batches == 1 else small.rows(26)
+    found = scaled(
+        model, sample, small.squared_error, small.adamw, clip_norm=None, micro_batches=micro_batches, why="a test"
+    )
+    direct = capture_real(model, sample, small.squared_error, small.adamw, micro_batches=micro_batches)
+    assert found.trace.source == "scaled"
+    assert found.trace.events == direct.trace.events
+    assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
+    assert found.trace.micro_batch_size == direct.trace.micro_batch_size == 13
+    assert found.trace.micro_batches == micro_batches
+    assert found.trace.signature == direct.trace.signature
+    assert any("captured for real at 2 and 4 samples and scaled: a test" in note for note in found.trace.notes)
+
+
+def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    model, sample = ThroughNumpy(), thirteen()
+    found = scaled(model, sample, small.squared_error, None, clip_norm=None, micro_batches=1, why="")
+    direct = capture_real(model, sample, small.squared_error, None)
+    assert set(found.calls) == {op.key for op in found.trace.operations}
+    for one, other in zip(found.trace.operations, direct.trace.operations, strict=True):
+        a, b = found.calls[one.key], direct.calls[other.key]
+        assert (a.func, a.made_bytes, a.written) == (b.func, b.made_bytes, b.written)
+        assert a.args == b.args
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_models_that_need_no_scaling_agree_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    model, sample, loss_fn = case(name).build()
+    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, micro_batches=1, why="")
+    direct = capture_real(model, sample, loss_fn, small.adamw)
+    assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
+
+
+def test_a_small_step_is_captured_whole() -> None:
+    found = scaled(ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, micro_batches=1, why="a test")
+    assert found.trace.source == "real"
+    assert found.trace.notes[-1] == "captured for real: a test"
+
+
+def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    model = ThroughNumpy()
+    before = small.state_of(model)
+    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, micro_batches=1, why="")
+    assert small.same(small.state_of(model), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Unrolled(nn.Module):
+    """One operation for each sample: nothing can be scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.inner(row) for row in x])
+
+
+def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    with pytest.raises(CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"):
+        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, micro_batches=1, why="why")
+
+
+class Squares(nn.Module):
+    """Bytes grow with the square of the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return torch.softmax(h @ h.t(), -1) @ h
+
+
+def test_bytes_that_are_not_affine_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere_small(monkeypatch)
+    monkeypatch.setattr(module, "SMALL_SIZES", (20, 40, 30))
+    sample = small.rows(60)
+    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, micro_batches=1, why="")
+    assert any("storages are not affine in the number of samples" in note for note in found.trace.notes)
+
+
+# -- which way is taken ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fake_capture_that_the_model_confirms_is_taken() -> None:
+    found = trustworthy(small.chain(2), small.rows(16), small.squared_error, small.adamw)
+    assert found.trace.source == "fake"
+    assert found.trace.notes == ()
+
+
+class TellsFakeFromReal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        return h if type(h) is not Tensor else torch.tanh(h)
+
+
+def test_a_fake_capture_that_the_model_belies_is_not_taken() -> None:
+    model = TellsFakeFromReal()
+    assert not [o for o in capture(model, small.rows(16), small.squared_error, None).trace.operations if "tanh" in o.name]
+    found = trustworthy(model, small.rows(16), small.squared_error, small.adamw)
+    assert found.trace.source == "real"
+    assert [o for o in found.trace.operations if o.name == "aten.tanh.default"]
+    assert any("runs other operations than the fake one" in note for note in found.trace.notes)
+
+
+def test_plans_of_models_that_cannot_be_faked_hold() -> None:
+    model, sample = ThroughNumpy(), small.rows(200)
+    made = small.plan_at(0.1, model, sample)
+    assert made.source == "real"
+    engine = memfit.apply(made, model)
+    engine.step(sample)
+    record = engine.step(sample, meter=True)
+    assert record.departures == ()
+    assert record.peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_emptiest_and_the_fullest_samples_are_among_the_few() -> None:
+    ids = torch.ones(6, 5, dtype=torch.int64)
+    ids[2, 1:] = 0
+    ids[4, 3:] = 0
+    batch: dict[str, Any] = {"ids": ids, "number": torch.arange(6), "scale": 2.0}
+    few = rows_of(batch, 2)
+    assert sorted((few["ids"] != 0).sum(1).tolist()) == [1, 5]
+    assert 2 in few["number"].tolist()
+    assert few["scale"] == 2.0
+
+
+def test_equal_samples_are_taken_in_order() -> None:
+    few = rows_of((torch.arange(12.0).view(6, 2), torch.arange(6)), 3)
+    assert few[1].tolist() == [0, 1, 2]
+    assert torch.equal(rows_of(torch.arange(3), 10), torch.arange(3))

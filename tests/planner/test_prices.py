@@ -1,0 +1,184 @@
+"""Plans against all plans: on small graphs every set of dropped storages is tried, under the same rule of scheduling."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+
+import pytest
+from planner.traces import drawn, layers, network
+
+from memfit.planner.prices import Solver
+from memfit.planner.schedule import reruns_for
+from memfit.planner.timeline import Timeline
+from memfit.trace import Trace
+
+FRACTIONS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
+
+
+def every_plan(solver: Solver) -> list[tuple[int, float]]:
+    """(peak, seconds) of every set of dropped storages and of held transients, in every layout; those that none beats."""
+    droppable = sorted(solver.droppable)
+    transients = [s for s in solver.nodes if s not in solver.recipes.saved]
+    if len(droppable) + len(transients) > 11:
+        transients = []
+    found: dict[tuple[tuple[int, ...], ...], tuple[int, float]] = {(): (solver.plain.peak, 0.0)}
+    for cells in solver.window_sizes():
+        windows = solver.layout(cells).window_of_event
+        for number in range(1 << (len(droppable) + len(transients))):
+            chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
+            reruns = reruns_for(solver.recipes, chosen & solver.droppable, windows, chosen - solver.droppable)
+            key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
+            if key not in found:
+                evaluation = solver.timeline.evaluate(reruns)
+                found[key] = evaluation.peak_bytes, evaluation.extra_seconds
+    best: list[tuple[int, float]] = []
+    for peak, seconds in sorted(found.values()):
+        if not best or seconds < best[-1][1]:
+            best.append((peak, seconds))
+    return best
+
+
+def optimum(plans: list[tuple[int, float]], budget: int) -> float:
+    return min((seconds for peak, seconds in plans if peak <= budget), default=float("inf"))
+
+
+@cache
+def graphs() -> list[tuple[Trace, list[tuple[int, float]]]]:
+    """Networks and wilder graphs with at most ten droppable storages, with their best plans."""
+    out = []
+    for seed in range(26):
+        for trace in (
+            network(seed, dispatch=0.01 * (seed % 2)),
+            drawn(seed, forward=8, plain_operations=seed % 2 == 0, dispatch=0.01 * (seed % 2)),
+        ):
+            solver = Solver(Timeline(trace))
+            if 2 <= len(solver.droppable) <= 8:
+                plans = every_plan(solver)
+                if plans[0][0] < solver.plain.peak:
+                    out.append((trace, plans))
+    return out
+
+
+def budgets(trace: Trace, smallest: int) -> list[int]:
+    plain = Timeline(trace).plain().peak_bytes
+    return [int(smallest + f * (plain - smallest)) for f in FRACTIONS]
+
+
+def test_there_are_graphs_to_speak_of() -> None:
+    assert len(graphs()) >= 30
+    assert sum(len(plans) > 3 for _, plans in graphs()) >= 15
+
+
+def test_no_plan_is_faster_than_its_bound() -> None:
+    tight = 0
+    for trace, plans in graphs():
+        solver = Solver(Timeline(trace))
+        for budget in budgets(trace, plans[0][0]):
+            bound, best = solver.bound(budget), optimum(plans, budget)
+            assert 0 <= bound <= best + 1e-9
+            tight += bound >= 0.5 * best
+    assert tight >= 0.3 * len(graphs()) * len(FRACTIONS)  # a bound of nothing would hold too
+
+
+def test_plans_fit_and_come_close_to_the_fastest() -> None:
+    """Of 250 budgets three quarters are solved to the optimum; the others take some hundredths of the pass longer."""
+    solved = optimal = 0
+    gaps = []
+    for trace, plans in graphs():
+        solver = Solver(Timeline(trace))
+        for budget in budgets(trace, solver.smallest().peak):
+            found = solver.solve(budget)
+            assert found is not None  # what `smallest` found, `solve` finds
+            assert found.peak <= budget
+            assert solver.timeline.evaluate(found.reruns).peak_bytes == found.peak
+            solved += 1
+            gap = (found.seconds - optimum(plans, budget)) / trace.pass_seconds
+            if gap < 1e-9:
+                optimal += 1
+            else:
+                gaps.append(gap)
+    assert optimal >= 0.7 * solved, (optimal, solved)
+    assert max(gaps) < 0.75
+    assert median(gaps) < 0.12
+
+
+def test_the_smallest_plan_is_near_the_smallest_there_is() -> None:
+    ratios = []
+    for trace, plans in graphs():
+        smallest = Solver(Timeline(trace)).smallest().peak
+        assert smallest >= plans[0][0] or len(plans) == 1
+        ratios.append(smallest / plans[0][0])
+    assert median(ratios) < 1.1
+    assert max(ratios) < 1.6, max(ratios)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="only the plan that drops everything is weighed: where dropping less needs fewer bytes, budgets that would do are refused",
+)
+def test_a_budget_that_some_plan_fits_is_not_refused() -> None:
+    refused = 0
+    for trace, plans in graphs():
+        refused += Solver(Timeline(trace)).solve(plans[0][0]) is None
+    assert refused <= 0.05 * len(graphs()), (refused, len(graphs()))
+
+
+def test_more_bytes_never_make_a_plan_slower() -> None:
+    worse = steps = 0
+    for trace, _ in graphs():
+        solver = Solver(Timeline(trace))
+        smallest, plain = solver.smallest().peak, solver.plain.peak
+        last = float("inf")
+        for i in range(9):
+            found = solver.solve(smallest + (plain - smallest) * i // 8)
+            assert found is not None
+            worse += found.seconds > last + 1e-9
+            steps += 1
+            last = found.seconds
+    assert worse <= 0.02 * steps, (worse, steps)  # the search is a heuristic; it may stumble, seldom
+
+
+def test_a_larger_budget_has_no_larger_bound() -> None:
+    for trace, plans in graphs():
+        solver = Solver(Timeline(trace))
+        bounds = [solver.bound(b) for b in budgets(trace, plans[0][0])]
+        # The price is found by bisection, so a bound may fall short by a little.
+        assert all(b <= a + 0.02 * trace.pass_seconds for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def test_the_plain_budget_gets_the_plain_plan() -> None:
+    for trace, _ in graphs():
+        solver = Solver(Timeline(trace))
+        found = solver.solve(solver.plain.peak)
+        assert found is solver.plain
+        assert not found.reruns
+        assert solver.bound(solver.plain.peak) == 0.0
+
+
+def test_nothing_fits_into_nothing() -> None:
+    solver = Solver(Timeline(layers(4)))
+    assert solver.solve(10) is None
+
+
+def test_equal_layers_are_dropped_one_after_the_other() -> None:
+    """Of ten equal layers, as many large tensors are kept as there is room for."""
+    solver = Solver(Timeline(layers(10)))
+    smallest, plain = solver.smallest().peak, solver.plain.peak
+    seconds = []
+    for budget in range(smallest, plain + 1, 150):
+        found = solver.solve(budget)
+        assert found is not None
+        seconds.append(found.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) >= 7
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    one, other = (Solver(Timeline(network(5))) for _ in range(2))
+    budget = (one.smallest().peak + one.plain.peak) // 2
+    a, b = one.solve(budget), other.solve(budget)
+    assert a is not None
+    assert b is not None
+    assert (a.reruns, a.dropped, a.transients) == (b.reruns, b.dropped, b.transients)

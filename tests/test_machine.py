@@ -15,13 +15,7 @@ from memfit.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known
         ("RTX 4090", "rtx4090"),
         ("NVIDIA H100", "h100"),
         ("nvidia-a100-40gb", "a100-40gb"),
-        pytest.param(
-            "NVIDIA GeForce RTX 3090",  # what torch.cuda.get_device_name says
-            "rtx3090",
-            marks=pytest.mark.xfail(
-                strict=True, raises=InputError, reason="behind 'nvidia ' 'geforce' is not taken off"
-            ),
-        ),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),  # what torch.cuda.get_device_name says
         ("T4", "t4"),
     ],
 )

@@ -26,11 +26,11 @@ pytestmark = [
 
 @cache
 def made() -> Plan:
-    return small.plan_at(0.2, small.chain(2, dropout=0.1), small.rows())
+    return small.plan_at(0.1, small.chain(3, dropout=0.1), small.rows())
 
 
 def model() -> torch.nn.Module:
-    return small.chain(2, dropout=0.1)
+    return small.chain(3, dropout=0.1)
 
 
 def as_data() -> Any:
@@ -40,6 +40,7 @@ def as_data() -> Any:
 def test_the_plan_of_these_tests_does_something() -> None:
     assert made().script.reruns > 3
     assert made().script.random  # dropout masks are drawn again
+    assert made().script.held
 
 
 def test_json_gives_the_same_plan_back() -> None:
@@ -108,8 +109,8 @@ def frozen() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: small.chain(3, dropout=0.1),
-        lambda: small.chain(2),
+        lambda: small.chain(4, dropout=0.1),
+        lambda: small.chain(3),
         lambda: model().to(torch.bfloat16),
         lambda: model().eval(),
         frozen,
@@ -200,45 +201,29 @@ def test_what_cannot_be_followed_is_refused_with_a_sentence(name: str) -> None:
         Plan.from_json(data)
 
 
-ACCEPTED: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "infinite numbers": ("int(inf) raises OverflowError", put([float("inf")], "script", "held")),
-    "names are numbers": ("accepted; the engine fails with AttributeError", put(3, "script", "names", 0)),
-    "clip_norm in words": ("accepted; the step fails with ValueError", put("x", "clip_norm")),
-    "clip_norm below zero": ("accepted; would turn gradients round", put(-1.0, "clip_norm")),
-    "seconds in words": ("accepted; explain() fails with TypeError", put("x", "prediction", "step_seconds")),
-    "plain peak of nothing": ("accepted; explain() divides by zero", put(0, "prediction", "plain_peak_bytes")),
-    "categories are words": ("accepted; explain() fails", put("x", "prediction", "categories_at_peak")),
-    "peak is not a number": ("accepted", put(float("nan"), "prediction", "peak_bytes")),
-    "weights of no kind": (
-        "accepted; the step fails or weighs wrongly",
-        lambda d: d["choices"].update(micro_batches=2, micro_batch_size=128, weights="luck"),
+TOO_LATE: dict[str, Callable[[Any], None]] = {
+    "infinite numbers": put([float("inf")], "script", "held"),
+    "names are numbers": put(3, "script", "names", 0),
+    "clip_norm in words": put("x", "clip_norm"),
+    "clip_norm below zero": put(-1.0, "clip_norm"),
+    "seconds in words": put("x", "prediction", "step_seconds"),
+    "plain peak of nothing": put(0, "prediction", "plain_peak_bytes"),
+    "categories are words": put("x", "prediction", "categories_at_peak"),
+    "peak is not a number": put(float("nan"), "prediction", "peak_bytes"),
+    "weights of no kind": lambda d: d["choices"].update(micro_batches=2, micro_batch_size=128, weights="luck"),
+    "parts without samples": lambda d: d["choices"].update(micro_batches=2, micro_batch_size=0, weights="samples"),
+    "a rerun reads what nobody makes": lambda d: d["script"]["recorded"].__setitem__(
+        str(first_rerun(d)[1][0][0]), [10**6]
     ),
-    "parts without samples": (
-        "accepted; the step divides by zero",
-        lambda d: d["choices"].update(micro_batches=2, micro_batch_size=0, weights="samples"),
-    ),
-    "a rerun reads what nobody makes": (
-        "accepted; backward fails with KeyError",
-        lambda d: d["script"]["recorded"].__setitem__(str(first_rerun(d)[1][0][0]), [10**6]),
-    ),
-    "what a rerun reads is not held": ("accepted; backward fails with KeyError", put([], "script", "held")),
-    "a save that no step answers": (
-        "accepted; backward fails with EngineError",
-        lambda d: d["script"]["steps"].clear(),
-    ),
+    "what a rerun reads is not held": put([], "script", "held"),
+    "a save that no step answers": lambda d: d["script"]["steps"].clear(),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, raises=(OverflowError, pytest.fail.Exception), reason=why))
-        for n, (why, _) in ACCEPTED.items()
-    ],
-)
-def test_what_would_fail_later_is_refused_at_once(name: str) -> None:
+@pytest.mark.parametrize("name", TOO_LATE)
+def test_what_would_fail_in_the_step_or_in_words_is_refused_at_once(name: str) -> None:
     data = as_data()
-    ACCEPTED[name][1](data)
+    TOO_LATE[name](data)
     with pytest.raises(PlanFileError):
         Plan.from_json(data)
 

@@ -287,11 +287,13 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
         fresh = optimizer is not None and not optimizer.state
         steps, records = engine.steps, list(engine.records)
         try:
+            for parameter in model.parameters():
+                parameter.grad = None
             engine.step(sample)
             record = engine.step(sample, meter=True)
             reading = engine.reading
         finally:
-            saved = torch.load(name, weights_only=True, mmap=True)
+            saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
                     tensor.copy_(value)

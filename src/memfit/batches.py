@@ -73,9 +73,21 @@ def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:
     return [base] * (micro_batches - extra) + [base + 1] * extra
 
 
-def _named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
+def leaf_name(path: Any) -> str:
+    """Name of a leaf from its path in the batch: keys and positions joined by dots, without blanks."""
+    keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in path]
+    return ".".join(str(k) for k in keys).replace(" ", "_").replace(",", "_").replace("[", "(") or "tensor"
+
+
+def map_leaves(function: Callable[[Any, Any], Any], batch: Batch) -> Batch:
+    """The same batch with every leaf replaced by `function(path, leaf)`."""
+    return pytree.tree_map_with_path(function, _plain(batch))
+
+
+def named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by name."""
     flat, _ = pytree.tree_flatten_with_path(_plain(batch))
-    return {pytree.keystr(path).strip("[]'\"."): leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
+    return {leaf_name(path): leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
 
 
 def weightings(batch: Batch) -> list[str]:
@@ -84,8 +96,8 @@ def weightings(batch: Batch) -> list[str]:
     "tokens:x" counts the entries of x that are not IGNORED_LABEL, "next_tokens:x" the same from the second column on (causal models shift labels
     inside), "filled:x" the nonzero entries of x (a mask), "samples" the samples; "sum" is for losses that are sums.
     """
-    counts = [n for n, t in _named_leaves(batch).items() if t.dim() > 1 and not t.is_floating_point()]
-    labels = [n for n in counts if bool((_named_leaves(batch)[n] == IGNORED_LABEL).any())]
+    counts = [n for n, t in named_leaves(batch).items() if t.dim() > 1 and not t.is_floating_point()]
+    labels = [n for n in counts if bool((named_leaves(batch)[n] == IGNORED_LABEL).any())]
     return [
         *(f"tokens:{n}" for n in labels),
         *(f"next_tokens:{n}" for n in labels),
@@ -105,7 +117,7 @@ def shares(parts: Sequence[Batch], how: str) -> list[float] | None:
         if kind == "samples":
             counts.append(size(part))
             continue
-        leaf = _named_leaves(part).get(name)
+        leaf = named_leaves(part).get(name)
         if leaf is None:
             raise BatchError(f"losses are weighted by {how}, but the batch has no {name!r}")
         if kind == "filled":
@@ -122,7 +134,7 @@ def signature(batch: Batch) -> str:
     flat, _ = pytree.tree_flatten_with_path(_plain(batch))
     parts = []
     for path, leaf in flat:
-        name = pytree.keystr(path).strip("[]'\".") or "tensor"
+        name = leaf_name(path)
         if isinstance(leaf, torch.Tensor):
             parts.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
         else:
@@ -152,9 +164,10 @@ def fits_within(batch_signature: str, planned_signature: str) -> bool:
     for (name, kind, shape), (planned_name, planned_kind, planned_shape) in zip(have, planned, strict=True):
         if (name, kind) != (planned_name, planned_kind) or (shape is None) != (planned_shape is None):
             return False
-        if shape is not None and planned_shape is not None:
-            if len(shape) != len(planned_shape) or any(a > b for a, b in zip(shape, planned_shape, strict=True)):
-                return False
+        if shape is None or planned_shape is None:
+            continue
+        if len(shape) != len(planned_shape) or any(a > b for a, b in zip(shape, planned_shape, strict=True)):
+            return False
     return True
 
 

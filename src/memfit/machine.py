@@ -84,7 +84,7 @@ def known_machine(name: str) -> Machine:
     Raises:
         InputError: no such entry; names the nearest ones.
     """
-    wanted = "".join(c for c in name.lower().removeprefix("nvidia").removeprefix("geforce") if c.isalnum())
+    wanted = "".join(c for c in name.lower().replace("nvidia", "").replace("geforce", "") if c.isalnum())
     by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
     if wanted in by_name:
         return by_name[wanted]

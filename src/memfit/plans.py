@@ -7,6 +7,7 @@ the real run operation by operation.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
 FORMAT_VERSION: Final = 1
+WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
 
@@ -124,9 +126,23 @@ class Script:
             for operation in (x for run in step.runs for x in run):
                 if operation not in script.recorded:
                     raise ValueError(f"operation {operation} is to run again but is not recorded")
-        for storage in (*script.held, *(s for s in script.saves if s != KEPT)):
+        answered = {s for s in script.saves if s != KEPT}
+        read = {s for places in script.recorded.values() for s in places if s >= 0}
+        for storage in (*script.held, *answered, *read):
             if storage not in known:
                 raise ValueError(f"storage {storage} is made by no operation")
+        if answered and not script.steps:
+            raise ValueError("saves are answered for, but no step answers")
+        rebuilt = {
+            s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
+        }
+        unheld = (read | {script.saves[step.save] for step in script.steps}) - rebuilt - script.held
+        if unheld:
+            raise ValueError(
+                f"storage {min(unheld)} is read by a rerun or by backward, but neither held nor made again"
+            )
+        if not all(isinstance(name, str) for name in script.operations):
+            raise ValueError("operation names are words")
         return script
 
 
@@ -333,6 +349,13 @@ class Plan:
                 raise ValueError(f"budget_bytes is {budget!r}")
             if not isinstance(choices.micro_batches, int) or choices.micro_batches < 1:
                 raise ValueError(f"micro_batches is {choices.micro_batches!r}")
+            if not isinstance(choices.micro_batch_size, int) or choices.micro_batch_size < (choices.micro_batches > 1):
+                raise ValueError(f"micro_batch_size is {choices.micro_batch_size!r}")
+            if str(choices.weights).partition(":")[0] not in WEIGHTINGS:
+                raise ValueError(f"weights is {choices.weights!r}")
+            clip_norm = data["clip_norm"]
+            if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+                raise ValueError(f"clip_norm is {clip_norm!r}")
             plan = cls(
                 budget,
                 choices,
@@ -348,9 +371,10 @@ class Plan:
                 tuple(data["notes"]),
                 str(data["source"]),
             )
+            _check_prediction(plan.prediction)
             if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:
                 raise ValueError(f"predicted peak {plan.prediction.peak_bytes} does not fit the budget {budget}")
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise PlanFileError(
                 f"this plan file cannot be followed ({error}); if it was edited by hand, plan again"
             ) from error
@@ -374,3 +398,22 @@ class Plan:
         except ValueError as error:
             raise PlanFileError(f"{path} is not JSON ({error}): plan again") from error
         return cls.from_json(data)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_prediction(prediction: Prediction) -> None:
+    for name in ("peak_bytes", "plain_peak_bytes"):
+        value = getattr(prediction, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{name} is {value!r}")
+    for name in ("step_seconds", "plain_step_seconds", "bound_seconds"):
+        value = getattr(prediction, name)
+        if not _is_number(value) or value < 0:
+            raise ValueError(f"{name} is {value!r}")
+    if not isinstance(prediction.categories_at_peak, Mapping) or not all(
+        _is_number(n) for n in prediction.categories_at_peak.values()
+    ):
+        raise ValueError(f"categories_at_peak is {prediction.categories_at_peak!r}")

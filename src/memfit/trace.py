@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -199,10 +200,9 @@ class Trace:
         Raises:
             PlanFileError: another format version, or columns that do not fit together.
         """
-        if data.get("format_version") != FORMAT_VERSION:
-            raise PlanFileError(
-                f"this trace has format {data.get('format_version')!r}, this memfit reads {FORMAT_VERSION}: capture it again"
-            )
+        if not isinstance(data, Mapping) or data.get("format_version") != FORMAT_VERSION:
+            have = data.get("format_version") if isinstance(data, Mapping) else type(data).__name__
+            raise PlanFileError(f"this trace has format {have!r}, this memfit reads {FORMAT_VERSION}: capture it again")
         try:
             names = data["names"]
             ops, sts, svs = data["operations"], data["storages"], data["saves"]
@@ -266,7 +266,7 @@ class Trace:
         """
         try:
             data = json.loads(gzip.decompress(Path(path).read_bytes()))
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise PlanFileError(f"{path} is not a readable trace ({error}): capture it again") from error
         return cls.from_json(data)
 

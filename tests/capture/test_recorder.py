@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import small
 import torch
-from models import case
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import small
 from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
 from memfit.errors import CaptureError
 from memfit.trace import BEFORE_STEP, Category, Phase, Trace
+from models import case
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -165,17 +165,14 @@ def outline(trace: Trace) -> Any:
 )
 def test_a_fake_capture_equals_a_real_one(name: str, micro_batches: int) -> None:
     model, sample, loss_fn = case(name).build()
-    fake, real = (f(model, sample, loss_fn, small.adamw, micro_batches=micro_batches).trace for f in (capture, capture_real))
+    fake, real = (
+        f(model, sample, loss_fn, small.adamw, micro_batches=micro_batches).trace for f in (capture, capture_real)
+    )
     assert (fake.source, real.source) == ("fake", "real")
     for one, other in zip(outline(fake), outline(real), strict=True):
         assert one == other
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(CaptureError, AssertionError),
-    reason="Recorder._run makes results of operations without tensors for real: also the stand-ins for saved tensors",
-)
 @pytest.mark.filterwarnings("error")
 def test_a_fake_capture_hands_backward_no_real_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real stand-ins take memory, hold arbitrary values, and make torch warn; where warnings are errors, fake capture is off."""
@@ -271,11 +268,6 @@ class Keeps(nn.Module):
         return h.sum()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="attributes are put back by reference: what forward adds to a dict or list of the module stays in it, fake",
-)
 @pytest.mark.parametrize("how", [capture, capture_real], ids=["fake", "real"])
 def test_containers_of_the_model_are_put_back_too(how: Any) -> None:
     model = Keeps()

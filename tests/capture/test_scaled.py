@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
 import torch
-from models import case
 from torch import Tensor, nn
 
 import memfit
+import small
 from memfit.capture import scaled as module
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.scaled import rows_of, scaled, trustworthy
 from memfit.errors import CaptureError
 from memfit.trace import Trace
+from models import case
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -123,7 +123,9 @@ class Unrolled(nn.Module):
 
 def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
-    with pytest.raises(CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"):
+    with pytest.raises(
+        CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"
+    ):
         scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, micro_batches=1, why="why")
 
 
@@ -168,7 +170,9 @@ class TellsFakeFromReal(nn.Module):
 
 def test_a_fake_capture_that_the_model_belies_is_not_taken() -> None:
     model = TellsFakeFromReal()
-    assert not [o for o in capture(model, small.rows(16), small.squared_error, None).trace.operations if "tanh" in o.name]
+    assert not [
+        o for o in capture(model, small.rows(16), small.squared_error, None).trace.operations if "tanh" in o.name
+    ]
     found = trustworthy(model, small.rows(16), small.squared_error, small.adamw)
     assert found.trace.source == "real"
     assert [o for o in found.trace.operations if o.name == "aten.tanh.default"]

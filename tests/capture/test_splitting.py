@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import small
 import torch
-from models import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+import small
 from memfit import batches
 from memfit.capture.splitting import find_splitting
+from models import CASES, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +156,6 @@ def test_labels_without_padding_in_the_sample_still_count_tokens() -> None:
     assert found.weights == "tokens:labels"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="_varied masks labels in mappings only, and only by their name")
 @pytest.mark.parametrize("form", ["tuple", "targets"])
 def test_labels_of_any_name_without_padding_in_the_sample_still_count_tokens(form: str) -> None:
     ids, labels = batch(names=False)

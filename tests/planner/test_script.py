@@ -6,8 +6,6 @@ import json
 import random
 
 import pytest
-from planner.test_timeline import some_plan
-from planner.traces import Writer, drawn, layers, network
 
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
@@ -15,6 +13,8 @@ from memfit.planner.script import SIZED_BY_VALUES, compile_script
 from memfit.planner.timeline import Timeline
 from memfit.plans import KEPT, Script
 from memfit.trace import Trace
+from planner.test_timeline import some_plan
+from planner.traces import Writer, drawn, layers, network
 
 
 def follow(trace: Trace, script: Script) -> list[dict[int, int]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner.traces import Writer, drawn, network
 
 from memfit.errors import InfeasibleError
-from memfit.planner.search import Search
+from memfit.planner.search import SLACK_BYTES, Search
 from memfit.plans import KEPT
 from memfit.trace import Category, Trace
+from planner.traces import Writer, drawn, network
 
 SAMPLES = 16
 
@@ -36,7 +36,10 @@ def sized(parts: int, *, layers: int = 6, overhead: float = 0.05) -> Trace:
     return replace(w.trace(), micro_batches=parts, micro_batch_size=-(-SAMPLES // parts))
 
 
-def search(*, fixed: int | None = None, splits: bool = True, extra: int = 0, overhead: float = 0.05) -> Search:
+def search(
+    *, fixed: int | None = None, splits: bool = True, extra: int = 0, overhead: float = 0.05
+) -> tuple[Search, list[int]]:
+    """A search over `sized` chains, and the list of what it captured."""
     asked: list[int] = []
 
     def trace_of(parts: int) -> Trace:
@@ -45,16 +48,132 @@ def search(*, fixed: int | None = None, splits: bool = True, extra: int = 0, ove
         return sized(parts, overhead=overhead)
 
     how = ("samples", "") if splits else (None, "batch norm sees the whole batch")
-    made = Search(trace_of, SAMPLES, lambda: how, fixed, extra, "2.x", None)
-    made.asked = asked  # type: ignore[attr-defined]
-    return made
+    return Search(trace_of, SAMPLES, lambda: how, fixed, extra, "2.x", None), asked
 
 
-@pytest.fixture(autouse=True)
-def attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a test note on a Search what it asked for."""
-    monkeypatch.setattr(Search, "__slots__", (), raising=False)
+def test_a_plain_budget_gets_the_plain_plan_and_nothing_else_is_looked_at() -> None:
+    made, asked = search()
+    plan = made.plan(made.plain_peak())
+    assert plan.script.plain
+    assert plan.choices.micro_batches == 1
+    assert plan.choices.weights == "whole"
+    assert plan.prediction.peak_bytes == plan.prediction.plain_peak_bytes == made.plain_peak() - SLACK_BYTES
+    assert plan.prediction.step_seconds == plan.prediction.plain_step_seconds == plan.prediction.bound_seconds
+    assert plan.gap == 0
+    assert asked == [1]
 
 
-def test_placeholder() -> None:
-    """Replaced below."""
+def test_one_byte_less_than_plain_takes_a_plan() -> None:
+    made, _ = search(fixed=1)
+    plan = made.plan(made.plain_peak() - 1)
+    assert not plan.script.plain
+    assert plan.prediction.peak_bytes < made.plain_peak()
+    assert plan.prediction.step_seconds > plan.prediction.plain_step_seconds
+    assert plan.prediction.bound_seconds <= plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize("fixed", [None, 1, 4])
+def test_the_smallest_budget_named_works_and_a_byte_less_does_not(fixed: int | None) -> None:
+    made, _ = search(fixed=fixed)
+    with pytest.raises(InfeasibleError) as caught:
+        made.plan(100)
+    error = caught.value
+    assert error.budget_bytes == 100
+    assert error.minimum_bytes is not None
+    assert str(error.minimum_bytes) in str(error)
+    assert error.module.startswith("layer.") or error.module == ""
+    assert ("outside any module" in str(error)) == (error.module == "")
+    plan = made.plan(error.minimum_bytes)
+    assert plan.prediction.peak_bytes == error.minimum_bytes - SLACK_BYTES
+    with pytest.raises(InfeasibleError) as again:
+        made.plan(error.minimum_bytes - 1)
+    assert again.value.minimum_bytes == error.minimum_bytes
+
+
+def test_what_the_engine_keeps_beside_the_trace_counts() -> None:
+    bare, _ = search(fixed=1)
+    laden, _ = search(fixed=1, extra=1000)
+    assert laden.plain_peak() == bare.plain_peak() + 1000
+    budget = bare.plain_peak() - 300
+    one, other = bare.plan(budget), laden.plan(budget + 1000)
+    assert one.script == other.script
+    assert other.prediction.peak_bytes == one.prediction.peak_bytes + 1000
+    assert laden.smallest()[0] == bare.smallest()[0] + 1000
+    assert laden.plan(laden.plain_peak()).script.plain
+    assert not laden.plan(laden.plain_peak() - 1).script.plain
+
+
+def test_parts_are_taken_where_they_are_faster_than_rerunning() -> None:
+    cheap, _ = search(overhead=0.0001)
+    plan = cheap.plan(cheap.plain_peak() * 6 // 10)
+    assert plan.choices.micro_batches > 1
+    assert plan.choices.weights == "samples"
+    assert plan.choices.micro_batch_size == SAMPLES // plan.choices.micro_batches
+    assert any(text.startswith("1 micro-batch:") for text in plan.turned_down)
+    dear, _ = search(overhead=5.0)
+    plan = dear.plan(dear.plain_peak() * 8 // 10)
+    assert plan.choices.micro_batches == 1
+    assert any(text.startswith("2 micro-batches:") for text in plan.turned_down)
+
+
+def test_parts_that_change_the_result_are_turned_down_with_the_reason() -> None:
+    made, asked = search(splits=False, overhead=0.0001)
+    plan = made.plan(made.plain_peak() * 8 // 10)
+    assert plan.choices.micro_batches == 1
+    assert "micro-batches: batch norm sees the whole batch" in plan.turned_down
+    assert asked == [1]
+
+
+def test_a_choice_of_the_user_is_kept() -> None:
+    made, asked = search(fixed=4)
+    for budget in (made.plain_peak(), made.smallest()[0]):
+        assert made.plan(budget).choices.micro_batches == 4
+    assert asked == [4]
+
+
+def test_a_choice_that_stands_in_the_way_is_among_the_ways_out() -> None:
+    made, _ = search(fixed=1, overhead=0.0001)
+    with pytest.raises(InfeasibleError) as caught:
+        made.plan(100)
+    ways = [r for r in caught.value.remedies if r.text.startswith("fixed=")]
+    assert len(ways) == 1
+    free, _ = search(overhead=0.0001)
+    assert caught.value.minimum_bytes is not None
+    assert ways[0].saved_bytes == caught.value.minimum_bytes - free.smallest()[0]
+
+
+def test_traces_are_captured_once() -> None:
+    made, asked = search()
+    for budget in (made.plain_peak(), made.plain_peak() // 2, made.smallest()[0]):
+        made.plan(budget)
+    assert len(asked) == len(set(asked))
+
+
+def test_more_bytes_never_take_more_seconds() -> None:
+    made, _ = search()
+    smallest, plain = made.smallest()[0], made.plain_peak()
+    seconds = [made.plan(smallest + (plain - smallest) * i // 12).prediction.step_seconds for i in range(13)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == min(seconds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_tells_of_its_peak_what_the_trace_says(seed: int) -> None:
+    trace = network(seed, blocks=4) if seed % 2 else drawn(seed, forward=12, rng_bytes=7)
+    made = Search(lambda _: trace, 1, lambda: (None, "one sample"))
+    smallest, plain = made.smallest()[0], made.plain_peak()
+    for budget in {smallest, (smallest + plain) // 2, plain}:
+        plan = made.plan(budget)
+        p = plan.prediction
+        assert p.peak_bytes <= budget
+        assert sum(p.categories_at_peak.values()) == p.peak_bytes
+        totals = [sum(band[i] for band in p.curve.values()) for i in range(len(p.moments))]
+        assert max(totals) == p.peak_bytes
+        assert max(p.plain_curve) <= p.plain_peak_bytes
+        assert len(p.phases) == len(p.moments) == len(p.plain_curve)
+        assert p.bound_seconds <= p.step_seconds + 1e-9
+        saved = sum(m.kept_bytes + m.dropped_bytes for m in plan.by_module)
+        recipes = made.solver(1).recipes
+        assert saved == sum(trace.storages[s].bytes for s in recipes.saved)
+        answered = {s for s in plan.script.saves if s != KEPT}
+        assert bool(answered) is not plan.script.plain

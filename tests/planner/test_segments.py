@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import small
 import torch
-from models import build_chain, build_gpt, case
-from planner.traces import Writer, drawn
 from torch import nn
 
+import small
 from memfit.capture.capture import capture
 from memfit.planner.recipes import Recipes
 from memfit.planner.segments import Boundary, boundaries, windows
 from memfit.trace import Trace
+from models import build_chain, build_gpt, case
+from planner.traces import Writer, drawn
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -26,10 +26,11 @@ from memfit.trace import Category, Phase, Trace, digest
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A trace without seconds yet, and the distinct calls to time."""
+    """A trace without seconds yet, the distinct calls to time, and whether something saved was written before backward read it."""
 
     trace: Trace
     calls: dict[str, CallSpec]
+    overwritten: bool = False
 
 
 def model_digest(model: nn.Module) -> str:
@@ -219,7 +220,7 @@ def _record(
         model=model_digest(model),
         notes=tuple(recorder.notes),
     )
-    return Captured(trace, recorder.calls)
+    return Captured(trace, recorder.calls, recorder.overwritten)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -83,6 +83,7 @@ class _StandIn:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     contents: _Contents | None = None
+    packed_after: int = -1
 
 
 class Recorder(TorchDispatchMode):
@@ -106,6 +107,9 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, CallSpec] = {}
         self.notes: dict[str, None] = {}
         self.recording = True
+        self._making_stand_in = False
+        self.overwritten = False  # something autograd saved was written before backward read it
+        self._last_write: dict[int, int] = {}
         self._node: object = None
         self._read_under_node: set[int] = set()
         self._made_under_node: set[int] = set()
@@ -170,6 +174,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operation and note what it reads, writes and makes."""
         kwargs = kwargs or {}
+        if self._making_stand_in:
+            return func(*args, **kwargs)
         if not self.recording or not dispatch.is_operation(func):
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
@@ -207,6 +213,8 @@ class Recorder(TorchDispatchMode):
             else:
                 outputs.append(len(made))
                 made.append(self._add(out, category, self.module, event))
+        for s in writes:
+            self._last_write[s] = event
         self._read_under_node.update(reads)
         self._made_under_node.update(made)
         if key not in self.calls:
@@ -320,10 +328,12 @@ class Recorder(TorchDispatchMode):
         sid = self.storage_id(tensor)
         save = len(self.saves)
         # What an operation saves of its inputs is packed before it runs, of its outputs after; only inputs still know where they come from.
-        upcoming = tensor.grad_fn is not None or tensor.is_leaf and tensor.requires_grad
+        upcoming = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
         self.saves.append(_Save(sid, len(self.events) - (not upcoming), self.paths.current))
         if self.storages[sid].birth == BEFORE_STEP:
-            return _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
+            kept = _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
+            kept.packed_after = len(self.events) - 1
+            return kept
         stand_in = self._watch(
             _StandIn(
                 save,
@@ -344,6 +354,7 @@ class Recorder(TorchDispatchMode):
     def _watch(self, stand_in: _StandIn) -> _StandIn:
         # Autograd lets go of what it packed only when the node is done, after checking its results; what was unpacked goes a little earlier.
         save = self.saves[stand_in.save]
+        stand_in.packed_after = len(self.events) - 1
 
         def freed(_: object) -> None:
             save.freed = self._now
@@ -366,6 +377,8 @@ class Recorder(TorchDispatchMode):
             return stand_in.tensor
         save = self.saves[stand_in.save]
         event = len(self.events)
+        if self._last_write.get(save.storage, -1) > stand_in.packed_after:
+            self.overwritten = True
         self.events.append(~stand_in.save)
         self._now = event
         self._backward_module = save.module
@@ -380,9 +393,9 @@ class Recorder(TorchDispatchMode):
                 tensor = torch.empty(0, dtype=stand_in.dtype, device=stand_in.device)
                 tensor.set_(storage, stand_in.offset, stand_in.shape, stand_in.stride)
         else:
-            self.recording = False  # the stand-in's own making is not part of the step
+            self._making_stand_in = True  # its making is not part of the step, and it must be fake
             tensor = torch.empty_strided(stand_in.shape, stand_in.stride, dtype=stand_in.dtype, device=stand_in.device)
-            self.recording = True
+            self._making_stand_in = False
         fresh = tensor.untyped_storage()
         key = int(fresh._cdata)
         self._ids[key] = save.storage

@@ -211,7 +211,21 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
     return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), a.written)
 
 
-def trustworthy(
+def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> None:
+    """Run a few samples plainly, so that a step torch refuses is refused by torch, with its own words and the user's traceback.
+
+    Saved-tensor hooks switch autograd's check for writes off; this one run has none.
+    """
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+    with forked_generators(), lent(model, copied):
+        loss = batches.loss_of(model, rows_of(sample, min(2, batches.size(sample))), loss_fn)
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+
+
+def _believable(
     model: nn.Module,
     sample: Batch,
     loss_fn: LossFunction | None,
@@ -221,16 +235,7 @@ def trustworthy(
     micro_batches: int = 1,
     believed: Trace | None = None,
 ) -> Captured:
-    """A capture that the real model has confirmed, by whichever way it takes.
-
-    Args:
-        model, sample, loss_fn, optimizer, clip_norm, micro_batches: as in `capture`.
-        believed: an earlier trace of this model whose forward was confirmed; the same operations need no second confirmation.
-
-    Raises:
-        CaptureError: neither way works.
-        Exception: the user's own, when the step itself fails.
-    """
+    """Fake where the real model shows the same operations, real and scaled elsewhere."""
     on_meta = any(p.device.type == "meta" for p in model.parameters())
     try:
         fake = capture(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
@@ -266,3 +271,31 @@ def trustworthy(
         )
         why = f"the real forward runs other operations than the fake one ({difference})"
     return scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, why=why)
+
+
+def trustworthy(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    *,
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+    believed: Trace | None = None,
+) -> Captured:
+    """A capture that the real model has confirmed, by whichever way it takes.
+
+    Args:
+        model, sample, loss_fn, optimizer, clip_norm, micro_batches: as in `capture`.
+        believed: an earlier trace of this model whose forward was confirmed; the same operations need no second confirmation.
+
+    Raises:
+        CaptureError: neither way works.
+        Exception: the user's own, when the step itself fails.
+    """
+    captured = _believable(
+        model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, believed=believed
+    )
+    if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
+        refused_by_torch(model, sample, loss_fn)
+    return captured

@@ -142,20 +142,30 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     )
 
 
+_INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
 def _varied(batch: Batch) -> Batch:
-    """The batch with some labels masked in one sample, so that token counts differ between samples."""
-    if not isinstance(batch, dict):
-        return batch
-    out = dict(batch)
-    for name, value in batch.items():
+    """The batch with some labels masked in one sample, so that token counts differ between samples.
+
+    Labels are integers with a second dimension that are not what the model reads: not the first tensor, not one of the usual inputs. Where the guess is
+    wrong the model refuses the masked values, and the samples are compared as they are.
+    """
+    first = next(iter(batches.named_leaves(batch)))
+
+    def masked(path: Any, value: Any) -> Any:
+        name = batches.leaf_name(path)
         if (
             isinstance(value, torch.Tensor)
-            and "label" in str(name)
-            and value.dim() > 1
             and value.dtype == torch.int64
+            and value.dim() > 1
             and value.shape[1] > 3
+            and (name != first or "label" in name)
+            and name not in _INPUTS
         ):
             changed = value.clone()
             changed[0, : value.shape[1] // 2] = batches.IGNORED_LABEL
-            out[name] = changed
-    return out
+            return changed
+        return value
+
+    return batches.map_leaves(masked, batch)

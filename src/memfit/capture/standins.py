@@ -6,6 +6,7 @@ tensors are exchanged inside the modules and put back at the end, together with 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,9 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
         return made[id(tensor)]
 
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    containers: list[tuple[Any, Any]] = []
     for module in model.modules():
+        containers += [(v, copy.copy(v)) for v in module.__dict__.values() if type(v) in (list, dict, set)]
         before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))
     try:
         for module, attributes, parameters, buffers in before:
@@ -49,6 +52,9 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
                     module.__dict__[name] = replaced
         yield
     finally:
+        for container, contents in containers:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)
         for module, attributes, parameters, buffers in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)

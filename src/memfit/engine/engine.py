@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Engine:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.rehearsal: Rehearsal | None = None
+        self.reading: Reading | None = None
         self.frontier: tuple[FrontierPoint, ...] = ()
         self.records: list[StepRecord] = []
         self.steps = 0
@@ -66,7 +68,8 @@ class Engine:
         self._compiled: dict[str, CompiledScript] = {}
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
-        self._backup = [buffer.clone() for buffer in moving_buffers(model)]
+        self._moving = moving_buffers(model)
+        self._backup = [buffer.clone() for buffer in self._moving]
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -96,34 +99,28 @@ class Engine:
         """
         plan = self.plan_for(batch)
         started = time.perf_counter()
-        reading: Reading | None = None
+        self.reading = None
         if meter:
-            with metered(self.present(batch), self.device) as reading:
-                loss, departures, reruns, parts = self._step(plan, batch)
+            with metered(self.present(batch), self.device) as self.reading:
+                self._step(plan, batch)
         else:
-            loss, departures, reruns, parts = self._step(plan, batch)
-        self.steps += 1
-        for departure in departures:
+            self._step(plan, batch)
+        record = replace(
+            self.records[-1],
+            seconds=time.perf_counter() - started,
+            peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
+        )
+        self.records[-1] = record
+        for departure in record.departures:
             if departure not in self._warned:
                 self._warned.add(departure)
                 warnings.warn(
                     f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
                     stacklevel=2,
                 )
-        record = StepRecord(
-            self.steps,
-            loss,
-            time.perf_counter() - started,
-            parts,
-            reading.peak_bytes if reading is not None else None,
-            reruns,
-            departures,
-        )
-        self.records.append(record)
-        self.reading = reading
         return record
 
-    def _step(self, plan: Plan, batch: Batch) -> tuple[float, tuple[str, ...], int, int]:
+    def _step(self, plan: Plan, batch: Batch) -> None:
         program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm)
         parts = self._parts(plan, batch)
         shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
@@ -131,9 +128,13 @@ class Engine:
         loss = 0.0
         departures: list[str] = []
         reruns = 0
+        value: torch.Tensor | None = None
         with self._all_or_nothing():
             for index, part in enumerate(parts):
                 weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
+                if weight == 0.0:
+                    continue  # nothing in this part counts (all its labels are masked), and its own mean is 0/0
+                value = None  # the loss of the part before must not lie beside this one's activations
                 follower = None if compiled.script.plain else Follower(compiled)
                 around = follower.following() if follower is not None else None
                 value = program.forward_backward(part, weight, around, check_finite=True)
@@ -143,11 +144,12 @@ class Engine:
                     if follower.departure is not None:
                         departures.append(follower.departure)
                 del follower, around
-            with _interrupts_wait():
-                program.update()
-        del value
-        program.clear()
-        return loss, tuple(departures), reruns, len(parts)
+        # The update, and with it the step, happens whole before a waiting interrupt is heard.
+        with _interrupts_wait():
+            program.update()
+            program.clear()
+            self.steps += 1
+            self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
 
     def _parts(self, plan: Plan, batch: Batch) -> list[Batch]:
         total = batches.size(batch)
@@ -159,8 +161,7 @@ class Engine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        moving = moving_buffers(self.model)
-        for copy, buffer in zip(self._backup, moving, strict=True):
+        for copy, buffer in zip(self._backup, self._moving, strict=True):
             copy.copy_(buffer)
         generators = [torch.default_generator.clone_state()]
         if self.device.type == "cuda":
@@ -171,7 +172,7 @@ class Engine:
             for parameter in self.model.parameters():
                 parameter.grad = None
             with torch.no_grad():
-                for copy, buffer in zip(self._backup, moving, strict=True):
+                for copy, buffer in zip(self._backup, self._moving, strict=True):
                     buffer.copy_(copy)
             torch.default_generator.set_state(generators[0].get_state())
             if self.device.type == "cuda":

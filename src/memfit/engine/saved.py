@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -56,6 +56,11 @@ class Handle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
+
+_LET_GO: Final = (
+    "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
+    "`with engine.forward(retain_graph=True)`"
+)
 
 Noted = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -136,10 +141,7 @@ class Tape:
     def _view(self, handle: Handle, number: int) -> torch.Tensor:
         storage = self.live.get(number)
         if storage is None:
-            raise EngineError(
-                "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
-                "`with engine.forward(retain_graph=True)`"
-            )
+            raise EngineError(_LET_GO)
         return torch.empty(0, dtype=handle.dtype, device=storage.device).set_(
             storage, handle.offset, handle.shape, handle.stride
         )
@@ -147,10 +149,7 @@ class Tape:
     def _make(self, number: int) -> None:
         recipe = self.compiled.recipe_of.get(number)
         if recipe is None or any(operation not in self.noted for operation in recipe):
-            raise EngineError(
-                "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
-                "`with engine.forward(retain_graph=True)`"
-            )
+            raise EngineError(_LET_GO)
         inside = {s for operation in recipe for _, s, _ in self.compiled.makes.get(operation, ())}
         for operation in recipe:
             for place in self.compiled.recorded[operation] or ():
@@ -162,6 +161,8 @@ class Tape:
         for operation in recipe:
             function, args, kwargs = self.noted[operation]
             state = self.states.get(operation)
+            if state is None and operation in self.compiled.script.random:
+                raise EngineError(_LET_GO)  # drawing other numbers would be wrong without anyone noticing
             arguments = tuple(self._argument(a) for a in args)
             keywords = {k: self._argument(v) for k, v in kwargs.items()} if kwargs else {}
             if state is None:
@@ -343,11 +344,21 @@ class Follower(TorchDispatchMode):
                     if tensor.layout is torch.strided and self.tape.keys.get(number) == tensor.untyped_storage()._cdata:
                         return Handle(self.tape, save, tensor)
                     self._depart(f"save {save} is not the tensor of the plan")
-        return tensor if tensor.is_leaf else tensor.detach()
+        # With hooks on, autograd leaves the check for writes between forward and backward to them.
+        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    return packed.tape.materialise(packed) if type(packed) is Handle else packed
+    if type(packed) is Handle:
+        return packed.tape.materialise(packed)
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    found: torch.Tensor = tensor
+    return found
 
 
 FollowerFactory = Callable[[], Follower]

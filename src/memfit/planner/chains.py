@@ -137,7 +137,7 @@ class CellChain:
                 stack.extend(
                     i for i in table[recipe].inputs if i in self.entry[cell] and i not in fixed and i not in available
                 )
-            runs = sorted(needed, key=lambda r: table[r].operations[0])
+            runs = sorted(needed, key=lambda r: table[r].operations[-1])
             for recipe in runs:
                 available.update(table[recipe].makes)
             available.difference_update(fixed)

@@ -387,7 +387,26 @@ class Solver:
                 break
             room -= max(best.peak - better.peak, room // 50)
             best = better
-        return best
+        return best if best.window == 0 and best.reruns and not best.dropped else self._shrink(best)
+
+    def _shrink(self, solution: Solution, tries: int = 160) -> Solution:
+        """Drop less where that needs fewer bytes: rebuilding a storage may hold more than the storage itself."""
+        current = solution
+        for size in self.window_sizes():
+            layout = self.layout(size)
+            found = self.tightest(layout)
+            if found.peak > 2 * current.peak and size != solution.window:
+                continue
+            for s in sorted(found.dropped, key=lambda s: self.trace.storages[s].bytes):
+                if tries <= 0:
+                    return current
+                tries -= 1
+                less = self.solution(layout, found.dropped - {s}, found.transients)
+                if less.peak < found.peak:
+                    found = less
+            if found.peak < current.peak:
+                current = found
+        return current
 
     # -- the bound -----------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def reruns_for(
                 continue
             needed.add(recipe)
             stack.extend(i for i in table[recipe].inputs if i not in kept and i not in available)
-        runs = sorted(needed, key=lambda r: table[r].operations[0])
+        runs = sorted(needed, key=lambda r: table[r].operations[-1])
         out[event] = runs
         for recipe in runs:
             available.update(table[recipe].makes)

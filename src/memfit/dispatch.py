@@ -48,7 +48,7 @@ _NEVER_AGAIN: Final = frozenset(
 def is_operation(func: OpOverload) -> bool:
     """Whether a dispatched call counts: not a query (device, size), not a bare alias."""
     name = func._schema.name  # noqa: SLF001
-    if name.startswith("prim::") or name in IGNORED:
+    if name.startswith(("prim::", "profiler::")) or name in IGNORED:
         return False
     return not (name.startswith("aten::sym_") or name in {"aten::is_contiguous", "aten::is_strides_like_format"})
 

@@ -77,7 +77,7 @@ class CostTable:
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
         self._costs: dict[str, Cost] = {}
         self._first_seconds: dict[str, float] = {}
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError):
             for key, (seconds, workspace, made, measured) in json.loads(self.path.read_text()).items():
                 self._costs[key] = Cost(seconds, workspace, None if made is None else tuple(made), measured)
 
@@ -248,10 +248,13 @@ def _extent(spec: TensorSpec) -> int:
 
 def input_bytes(call: CallSpec) -> int:
     """Bytes its tensor arguments span."""
-    places: dict[int, int] = {}
+    spans: dict[int, tuple[int, int]] = {}
     for spec in _specs((call.args, call.kwargs)):
-        places[spec.place] = max(places.get(spec.place, 0), _extent(spec) * spec.dtype.itemsize)
-    return sum(places.values())
+        begin = spec.offset * spec.dtype.itemsize
+        end = begin + _extent(spec) * spec.dtype.itemsize
+        low, high = spans.get(spec.place, (begin, end))
+        spans[spec.place] = (min(low, begin), max(high, end))
+    return sum(high - low for low, high in spans.values())
 
 
 def build(call: CallSpec, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

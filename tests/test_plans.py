@@ -26,7 +26,7 @@ pytestmark = [
 
 @cache
 def made() -> Plan:
-    return small.plan_at(0.1, small.chain(3, dropout=0.1), small.rows())
+    return small.plan_at(0.3, small.chain(3, dropout=0.1), small.rows())
 
 
 def model() -> torch.nn.Module:

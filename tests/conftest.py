@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -35,8 +36,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def settled() -> None:
     """What torch imports on the way is imported, and no collection looks at it again: each capture starts with one."""
-    import torch._dynamo
-
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from models.programs import programs
 
 import memfit
 from memfit import batches
+from models.programs import programs
 
 
 def numbers(model: torch.nn.Module, sample: Any, loss_fn: Any, engine: Any = None) -> list[torch.Tensor | None]:

@@ -184,6 +184,6 @@ def split_report() -> Report:
         plain_peak_bytes=90 * GIB,
         plain_curve=tuple(4 * n for n in full.plan.prediction.plain_curve),
     )
-    base = replace(full.plan, choices=Choices(4, "tokens:labels"), prediction=p)
+    base = replace(full.plan, choices=Choices(4, 4, "tokens:labels"), prediction=p)
     rehearsal = Rehearsal(p.peak_bytes, 8 * GIB + 200 * MIB, 0.9, 2, ("layers.0: another branch was taken",))
     return replace(full, plan=base, rehearsal=rehearsal, records=records(3))

@@ -160,7 +160,7 @@ class Search:
             )
         remedies = sorted(remedies, key=lambda r: r.extra_seconds)[:3] if len(remedies) > 3 else remedies
         ways = "; ".join(
-            f"{r.text} ({format_bytes(abs(r.saved_bytes))} {'more' if r is remedies[0] and r.text.startswith('budget') else 'less'}, "
+            f"{r.text} ({format_bytes(abs(r.saved_bytes))} {'more' if r.text.startswith('budget') else 'less'}, "
             f"{'+' if r.extra_seconds >= 0 else '-'}{format_seconds(abs(r.extra_seconds))} a step)"
             for r in remedies
         )

@@ -171,24 +171,27 @@ def fits_within(batch_signature: str, planned_signature: str) -> bool:
     return True
 
 
+def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> Any:
+    """What stands for the loss, unchecked: of the loss function, or of the model's own output."""
+    if loss_fn is not None:
+        return loss_fn(model, batch)
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
 def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
     """The scalar loss: `loss_fn(model, batch)`, or `model(**batch).loss` when no function is given.
 
     Raises:
         InputError: what came back is not a scalar tensor that autograd can follow.
     """
-    loss: Any
-    if loss_fn is not None:
-        loss = loss_fn(model, batch)
-    else:
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
-        found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        loss = output.get("loss") if found is None and isinstance(output, Mapping) else found
+    loss = what_the_model_gives(model, batch, loss_fn)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"

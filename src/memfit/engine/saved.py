@@ -9,7 +9,7 @@ What a rerun reads is noted as *storages and geometry*, never as tensors of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -359,6 +359,3 @@ def _unpack(packed: Any) -> torch.Tensor:
         )
     found: torch.Tensor = tensor
     return found
-
-
-FollowerFactory = Callable[[], Follower]

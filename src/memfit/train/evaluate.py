@@ -71,18 +71,10 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> float:
-    # Not `batches.loss_of`: that asks for a loss which autograd can follow.
     if loss_fn is not None:
         return float(loss_fn(model, batch))
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
+    # Not `batches.loss_of`: that asks for a loss which autograd can follow.
+    loss = batching.what_the_model_gives(model, batch, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InputError(
             "in evaluation mode the model gives no loss: return (model, loss_fn) from model.python, "

@@ -28,7 +28,7 @@ check: $(VENV)/.setup ## Format, lint, types, import contracts. Changes nothing.
 bench: $(VENV)/.data ## Measure memfit against its rivals on this machine.
 	$(BIN)/python bench/run.py
 
-docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples compile.
+docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples run.
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 nightly: check $(VENV)/.data ## All tests, those that take minutes too.

@@ -1,20 +1,49 @@
-"""The pages keep what they promise: links lead somewhere, and the Python in them is Python."""
+"""The pages keep what they promise: links lead somewhere, the Python runs, configurations are read, commands are parsed.
+
+Blocks of one page run one after another in one namespace. It starts with tiny stand-ins for what a reader has anyway
+(`STAND_INS`), so that a page may show a fragment such as `memfit.plan(model, sample, budget="8GiB")`; a page that defines
+them itself is run with its own.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import memfit
+from memfit.cli.main import parser
+from memfit.train.config import from_json
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCE = ROOT / "src" / "memfit"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 LINK = re.compile(r"(?<!`)\[[^\]]+\]\((?P<target>[^)\s]+)\)")
-PYTHON = re.compile(r"^```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+ELLIPSIS = "…"
 
 
 def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [block["code"] for block in found if block["kind"] == kind]
+
+
+def with_blocks(kind: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, kind)]
 
 
 def heading_anchors(page: Path) -> set[str]:
@@ -35,7 +64,179 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in heading_anchors(target), f"{page_name(page)} links to {link['target']}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_python_examples_compile(page: Path) -> None:
-    for example in PYTHON.finditer(page.read_text(encoding="utf-8")):
-        compile(example["code"], page_name(page), "exec")
+# ------------------------------------------------------------------------------------------- Python, YAML, command lines
+
+
+class Tiny(nn.Module):
+    """Returns its loss, as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(inputs), labels))
+
+
+def stand_ins() -> dict[str, Any]:
+    """What every page may take for granted."""
+    batches = [{"inputs": torch.randn(4, 8), "labels": torch.randn(4, 8)} for _ in range(2)]
+    return {
+        "__name__": "page",
+        "torch": torch,
+        "memfit": memfit,
+        "model": Tiny(),
+        "sample": batches[0],
+        "batches": batches,
+    }
+
+
+@pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = stand_ins()
+    for number, code in enumerate(blocks(page, "python"), 1):
+        exec(compile(code, f"{page_name(page)}, block {number}", "exec"), namespace)  # noqa: S102 - our own pages
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"), ids=page_name)
+def test_configurations_are_read(page: Path) -> None:
+    for code in blocks(page, "yaml"):
+        assert from_json(yaml.safe_load(code), ROOT / "examples" / "cli").fit.budget is not None
+
+
+@pytest.mark.parametrize("page", with_blocks("console"), ids=page_name)
+def test_commands_are_parsed(page: Path) -> None:
+    commands = [
+        shlex.split(line.removeprefix("$ "), comments=True)
+        for code in blocks(page, "console")
+        for line in code.splitlines()
+        if line.startswith("$ memfit ")
+    ]
+    for words in commands:
+        assert parser().parse_args(words[1:]).verb == words[1]
+        named = [word for word in words if word.startswith("examples/") and "/out/" not in word]
+        assert [word for word in named if not (ROOT / word).exists()] == []
+
+
+# ---------------------------------------------------------------------------------------------------- the page of errors
+
+
+def raised() -> Iterator[tuple[str, str]]:
+    """(where, message) of what is raised on purpose; what differs from case to case is an ellipsis."""
+    kinds = {name for name in memfit.__all__ if name.endswith("Error")}
+    for file in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        constants = {
+            target.id: flat(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(target := node.target, ast.Name)
+            and node.value is not None
+        }
+        variables = {
+            target.id: flat(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
+                continue
+            if node.func.id in kinds:
+                message = node.args[0]
+                named = {**variables, **constants}.get(message.id) if isinstance(message, ast.Name) else None
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", named or flat(message)
+
+
+def flat(node: ast.expr) -> str:
+    """A text as far as the source says it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(flat(part) for part in parts)
+        case ast.BinOp(left=left, right=right):
+            return flat(left) + flat(right)
+    return ELLIPSIS
+
+
+def told(text: str, message: str) -> bool:
+    """Whether a text of the page is of this message: the words between ellipses come in order."""
+    at = 0
+    for words in filter(None, (part.strip() for part in text.split(ELLIPSIS))):
+        at = message.find(words, at)
+        if at < 0:
+            return False
+        at += len(words)
+    return True
+
+
+def sections(page: Path) -> dict[str, list[str]]:
+    """Heading of the second level -> the messages below it."""
+    parts = re.split(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = {}
+    for heading, body in zip(parts[1::2], parts[2::2], strict=True):
+        found[heading] = [
+            span for span in CODE_SPAN.findall(body) if len(span.strip(" :" + ELLIPSIS)) > 7 and " " in span
+        ]
+    return found
+
+
+def test_every_error_has_its_section() -> None:
+    kinds = {name for name in memfit.__all__ if name.endswith("Error")} - {"MemfitError"}
+
+    assert set(sections(ROOT / "docs" / "errors.md")) - {"Warnings"} == kinds
+
+
+def test_every_message_is_on_the_page_of_errors() -> None:
+    on_page = [text for texts in sections(ROOT / "docs" / "errors.md").values() for text in texts]
+    # Planners that only tests and benchmarks call, and messages that merely pass another one on.
+    messages = [
+        (where, text)
+        for where, text in raised()
+        if "planner/baselines" not in where and len(re.sub(r"[\W_]", "", text)) > 4
+    ]
+
+    assert len(messages) > 100
+    missing = [f"{where}: {message}" for where, message in messages if not any(told(t, message) for t in on_page)]
+    assert not missing, "docs/errors.md lacks\n" + "\n".join(missing)
+
+
+def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
+    page = sections(ROOT / "docs" / "errors.md")
+    messages = [text for _, text in raised()]
+    warned = page.pop("Warnings")
+    source = "\n".join(file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py"))
+
+    quoted = [text for texts in page.values() for text in texts if ELLIPSIS in text or len(text) > 40]
+    gone = [text for text in quoted if not any(told(text, message) for message in messages)]
+    assert not gone, "docs/errors.md still has\n" + "\n".join(gone)
+    assert [text for text in warned if not all(w.strip(" :.,") in source for w in text.split(ELLIPSIS))] == []
+
+
+# -------------------------------------------------------------------------------------------------------------- glossary
+
+
+def glossary() -> list[list[str]]:
+    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
+
+
+def test_each_word_of_the_glossary_stands_once_and_in_order() -> None:
+    words = [row[0].strip("*") for row in glossary() if row[0].startswith("**")]
+    others = [word for row in glossary() if not row[0].startswith("**") for word in row[0].split(", ")]
+    every = [word.lower() for word in (*words, *others)]
+
+    assert words == sorted(words, key=str.lower)
+    assert sorted({word for word in every if every.count(word) > 1}) == []
+
+
+def test_each_word_of_the_glossary_lives_where_it_says() -> None:
+    for word, _, *where in (row for row in glossary() if row[0].startswith("**")):
+        spans = CODE_SPAN.findall(where[0])
+        text = "".join((SOURCE / path).read_text(encoding="utf-8") for path in spans if path.endswith(".py"))
+        assert text, word
+        for name in (span for span in spans if not span.endswith(".py")):
+            owner, _, member = name.partition(".")
+            assert re.search(rf"^(class|def) {owner}\b", text, re.MULTILINE), f"{word}: no {owner} there"
+            assert not member or re.search(rf"\b{member}\b", text), f"{word}: no {name} there"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import PlanFileError
-from memfit.trace import Category, Trace, digest
+from memfit.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
 
 
@@ -56,7 +56,7 @@ def test_seconds_add_up_over_micro_batches() -> None:
 
 
 def test_another_format_is_refused_by_number() -> None:
-    with pytest.raises(PlanFileError, match="this trace has format 99, this memfit reads 1: capture it again"):
+    with pytest.raises(PlanFileError, match=f"this trace has format 99, this memfit reads {FORMAT_VERSION}: capture it again"):
         Trace.from_json({**trace().to_json(), "format_version": 99})
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from memfit.api import apply, fit, frontier, measure, plan
+    from memfit.api import apply, fit, frontier, measure, plan, record, replan
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -56,10 +56,12 @@ __all__ = [
     "frontier",
     "measure",
     "plan",
+    "record",
+    "replan",
 ]
 
 _HOME: Final = {
-    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan"), "memfit.api"),
+    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "record", "replan"), "memfit.api"),
     "Engine": "memfit.engine",
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",

@@ -1,4 +1,4 @@
-"""The public functions: plan, apply, fit, measure, frontier."""
+"""The public functions: plan, apply, fit, measure, frontier, record, replan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from memfit.capture import costs as cost_tables
 from memfit.capture.capture import device_of, model_digest
 from memfit.capture.scaled import trustworthy
 from memfit.capture.splitting import Splitting, find_splitting
-from memfit.engine.engine import Engine, moving_buffers
-from memfit.errors import BudgetError, InputError, MemfitError, PlanFileError, SnapshotError, SplitError
+from memfit.engine.engine import Engine, norm_statistics
+from memfit.errors import BudgetError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
@@ -44,10 +44,12 @@ class Runtime:
         search: Search,
         loss_fn: LossFunction | None,
         optimizer: OptimizerFactory | None,
+        fixed: Mapping[str, Any] | None = None,
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.fixed = fixed
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -91,23 +93,66 @@ def plan(
         InputError: something else about the input.
         CaptureError: the step cannot be predicted.
     """
-    search, machine = _search(
-        model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress
-    )
+    machine = _machine(model, device)
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
+    search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
     _tell(progress, "planning", 0.9)
     found = search.plan(budget_bytes)
     _tell(progress, "planned", 1.0)
-    return replace(found, runtime=Runtime(search, loss_fn, optimizer))
+    return replace(found, runtime=Runtime(search, loss_fn, optimizer, fixed))
 
 
-def replan(made: Plan, budget: Budget) -> Plan:
-    """The same model and batch at another budget, from what was captured for `made` (which must come from this process)."""
+def record(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
+
+    Args:
+        micro_batches: into how many parts the batch is split; plans from this trace keep to it.
+        model, sample, loss_fn, optimizer, clip_norm, device, progress: as for `plan`.
+
+    Raises:
+        SplitError: the batch does not split without changing the result.
+        InputError, CaptureError: as for `plan`.
+    """
+    fixed = {"micro_batches": micro_batches}
+    search = _search(model, sample, loss_fn, optimizer, None, (), (), fixed, clip_norm, device, progress)
+    weights = search.weights()[0] if micro_batches > 1 else "whole"
+    return replace(search.solver(micro_batches).trace, weights=weights or "whole")
+
+
+def replan(made: Plan | Trace, budget: Budget) -> Plan:
+    """The same model and batch at another budget, without capturing anything again.
+
+    Args:
+        made: a plan from this process, or a trace (`record`, `Trace.load`).
+        budget: as for `plan`, but in bytes: there may be no device to take a share of.
+
+    Raises:
+        InfeasibleError, BudgetError: as for `plan`.
+        InputError: the plan was loaded from a file and carries no trace.
+    """
+    budget_bytes = parse_bytes(budget)
+    if isinstance(made, Trace):
+        samples = (
+            made.micro_batch_size * made.micro_batches
+        )  # of the largest parts; only a free search would need the true number
+        search = Search(lambda _: made, samples, lambda: (made.weights, ""), made.micro_batches)
+        return search.plan(budget_bytes)
     if not isinstance(made.runtime, Runtime):
         raise InputError(
-            "this plan was loaded from a file and carries no trace: call memfit.plan(model, sample, ...) again"
+            "this plan was loaded from a file and carries no trace: keep the trace (memfit.record(...).save(path)) to plan again without the model, "
+            "or call memfit.plan(model, sample, ...) again"
         )
-    return replace(made.runtime.search.plan(parse_bytes(budget)), runtime=made.runtime)
+    return replace(made.runtime.search.plan(budget_bytes), runtime=made.runtime)
 
 
 def frontier(
@@ -117,6 +162,9 @@ def frontier(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     points: int = 9,
+    host_budget: Budget | None = None,
+    allow: Sequence[str] = (),
+    freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     device: str | None = None,
@@ -126,13 +174,13 @@ def frontier(
 
     Args:
         points: number of budgets, at least 2; the first is plain, the last the smallest found.
-        model, sample, loss_fn, optimizer, fixed, clip_norm, device, progress: as for `plan`.
+        model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
 
     Returns:
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
-    search, _ = _search(model, sample, loss_fn, optimizer, None, (), (), fixed, clip_norm, device, progress)
-    return _frontier(search, max(2, points), Runtime(search, loss_fn, optimizer), progress)
+    search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
+    return _frontier(search, max(2, points), Runtime(search, loss_fn, optimizer, fixed), progress)
 
 
 def _frontier(search: Search, points: int, runtime: Runtime, progress: Progress | None = None) -> tuple[Plan, ...]:
@@ -197,7 +245,21 @@ def apply(
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
-    return Engine(plan, model, loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn, chosen)
+    loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
+    engine = Engine(plan, model, loss_fn, chosen)
+    if runtime is not None:
+        factory = None if chosen is None else (runtime.optimizer or default_optimizer)
+
+        def for_batch(batch: Batch) -> Plan:
+            return _plan(
+                model, batch, loss_fn, plan.budget_bytes, factory, fixed=runtime.fixed, clip_norm=plan.clip_norm
+            )
+
+        engine.planner = for_batch
+    return engine
+
+
+_plan = plan  # `apply` has an argument of this name
 
 
 def fit(
@@ -256,9 +318,12 @@ def fit(
         )
         engine.replace_plan(repaired)
     if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
-        raise MemfitError(
-            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(engine.rehearsal.measured_peak_bytes)}, above the budget of "
-            f"{format_bytes(budget_bytes)}: the model's memory changes from run to run; allow for it with a larger budget"
+        measured = engine.rehearsal.measured_peak_bytes
+        raise InfeasibleError(
+            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(measured)}, above the budget of {format_bytes(budget_bytes)}: "
+            "the model's memory changes from run to run; allow for it with a larger budget",
+            budget_bytes=budget_bytes,
+            minimum_bytes=measured,
         )
     return engine
 
@@ -350,6 +415,7 @@ def measure(
         device=str(device_of(model)),
         torch_version=torch.__version__,
         clip_norm=clip_norm,
+        changed_buffers=norm_statistics(model),
     )
     engine = apply(nothing, model, loss_fn, optimizer)
     rehearsal = rehearse(engine, sample)
@@ -359,6 +425,10 @@ def measure(
 def _tell(progress: Progress | None, what: str, share: float) -> None:
     if progress is not None:
         progress(what, share)
+
+
+def _machine(model: nn.Module, device: str | None) -> Machine:
+    return known_machine(device) if device is not None else cost_tables.present_machine(device_of(model))
 
 
 def _search(
@@ -373,7 +443,7 @@ def _search(
     clip_norm: float | None,
     device: str | None,
     progress: Progress | None,
-) -> tuple[Search, Machine]:
+) -> Search:
     for name, value in (("host_budget", host_budget), ("allow", allow), ("freeze", freeze)):
         if value:
             raise InputError(
@@ -385,7 +455,7 @@ def _search(
     samples = batches.size(sample)
     micro_batches = _fixed(fixed, samples)
     here = device_of(model)
-    machine = known_machine(device) if device is not None else cost_tables.present_machine(here)
+    machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
     traces: dict[int, Trace] = {}
 
@@ -404,9 +474,23 @@ def _search(
             costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
         else:
             costs, are = table.measure(captured.calls, progress), "measured"
-        trace = cost_tables.with_costs(captured, costs, seconds_are=are, device=machine.name)
+        # Measured after the operations have run once: by then the libraries have taken what they keep.
+        present = [*model.parameters(), *model.buffers(), *batches.leaves(sample), *_gradients(model)]
+        beside = cost_tables.beside_bytes(here, present) if device is None else 0
+        trace = cost_tables.with_costs(
+            captured,
+            costs,
+            seconds_are=are,
+            device=machine.name,
+            allocation_bytes=machine.allocation_bytes,
+            beside_bytes=beside,
+        )
         traces[number] = replace(
-            trace, rng_state_bytes=RNG_STATE_BYTES.get(here.type, 0), dispatch_seconds=ENGINE_SECONDS
+            trace,
+            rng_state_bytes=RNG_STATE_BYTES.get(here.type, 0),
+            dispatch_seconds=ENGINE_SECONDS,
+            clip_norm=clip_norm,
+            torch_version=torch.__version__,
         )
         return traces[number]
 
@@ -426,9 +510,11 @@ def _search(
             raise SplitError(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
-    extra = sum(b.numel() * b.element_size() for b in moving_buffers(model))
-    search = Search(trace_of, samples, weights, micro_batches, extra, torch.__version__, clip_norm)
-    return search, machine
+    return Search(trace_of, samples, weights, micro_batches)
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
@@ -456,6 +542,7 @@ __all__ = [
     "frontier_points",
     "measure",
     "plan",
+    "record",
     "rehearse",
     "replan",
 ]

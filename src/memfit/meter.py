@@ -71,8 +71,7 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         reading.base_bytes = before
     else:
         collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()  # the death of older garbage in the middle would be taken for a release of the block's own
+        gc.disable()  # a collection in the middle would release cycles at a moment that no other run repeats
         try:
             with profiled() as profile:
                 yield reading

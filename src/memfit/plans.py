@@ -16,7 +16,7 @@ from typing import Any, Final
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -228,6 +228,7 @@ class Plan:
         turned_down: choices weighed and not taken, each with its reason.
         notes: what the reader should know.
         source: how the bytes were captured.
+        changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
         runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
     """
 
@@ -244,6 +245,7 @@ class Plan:
     turned_down: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = "fake"
+    changed_buffers: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
     runtime: Any = field(default=None, compare=False, repr=False)
 
@@ -269,8 +271,8 @@ class Plan:
             ),
             (
                 f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
-                f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes can be more than "
-                f"{100 * self.gap:.1f} % faster."
+                f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes with as many micro-batches "
+                f"can be more than {100 * self.gap:.1f} % faster."
             ),
             f"Numbers: {exact}.",
             f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",
@@ -291,7 +293,8 @@ class Plan:
             kept = sum(m.kept_bytes for m in self.by_module)
             lines.append(
                 f"Of what backward needs, {format_bytes(kept)} are kept and {format_bytes(dropped)} dropped and rebuilt "
-                f"({self.script.reruns} operations run again per micro-batch). Most is dropped in:"
+                f"({self.script.reruns} operation{'s' if self.script.reruns != 1 else ''} run again"
+                f"{' per micro-batch' if self.choices.micro_batches > 1 else ''}). Most is dropped in:"
             )
             for m in sorted(self.by_module, key=lambda m: -m.dropped_bytes)[:8]:
                 if m.dropped_bytes:
@@ -320,6 +323,7 @@ class Plan:
             "turned_down": list(self.turned_down),
             "notes": list(self.notes),
             "source": self.source,
+            "changed_buffers": list(self.changed_buffers),
             "script": self.script.to_json(),
         }
 
@@ -370,6 +374,7 @@ class Plan:
                 tuple(data["turned_down"]),
                 tuple(data["notes"]),
                 str(data["source"]),
+                tuple(str(name) for name in data["changed_buffers"]),
             )
             _check_prediction(plan.prediction)
             if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from memfit.errors import PlanFileError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 BEFORE_STEP: Final = -1
 
 
@@ -132,6 +132,11 @@ class Trace:
         notes: what the reader should know (fallbacks taken, operations not understood).
         rng_state_bytes: bytes the engine keeps to replay one random operation.
         dispatch_seconds: host seconds the engine adds to each forward operation while it follows a plan.
+        changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
+        changed_buffer_bytes: of these copies.
+        weights: how the losses of micro-batches add up (`Choices.weights`).
+        clip_norm: gradient clipping that the step includes.
+        torch_version: with which it was captured.
     """
 
     events: tuple[int, ...]
@@ -150,6 +155,11 @@ class Trace:
     notes: tuple[str, ...] = ()
     rng_state_bytes: int = 0
     dispatch_seconds: float = 0.0
+    changed_buffers: tuple[str, ...] = ()
+    changed_buffer_bytes: int = 0
+    weights: str = "whole"
+    clip_norm: float | None = None
+    torch_version: str = ""
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -240,7 +250,7 @@ class Trace:
             rest = {
                 f.name: data[f.name]
                 for f in fields(cls)
-                if f.name not in {"operations", "storages", "saves", "events", "notes"}
+                if f.name not in {"operations", "storages", "saves", "events", "notes", "changed_buffers"}
             }
             return cls(
                 operations=operations,
@@ -248,6 +258,7 @@ class Trace:
                 saves=saves,
                 events=tuple(data["events"]),
                 notes=tuple(data["notes"]),
+                changed_buffers=tuple(data["changed_buffers"]),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

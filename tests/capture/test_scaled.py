@@ -208,3 +208,27 @@ def test_equal_samples_are_taken_in_order() -> None:
     few = rows_of((torch.arange(12.0).view(6, 2), torch.arange(6)), 3)
     assert few[1].tolist() == [0, 1, 2]
     assert torch.equal(rows_of(torch.arange(3), 10), torch.arange(3))
+
+
+class TableForTheBatch(nn.Module):
+    """Picks rows by a table made for the whole batch, so two samples of it will not do."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.register_buffer("rows", torch.randperm(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked: Tensor = self.inner(x).index_select(0, self.rows)
+        return picked
+
+
+def test_a_model_that_needs_the_whole_batch_is_looked_at_whole() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    model, x = TableForTheBatch(16), torch.randn(16, 8)
+    captured = trustworthy(model, x, loss, None)
+    assert captured.trace.source == "fake"
+    with pytest.raises(IndexError):  # what fails on the whole batch is the user's own error
+        trustworthy(TableForTheBatch(32), x, loss, None)

@@ -93,7 +93,7 @@ def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str], verb: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["plan"], ["plan", "x.yaml", "--speed"], ["frontier", "x", "--points", "a"]]
+    "arguments", [[], ["fly"], ["frontier"], ["plan", "x.yaml", "--speed"], ["frontier", "x", "--points", "a"]]
 )
 def test_bad_arguments_are_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     ran = Ran(capsys, *arguments)
@@ -188,8 +188,12 @@ def test_debug_shows_where_our_own_come_from(capsys: pytest.CaptureFixture[str],
         ),
         (["plan", "run.yaml", "--set", "fit.device=tpu"], "fit.device: torch cannot use 'tpu'"),
         (["plan", "run.yaml", "--save", "no/such/folder.json"], "cannot write the plan"),
+        (["plan"], "a CONFIG or --trace FILE"),
+        (["plan", "run.yaml", "--trace", "trace.gz"], "a CONFIG or --trace FILE"),
+        (["plan", "--trace", "gone.gz"], "--trace needs --budget"),
+        (["plan", "--trace", "gone.gz", "--budget", "1GiB"], "not a readable trace"),
+        (["plan", "--trace", "gone.gz", "--budget", "1GiB", "--device", "t4"], "--device needs a CONFIG"),
         (["frontier", "run.yaml", "--points", "1"], "--points 1"),
-        (["frontier", "run.yaml", "--set", "fit.allow=bf16"], "fit.allow: a frontier does not know it"),
         (["train", "run.yaml", "--plan", "gone.json"], "cannot read the plan gone.json"),
         (["explain", "gone.json"], "cannot read the plan gone.json"),
         (["explain", "."], "is no run's folder"),

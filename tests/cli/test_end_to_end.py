@@ -144,3 +144,18 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
     assert status == 0, messages
     assert data["peak_bytes"] <= data["budget_bytes"]
+
+
+def test_a_trace_written_once_gives_plans_for_other_budgets_without_the_model(folder: Path) -> None:
+    status, first, _ = memfit(folder, "plan", "run.yaml", "--save-trace", "step.gz")
+    assert status == 0
+    for name in ("toy.py", "run.yaml", "train.npz"):
+        (folder / name).unlink()
+    status, again, _ = memfit(folder, "plan", "--trace", "step.gz", "--budget", "225KiB", "--save", "plan.json")
+    assert status == 0
+    assert again["peak_bytes"] == first["peak_bytes"]
+    assert (folder / "plan.json").exists()
+    status, refused, message = memfit(folder, "plan", "--trace", "step.gz", "--budget", "10KiB")
+    assert status == 1
+    assert refused["minimum_bytes"] > 10240
+    assert "10.0 KiB is too little" in message

@@ -57,6 +57,8 @@ CASES: tuple[Case, ...] = (
     Case("bert_eager_bf16", partial(huggingface.bert, "eager", bf16=True), splits=True),
     Case("bert_sdpa_bf16", partial(huggingface.bert, "sdpa", bf16=True), splits=True),
     Case("llama", huggingface.llama, splits=True, weight=huggingface.shifted_labels),
+    Case("input_grads", huggingface.input_grads, splits=True, weight=huggingface.shifted_labels),
+    Case("hf_checkpointed", huggingface.hf_checkpointed, splits=True, weight=huggingface.shifted_labels),
     Case("t5", huggingface.t5, splits=True),
     Case("vit", huggingface.vit, splits=True),
     Case("resnet", convolution.resnet, splits=False),

@@ -6,6 +6,7 @@ relative position biases, rotary embeddings, and attention chosen by name (writt
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 import torch
@@ -78,6 +79,29 @@ def llama() -> Built:
     ids, mask = torch.randint(3, vocab, (batch, tokens)), _padding_mask(batch, tokens)
     labels = ids.masked_fill(mask == 0, IGNORED)
     return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, None
+
+
+def input_grads() -> Built:
+    """The decoder as adapters leave it: all but the last layer and the norms frozen, and `enable_input_require_grads`.
+
+    The hook on the embeddings makes their output a leaf that wants gradients, so backward runs through the frozen layers too.
+    """
+    model, sample, loss_fn = llama()
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "layers.2" in name)
+    model.enable_input_require_grads()
+    return model, sample, loss_fn
+
+
+def hf_checkpointed() -> Built:
+    """The same with transformers' own gradient checkpointing on: torch.utils.checkpoint around every layer."""
+    model, sample, loss_fn = input_grads()
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases name it otherwise
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, sample, loss_fn
 
 
 def t5() -> Built:

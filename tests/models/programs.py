@@ -213,6 +213,11 @@ def program_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([out.square().mean() for out in model(batch)]).mean()
 
 
+def sample_of(seed: int) -> Tensor:
+    """The sample that goes with a program of this seed."""
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> ProgramBuilt:
     """A program with its sample and loss, on which plain PyTorch's step runs and gives finite numbers.
@@ -221,9 +226,9 @@ def programs(draw: st.DrawFn) -> ProgramBuilt:
     anew, or copy it, for each run that is compared.
     """
     seed = draw(st.integers(0, 2**16))
+    sample = sample_of(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        sample = torch.randn(SHAPE)
         drawn = _draw_instructions(draw, sample.clone(), seed)
         kept = _strike_out_refused_writes(drawn, sample, seed)
         assume(_gives_finite_numbers(Program(kept, seed), sample))

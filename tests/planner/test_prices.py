@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from statistics import median
-
-import pytest
 
 from memfit.planner.prices import Solver
 from memfit.planner.schedule import reruns_for
@@ -81,63 +80,74 @@ def test_no_plan_is_faster_than_its_bound() -> None:
     assert tight >= 0.3 * len(graphs()) * len(FRACTIONS)  # a bound of nothing would hold too
 
 
-def test_plans_fit_and_come_close_to_the_fastest() -> None:
-    """Of some 290 budgets six in ten are solved to the optimum; the others take, in the median, an eighth of the pass longer."""
-    solved = optimal = 0
-    gaps = []
+def test_no_plan_of_the_rule_is_faster_on_small_graphs() -> None:
+    """Every budget gets the optimum among the plans that follow the rule of scheduling; some get a faster one that follows none."""
+    beaten = 0
     for trace, plans in graphs():
         solver = Solver(Timeline(trace))
-        for budget in budgets(trace, solver.smallest().peak):
+        for budget in budgets(trace, plans[0][0]):
             found = solver.solve(budget)
-            assert found is not None  # what `smallest` found, `solve` finds
+            assert found is not None
             assert found.peak <= budget
-            assert solver.timeline.evaluate(found.reruns).peak_bytes == found.peak
-            solved += 1
-            gap = (found.seconds - optimum(plans, budget)) / trace.pass_seconds
-            if gap < 1e-9:
-                optimal += 1
-            else:
-                gaps.append(gap)
-    assert optimal >= 0.55 * solved, (optimal, solved)
-    assert max(gaps) < 0.75
-    assert median(gaps) < 0.15
+            evaluation = solver.timeline.evaluate(found.reruns)
+            assert (evaluation.peak_bytes, evaluation.extra_seconds) == (found.peak, found.seconds)
+            assert found.seconds <= optimum(plans, budget) + 1e-9
+            assert found.seconds >= solver.bound(budget) - 1e-9
+            beaten += found.seconds < optimum(plans, budget) - 1e-9
+    assert beaten >= 10  # measured: 22 of 288
 
 
-def test_the_smallest_plan_is_near_the_smallest_there_is() -> None:
-    ratios = []
+def test_the_smallest_plan_is_the_smallest_there_is_on_small_graphs() -> None:
     for trace, plans in graphs():
-        smallest = Solver(Timeline(trace)).smallest().peak
-        assert smallest >= plans[0][0] or len(plans) == 1
-        ratios.append(smallest / plans[0][0])
-    assert median(ratios) < 1.1
-    assert max(ratios) < 1.6, max(ratios)
+        solver = Solver(Timeline(trace))
+        smallest = solver.smallest().peak
+        assert smallest <= plans[0][0]
+        assert solver.solve(smallest) is not None
+        assert solver.solve(smallest - 1) is None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="only the plan that drops everything is weighed: where dropping less needs fewer bytes, budgets that would do are refused",
-)
 def test_a_budget_that_some_plan_fits_is_not_refused() -> None:
-    refused = 0
     for trace, plans in graphs():
-        refused += Solver(Timeline(trace)).solve(plans[0][0]) is None
-    assert refused <= 0.05 * len(graphs()), (refused, len(graphs()))
+        assert Solver(Timeline(trace)).solve(plans[0][0]) is not None
+
+
+def larger() -> list[Trace]:
+    """Graphs too large to enumerate."""
+    out = [network(seed, blocks=12, dispatch=0.01 * (seed % 2)) for seed in range(4)]
+    return [*out, *(drawn(seed, forward=40, most_saved=30, plain_operations=True) for seed in range(4)), layers(20)]
 
 
 def test_more_bytes_never_make_a_plan_slower() -> None:
-    worse = steps = 0
-    for trace, _ in graphs():
+    for trace in [*(trace for trace, _ in graphs()), *larger()]:
         solver = Solver(Timeline(trace))
         smallest, plain = solver.smallest().peak, solver.plain.peak
+        ladder = [smallest + (plain - smallest) * i // 8 for i in range(9)]
+        chance = random.Random(len(trace.events))
+        for budget in chance.sample(ladder, len(ladder)):
+            assert solver.solve(budget) is not None
         last = float("inf")
-        for i in range(9):
-            found = solver.solve(smallest + (plain - smallest) * i // 8)
+        for budget in ladder:
+            found = solver.solve(budget)
             assert found is not None
-            worse += found.seconds > last + 1e-9
-            steps += 1
+            assert found.peak <= budget
+            assert found.seconds <= last
             last = found.seconds
-    assert worse <= 0.02 * steps, (worse, steps)  # the search is a heuristic; it may stumble, seldom
+
+
+def test_plans_of_larger_graphs_lie_between_bound_and_rules() -> None:
+    gaps = []
+    for trace in larger():
+        solver = Solver(Timeline(trace))
+        smallest, plain = solver.smallest().peak, solver.plain.peak
+        rules = [solver.tightest(solver.layout(size)) for size in solver.window_sizes()]
+        for share in (0.25, 0.5, 0.75):
+            budget = int(smallest + share * (plain - smallest))
+            found = solver.solve(budget)
+            assert found is not None
+            assert solver.bound(budget) <= found.seconds + 1e-9
+            assert all(found.seconds <= rule.seconds for rule in rules if rule.peak <= budget)
+            gaps.append((found.seconds - solver.bound(budget)) / trace.pass_seconds)
+    assert median(gaps) < 0.1, sorted(gaps)
 
 
 def test_a_larger_budget_has_no_larger_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from memfit.plans import ModuleSaving
 from memfit.report import Report, StepRecord
 from memfit.units import format_bytes, format_seconds
-from memfit.views.page import page
+from memfit.views.page import page, reproducing_call
 from views import reports
 
 ALL = [reports.report, reports.plain_report, reports.bare_report, reports.split_report]
@@ -166,3 +167,46 @@ def test_one_step_makes_a_row_and_no_curve() -> None:
 
 def test_departures_are_listed_once_with_their_steps() -> None:
     assert page(reports.report()).count("layers.3: another branch was taken (step 18, step 41)") == 1
+
+
+def test_the_call_to_reproduce_names_what_the_plan_was_made_with() -> None:
+    split = reports.split_report().plan
+    text = reproducing_call(split)
+    call = ast.parse(text).body[0]
+
+    assert isinstance(call, ast.Assign)
+    assert isinstance(call.value, ast.Call)
+    named = {k.arg: ast.unparse(k.value) for k in call.value.keywords}
+    assert named["fixed"] == "{'micro_batches': 4}"
+    assert named["budget"] == str(split.budget_bytes)
+    assert named["clip_norm"] == "1.0"
+    assert "device" not in named
+    assert "fixed={&quot;micro_batches&quot;: 4}" in page(reports.split_report())
+    assert 'device="cpu"' in reproducing_call(reports.bare_report().plan)
+    assert "clip_norm" not in reproducing_call(reports.bare_report().plan)
+
+
+def test_what_is_short_comes_before_what_is_long() -> None:
+    text = page(reports.report())
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+
+    assert headings.index("Facts") < headings.index("Notes") < headings.index("Training")
+    assert headings.index("Training") < headings.index("What backward needs, by module")
+
+
+def test_a_long_table_is_folded_and_a_short_one_is_not() -> None:
+    full = reports.report()
+    many = tuple(ModuleSaving(f"m{i}", 1024, 2048, 0.0) for i in range(30))
+    long = page(replace(full, plan=replace(full.plan, by_module=many)))
+
+    assert "<summary>All 30 rows</summary>" in long
+    assert "<summary>All" not in page(full)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_one_is_not_many(make: Make) -> None:
+    base = make()
+    few = replace(base, records=base.records[:1], frontier=base.frontier[:1])
+    words = re.sub(r"<[^>]*>", " ", page(few))
+
+    assert re.findall(r"(?<![\d.,])1 (?:micro-batches|steps|budgets|plans|modules|more modules)", words) == []

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.plans import Plan, Prediction
+from memfit.plans import Choices, Plan, Prediction
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.trace import Category
 from memfit.views import colours
-from memfit.views.drawing import Dot, Drawing, Hover, Line, Polygon, Text, shortened, stacked, text_width, wrapped
-from memfit.views.frontier_picture import frontier_picture, ratios
+from memfit.views.drawing import (
+    GRID,
+    Dot,
+    Drawing,
+    Hover,
+    Line,
+    Polygon,
+    Text,
+    counted,
+    shortened,
+    stacked,
+    text_width,
+    wrapped,
+)
+from memfit.views.frontier_picture import bounds_of, efficient, frontier_picture, ratios
+from memfit.views.labels import Area, area_of, beside
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import svg
 from memfit.views.timeline_picture import timeline_picture
@@ -47,18 +62,29 @@ def inside(drawing: Drawing) -> bool:
 
 
 def crossing(drawing: Drawing) -> list[tuple[str, str]]:
-    """Pairs of texts that overlap."""
+    """Pairs of texts that overlap, by the true widths of the letters in the pictures' font."""
     boxes = []
     for t in (s for s in drawing.shapes if isinstance(s, Text)):
-        width = text_width(t.text, t.size) * 0.8
+        width, height, descent = letters(t.text, t.size, t.bold)
         left = t.x - {"start": 0.0, "middle": width / 2, "end": width}[t.anchor]
-        boxes.append((left, left + width, t.y - 0.75 * t.size, t.y, t.text))
+        boxes.append((left, left + width, t.y - (height - descent), t.y + descent, t.text))
     return [
         (a[4], b[4])
         for i, a in enumerate(boxes)
         for b in boxes[:i]
         if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
     ]
+
+
+@cache
+def letters(text: str, size: float, bold: bool) -> tuple[float, float, float]:  # noqa: FBT001 - a cache's key
+    """Width, height and descent in pixels."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextToPath
+
+    font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
+    width, height, descent = TextToPath().get_text_width_height_descent(text, font, ismath=False)
+    return float(width), float(height), float(descent)
 
 
 @pytest.mark.parametrize("make", [reports.report, reports.plain_report, reports.bare_report, reports.split_report])
@@ -134,6 +160,144 @@ def test_without_a_curve_the_bytes_at_the_peak_are_drawn() -> None:
 
     assert "this plan carries no curve: drawn are the bytes at its peak" in texts(drawing)
     assert "activations 4.91 GiB" in texts(drawing)
+
+
+def placed_plan(share: float, ratio: float, budget: float, micro_batches: int = 1) -> Plan:
+    """A plan at a share of the plain peak, with a time and a budget as parts of the plain step's."""
+    base = reports.plan()
+    p = base.prediction
+    prediction = replace(
+        p,
+        peak_bytes=round(share * p.plain_peak_bytes),
+        step_seconds=ratio * p.plain_step_seconds,
+        bound_seconds=(0.3 + 0.7 * ratio) * p.plain_step_seconds,
+    )
+    choices = Choices(micro_batches, 4 if micro_batches > 1 else 0)
+    return replace(base, budget_bytes=round(budget * p.plain_peak_bytes), choices=choices, prediction=prediction)
+
+
+def points_of(count: int, base: Plan) -> list[FrontierPoint]:
+    """So many plans down a falling curve, more micro-batches in the smaller ones; the chosen plan is the last."""
+    p = base.prediction
+    others = []
+    for i in range(count - 1):
+        share, slower = 1 - 0.9 * i / count, 0.4 * (i / count) ** 2
+        seconds = p.plain_step_seconds * (1 + slower)
+        parts = 1 if i < count // 2 else 2 ** (1 + 3 * i // count)
+        size = round(share * p.plain_peak_bytes)
+        others.append(FrontierPoint(size, size, seconds, 0.97 * seconds, parts))
+    chosen = FrontierPoint(base.budget_bytes, p.peak_bytes, p.step_seconds, p.bound_seconds, base.choices.micro_batches)
+    return [*others, chosen] if count else []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 6, 40])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.4, 0.7, 0.93, 0.99, 1.0])
+def test_no_text_covers_another_wherever_the_chosen_plan_lies(share: float, count: int) -> None:
+    for ratio in (0.95, 1.0, 1.02, 1.38, 2.6):
+        for room in (1.0, 1.05, 1.6):  # the budget, in peaks of the plan
+            for parts in (1, 4):
+                plan = placed_plan(share, ratio, share * room, parts)
+                drawing = frontier_picture(plan, points_of(count, plan))
+
+                assert crossing(drawing) == [], (ratio, room, parts)
+                assert inside(drawing)
+                assert any(t.startswith(("this plan", "Not drawn")) for t in texts(drawing))
+                assert len([t for t in texts(drawing) if t.startswith("this plan")]) in {0, 2}  # by the dot, in the key
+
+
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.93, 1.0])
+def test_no_text_of_the_timeline_covers_another_wherever_the_peaks_lie(share: float) -> None:
+    for room in (1.0, 1.05, 1.6):
+        for parts in (1, 4):
+            plan = placed_plan(share, 1.2, share * room, parts)
+            peak = plan.prediction.peak_bytes
+            for measured in (peak, peak + 1, round(1.3 * peak)):
+                drawing = timeline_picture(plan, Rehearsal(peak, measured, 1.0))
+
+                assert crossing(drawing) == [], (room, parts, measured)
+                assert inside(drawing)
+
+
+def test_a_name_goes_where_no_text_is_and_lines_are_few() -> None:
+    room, name = Area(0, 0, 200, 100), Text(0, 0, "name")
+    first = beside(name, [(100, 50)], room, [])
+    assert first is not None
+    assert room.holds(area_of(first))
+    other = beside(name, [(100, 50)], room, [first])
+    assert other is not None
+    assert not area_of(other).meets(area_of(first))
+    across = [(0.0, first.y), (200.0, first.y)]
+    away = beside(name, [(100, 50)], room, [], lines=[across])
+    assert away is not None
+    assert not area_of(away).crossed(across[0], across[1])
+    assert beside(name, [(100, 50)], Area(0, 0, 10, 10), []) is None
+
+
+def test_a_line_crosses_an_area_or_passes_it() -> None:
+    area = Area(10, 10, 20, 20)
+
+    assert area.crossed((0, 15), (30, 15))
+    assert area.crossed((12, 12), (14, 14))
+    assert area.crossed((15, 0), (15, 30))
+    assert not area.crossed((0, 25), (30, 25))
+    assert not area.crossed((0, 0), (9, 30))
+    assert not area.crossed((15, 0), (15, 9))
+
+
+def test_the_plain_curve_is_named_and_so_is_that_of_a_part() -> None:
+    report = reports.report()
+    split = replace(report.plan, choices=Choices(4, 4, "samples"))
+
+    assert "plain step" in texts(timeline_picture(report.plan))
+    assert "this part with nothing dropped" in texts(timeline_picture(split))
+    assert "plain step" not in texts(timeline_picture(reports.plain_report().plan))
+
+
+def test_lines_that_coincide_are_dashed_over_one_drawn_through() -> None:
+    base = reports.plan()
+    peak = base.prediction.peak_bytes
+    drawing = timeline_picture(replace(base, budget_bytes=peak), Rehearsal(peak, peak, 1.0))
+
+    across = [s for s in drawing.shapes if isinstance(s, Line) and len(s.points) == 2 and s.colour != GRID]
+    order = [s.colour for s in across if s.colour in {colours.BUDGET, colours.PREDICTED, colours.MEASURED}]
+    assert order[0] == colours.MEASURED
+    assert set(order[1:]) == {colours.BUDGET, colours.PREDICTED}
+
+
+def test_a_long_remark_is_wrapped_and_not_cut() -> None:
+    base = reports.plan()
+    drawn = texts(timeline_picture(base, Rehearsal(10**9, 10**9 + 1, 1.0)))
+
+    assert "prediction: less than 0.01 % too low" in " ".join(drawn)
+
+
+def test_the_line_of_the_frontier_leaves_out_plans_that_a_smaller_one_beats() -> None:
+    base = placed_plan(0.4, 0.97, 0.41, 4)
+    p = base.prediction
+    plain, beaten, small = (
+        FrontierPoint(n, n, s * p.plain_step_seconds, 0, parts)
+        for n, s, parts in ((p.plain_peak_bytes, 1.0, 1), (p.peak_bytes * 2, 1.2, 1), (p.peak_bytes // 2, 1.5, 4))
+    )
+    frontier, chosen = ratios(base, [plain, beaten, small])
+
+    assert [r.ratio for r in efficient([*frontier])] == [1.5, 1.2, 1.0]
+    assert [r.ratio for r in efficient(sorted([*frontier, chosen], key=lambda r: r.peak_bytes))] == [1.5, 0.97]
+
+
+def test_only_bounds_for_as_many_micro_batches_stand_in_one_line() -> None:
+    base = placed_plan(0.4, 0.97, 0.41, 4)
+    frontier, chosen = ratios(base, points_of(6, base))
+
+    assert {r.micro_batches for r in bounds_of(frontier, chosen)} == {4}
+    drawn = texts(frontier_picture(base, points_of(6, base)))
+    assert any(t.endswith("The lower bound is for 4 micro-batches.") for t in drawn)
+
+
+def test_things_are_counted_in_words() -> None:
+    assert [counted(n, "micro-batch") for n in (0, 1, 2)] == ["0 micro-batches", "1 micro-batch", "2 micro-batches"]
+    assert counted(1200, "step") == "1,200 steps"
+    one = [FrontierPoint(2**33, 2**33, 1.0, 1.0)]
+    assert "1 budget" in texts(frontier_picture(reports.plan(), one))
 
 
 numbers = st.integers(0, 2**45)

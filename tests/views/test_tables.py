@@ -26,7 +26,10 @@ def test_the_plan_is_told_in_a_few_lines() -> None:
     for expected in ("8.00 GiB", "7.68 GiB (96.0 %)", "20.7 GiB", "743 ms", "601 ms", "0.8 %"):
         assert expected in text
     assert "nothing" in shown(plan_table(reports.plain_report().plan))
-    assert "4 (losses by tokens:labels)" in shown(plan_table(reports.split_report().plan))
+    assert "1 operation " in text
+    split = shown(plan_table(reports.split_report().plan))
+    assert "4 (losses by tokens:labels)" in split
+    assert "1 operation per micro-batch" in split
 
 
 def test_modules_come_with_the_most_dropped_first() -> None:

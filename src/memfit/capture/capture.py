@@ -136,9 +136,9 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_collection() -> Any:
-    # A collection in the middle would let reference cycles die at a moment that no other run repeats.
+    # A collection in the middle would let reference cycles die at a moment that no other run repeats. What is garbage already stays garbage
+    # meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than capturing a small model.
     was = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -168,7 +168,9 @@ def _record(
             del loss
         else:
             program.forward_backward(parts[0], weight)
-        gc.collect()
+        gc.collect(
+            0
+        )  # cycles of that forward, which may hold activations; all are young, as no collection has run since they were made
         recorder = Recorder(paths)
         recorder.register(model.parameters(), Category.PARAMETER)
         recorder.register(model.buffers(), Category.BUFFER)
@@ -181,10 +183,18 @@ def _record(
             marks.append(len(recorder.events))
             recorder.phase = Phase.BACKWARD
 
-        with recorder:
+        with recorder, recorder.seeing_generator_states():
             # [2] One micro-batch, recorded; the largest one, after the gradients exist when there are several.
+            # The engine, too, holds the buffers that were there before the step, in case it fails.
+            buffers = dict(model.named_buffers())
             loss = program.forward_backward(parts[-1], weight, recorder.saving(), after_forward=after_forward)
             pass_events = len(recorder.events)
+            changed = {
+                name: b.numel() * b.element_size()
+                for name, b in buffers.items()
+                if dispatch.has_storage(b) and recorder.storage_id(b) in recorder.changed
+            }
+            del buffers
             recorder.recategorise((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
             # [3] The optimizer twice: the first time makes its state, the second is the steady one.
             if program.optimizer is not None:
@@ -219,6 +229,8 @@ def _record(
         signature=batches.signature(sample),
         model=model_digest(model),
         notes=tuple(recorder.notes),
+        changed_buffers=tuple(changed),
+        changed_buffer_bytes=sum(changed.values()),
     )
     return Captured(trace, recorder.calls, recorder.overwritten)
 

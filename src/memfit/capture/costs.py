@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,13 +26,17 @@ from memfit.capture.capture import Captured
 from memfit.capture.recorder import CallSpec, TensorSpec
 from memfit.machine import Machine
 from memfit.meter import profiled, spans_and_changes
-from memfit.trace import Storage, Trace, digest
+from memfit.trace import BEFORE_STEP, Category, Storage, Trace, digest
 
 # Operations with more input than this are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
 MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long has been measured
 MOST_REPEATS: Final = 7
 LONG_SECONDS: Final = 0.03  # operations this long are run twice in all
+VERY_LONG_SECONDS: Final = 0.1  # and these once: what a first run sets up is small beside them
+PROFILED_SECONDS: Final = (
+    0.001  # operations this long are timed under the profiler, whose few microseconds do not count beside them
+)
 FORMAT: Final = 3
 
 
@@ -76,7 +80,6 @@ class CostTable:
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
         self._costs: dict[str, Cost] = {}
-        self._first_seconds: dict[str, float] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):
             for key, (seconds, workspace, made, measured) in json.loads(self.path.read_text()).items():
                 self._costs[key] = Cost(seconds, workspace, None if made is None else tuple(made), measured)
@@ -87,18 +90,16 @@ class CostTable:
         """Costs of all calls; those not known yet are measured now and written to disk."""
         missing = {key: call for key, call in calls.items() if digest(key) not in self._costs}
         if missing:
-            workspaces = self._workspaces(missing, calls)
             machine = present_machine(self.device)
-            for number, (key, call) in enumerate(missing.items()):
+
+            def tell(number: int) -> None:
                 if progress is not None:
                     progress("timing operations", number / len(missing))
-                workspace, made = workspaces.get(key, (0, None))
-                seconds = self._time(key, call, calls) if made is not None else None
-                self._costs[digest(key)] = (
-                    Cost(estimated_seconds(call, machine), 0, None, measured=False)
-                    if seconds is None
-                    else Cost(seconds, workspace, made)
-                )
+
+            found = (self._on_cuda if self.device.type == "cuda" else self._on_cpu)(missing, calls, tell)
+            for key, call in missing.items():
+                cost = found.get(key)
+                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), 0, None, measured=False)
             self._write()
         return {key: self._costs[digest(key)] for key in calls}
 
@@ -111,37 +112,39 @@ class CostTable:
             temporary.write_text(json.dumps(rows))
             temporary.replace(self.path)
 
-    def _workspaces(
-        self, missing: dict[str, CallSpec], calls: dict[str, CallSpec]
-    ) -> dict[str, tuple[int, tuple[int, ...] | None]]:
-        out: dict[str, tuple[int, tuple[int, ...] | None]] = {}
-        if self.device.type == "cuda":
-            for key, call in missing.items():
-                out[key] = self._cuda_workspace(call, calls)
-            return out
+    def _on_cpu(
+        self, missing: dict[str, CallSpec], calls: dict[str, CallSpec], tell: Callable[[int], None]
+    ) -> dict[str, Cost]:
+        """Bytes from a profiled run of each; seconds from the same session for what is long, from unprofiled runs for what is short."""
         names: dict[str, str] = {}
         made: dict[str, tuple[int, ...]] = {}
-        self._first_seconds.clear()
+        seconds: dict[str, float] = {}
         with profiled() as profile:
             for number, (key, call) in enumerate(missing.items()):
+                tell(number)
                 if input_bytes(call) > LARGEST_INPUT_BYTES:
                     continue
                 try:
                     args, kwargs = _arguments(call, calls, self.device)
-                    begin = time.perf_counter()
-                    with torch.profiler.record_function(f"memfit.cost.{number}"):
-                        result = _run(call, args, kwargs)
-                    self._first_seconds[key] = time.perf_counter() - begin
-                    # The first run may set things up that stay; the second does not.
-                    if self._first_seconds[key] < LONG_SECONDS:
-                        del result
+                    times = []
+                    # The first run may set things up that stay (the span of a name that counts is its last), and its time with it.
+                    for _ in range(2):
+                        begin = time.perf_counter()
                         with torch.profiler.record_function(f"memfit.cost.{number}"):
                             result = _run(call, args, kwargs)
+                        times.append(time.perf_counter() - begin)
+                        sizes = _made(result, args, kwargs)
+                        del result
+                        if times[-1] >= VERY_LONG_SECONDS:
+                            break
+                    if min(times) >= PROFILED_SECONDS:
+                        seconds[key] = self._repeated(call, args, kwargs, times)
                 except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
                     continue
                 names[f"memfit.cost.{number}"] = key
-                made[key] = _made(result, args, kwargs)
-                del result, args, kwargs
+                made[key] = sizes
+                del args, kwargs
+        workspaces: dict[str, int] = {}
         for name, changes in spans_and_changes(profile, "memfit.cost.").items():
             if name not in names:
                 continue
@@ -149,43 +152,54 @@ class CostTable:
             for change in changes:
                 total += change
                 peak = max(peak, total)
-            out[names[name]] = (max(0, peak - max(0, total)), made[names[name]])
+            workspaces[names[name]] = max(0, peak - max(0, total))
+        out: dict[str, Cost] = {}
         for key, sizes in made.items():
-            out.setdefault(key, (0, sizes))
+            if key not in seconds:
+                try:
+                    args, kwargs = _arguments(missing[key], calls, self.device)
+                    seconds[key] = self._repeated(missing[key], args, kwargs, [])
+                except Exception:  # noqa: BLE001, S112 - as above
+                    continue
+                del args, kwargs
+            out[key] = Cost(seconds[key], workspaces.get(key, 0), sizes)
         return out
 
-    def _cuda_workspace(self, call: CallSpec, calls: dict[str, CallSpec]) -> tuple[int, tuple[int, ...] | None]:
-        if input_bytes(call) > LARGEST_INPUT_BYTES:
-            return 0, None
-        try:
-            args, kwargs = _arguments(call, calls, self.device)
-            _run(call, args, kwargs)
-            torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            result = _run(call, args, kwargs)
-            torch.cuda.synchronize(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device) - before
-            kept = torch.cuda.memory_allocated(self.device) - before
-            return max(0, peak - max(0, kept)), _made(result, args, kwargs)
-        except Exception:  # noqa: BLE001 - as above
-            return 0, None
+    def _on_cuda(
+        self, missing: dict[str, CallSpec], calls: dict[str, CallSpec], tell: Callable[[int], None]
+    ) -> dict[str, Cost]:
+        out: dict[str, Cost] = {}
+        for number, (key, call) in enumerate(missing.items()):
+            tell(number)
+            if input_bytes(call) > LARGEST_INPUT_BYTES:
+                continue
+            try:
+                args, kwargs = _arguments(call, calls, self.device)
+                _run(call, args, kwargs)
+                torch.cuda.synchronize(self.device)
+                before = torch.cuda.memory_allocated(self.device)
+                torch.cuda.reset_peak_memory_stats(self.device)
+                result = _run(call, args, kwargs)
+                torch.cuda.synchronize(self.device)
+                peak = torch.cuda.max_memory_allocated(self.device) - before
+                kept = torch.cuda.memory_allocated(self.device) - before
+                sizes = _made(result, args, kwargs)
+                del result
+                out[key] = Cost(self._repeated(call, args, kwargs, []), max(0, peak - max(0, kept)), sizes)
+                del args, kwargs
+            except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
+                continue
+        return out
 
-    def _time(self, key: str, call: CallSpec, calls: dict[str, CallSpec]) -> float | None:
-        try:
-            args, kwargs = _arguments(call, calls, self.device)
-            best: list[float] = []
-            spent = 0.0
-            first = self._first_seconds.get(key, 0.0)
-            if first >= LONG_SECONDS:  # once more is enough where noise is small beside the time
-                return min(first, self._once(call, args, kwargs))
-            while len(best) < MOST_REPEATS and (spent < MEASURE_SECONDS or len(best) < 2):
-                seconds = self._once(call, args, kwargs)
-                best.append(seconds)
-                spent += seconds
-        except Exception:  # noqa: BLE001 - as above
-            return None
-        # The least of several runs: what else the machine does can only add.
+    def _repeated(self, call: CallSpec, args: Any, kwargs: Any, times: list[float]) -> float:
+        """The least of several runs, those of `times` included: what else the machine does can only add."""
+        if times and min(times) >= LONG_SECONDS:
+            return min(times)
+        best = list(times)
+        spent = 0.0
+        while len(best) < MOST_REPEATS and (spent < MEASURE_SECONDS or len(best) < 2):
+            best.append(self._once(call, args, kwargs))
+            spent += best[-1]
         return min(best)
 
     def _once(self, call: CallSpec, args: Any, kwargs: Any) -> float:
@@ -382,8 +396,24 @@ def present_machine(device: torch.device) -> Machine:
     )
 
 
-def with_costs(captured: Captured, costs: dict[str, Cost], *, seconds_are: str, device: str) -> Trace:
-    """The trace with seconds and workspace filled in, and hidden bytes in opaque outputs put right."""
+def with_costs(
+    captured: Captured,
+    costs: dict[str, Cost],
+    *,
+    seconds_are: str,
+    device: str,
+    allocation_bytes: int = 1,
+    beside_bytes: int = 0,
+) -> Trace:
+    """The trace with seconds and workspace filled in, and hidden bytes in opaque outputs put right.
+
+    Args:
+        captured: the trace and its calls.
+        costs: of each call.
+        seconds_are, device: for the record.
+        allocation_bytes: what the device's allocator rounds up to (512 on CUDA).
+        beside_bytes: held on the device beside what the trace knows (libraries' workspaces, the user's other tensors).
+    """
     trace = captured.trace
     storages: list[Storage] = list(trace.storages)
     operations = []
@@ -403,6 +433,10 @@ def with_costs(captured: Captured, costs: dict[str, Cost], *, seconds_are: str, 
                 note = f"{op.name} returns more memory than its fake kernel shows; measured bytes are used"
                 if note not in notes:
                     notes.append(note)
+    if allocation_bytes > 1:
+        storages = [replace(s, bytes=-(-s.bytes // allocation_bytes) * allocation_bytes) for s in storages]
+    if beside_bytes:
+        storages.append(Storage(beside_bytes, Category.OTHER, "", BEFORE_STEP, len(trace.events)))
     return replace(
         trace,
         operations=tuple(operations),
@@ -411,6 +445,16 @@ def with_costs(captured: Captured, costs: dict[str, Cost], *, seconds_are: str, 
         device=device,
         notes=tuple(notes),
     )
+
+
+def beside_bytes(device: torch.device, known: Iterable[torch.Tensor]) -> int:
+    """Bytes that the CUDA allocator has handed out for other things than these tensors: cuBLAS's workspace, whatever else the process holds; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    held = sum(
+        -(-s.nbytes() // 512) * 512 for s in dispatch.storages_of(t for t in known if t.device == device).values()
+    )
+    return max(0, torch.cuda.memory_allocated(device) - held)
 
 
 def estimated_costs(calls: dict[str, CallSpec], machine: Machine) -> dict[str, Cost]:

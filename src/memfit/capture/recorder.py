@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -104,6 +105,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.storages: list[_Storage] = []
         self.saves: list[_Save] = []
+        self.changed: set[int] = set()  # storages written in place, running statistics included
         self.calls: dict[str, CallSpec] = {}
         self.notes: dict[str, None] = {}
         self.recording = True
@@ -113,6 +115,8 @@ class Recorder(TorchDispatchMode):
         self._node: object = None
         self._read_under_node: set[int] = set()
         self._made_under_node: set[int] = set()
+        self._unpacked_under_node: set[int] = set()  # saves that the node still holds
+        self._node_holds = False  # whether it ever held any
         self._packed: dict[int, weakref.ref[_StandIn]] = {}
         self._now = BEFORE_STEP
         self._ids: dict[int, int] = {}
@@ -131,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def recategorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Change the category of storages already known."""
         for tensor in tensors:
-            sid = self._ids.get(dispatch.storage_key(tensor))
+            sid = self._ids.get(dispatch.storage_key(tensor)) if dispatch.has_storage(tensor) else None
             if sid is not None and self.storages[sid].birth != BEFORE_STEP:
                 self.storages[sid].category = category
 
@@ -182,12 +186,20 @@ class Recorder(TorchDispatchMode):
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a tensor that has no plain storage (sparse or opaque); it is kept"] = None
             inputs = [t for t in inputs if dispatch.has_storage(t)]
-        target = self._updated_in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
+        instead = self._in_place_instead(func, args, kwargs) if self.phase is Phase.BACKWARD else None
+        target = None
+        if instead is not None:
+            target = self.storage_id(args[0])
         reads = tuple(self.storage_id(t) for t in inputs)
         writes = tuple(
             dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
         )
-        key, call = self._describe(func, args, kwargs)
+        self.changed.update(writes)
+        for position in dispatch.batch_norm_statistics(func, args):
+            if isinstance(args[position], torch.Tensor):
+                self.changed.add(self.storage_id(args[position]))
+        described = instead or func
+        key, call = self._describe(described, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs)
         event = len(self.events)
@@ -198,7 +210,12 @@ class Recorder(TorchDispatchMode):
         made: list[int] = []
         outputs: list[int] = []
         category = Category.ACTIVATION if self.phase is Phase.FORWARD else Category.TEMPORARY
+        in_place = _returns_what_it_writes(func)
         for out in dispatch.tensors_in(result):
+            if in_place and dispatch.has_storage(out) and dispatch.storage_key(out) not in self._ids:
+                # A fake value written into a real tensor (one computed from the batch alone): torch returns a fake copy, the step makes none.
+                outputs.append(-1)
+                continue
             if not dispatch.has_storage(out):
                 rerunnable = False
                 continue
@@ -223,7 +240,7 @@ class Recorder(TorchDispatchMode):
             self.calls[key] = call
         self.operations.append(
             Operation(
-                str(func),
+                str(described),
                 self.phase,
                 self.module,
                 reads,
@@ -239,36 +256,47 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def _updated_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The storage that this result replaces when no dispatch mode is on.
+    def _in_place_instead(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:
+        """The operation that runs instead, on the first argument in place, when no dispatch mode is on.
 
-        Autograd adds gradients up in place, and some backward formulas scatter into fresh zeros in place, but do neither while a mode watches
-        (`isTensorSubclassLike` in ATen). The step to be predicted runs its backward without a mode. A storage is replaced when nobody else holds it.
+        Autograd adds gradients up in place, and some backward formulas write into their own fresh tensors, but do neither while a mode watches
+        (`isTensorSubclassLike` in ATen). The step to be predicted runs its backward without a mode.
         """
         node = torch._C._current_autograd_node()
+        self._at_node(node)
+        if not args or not isinstance(args[0], torch.Tensor) or not dispatch.has_storage(args[0]):
+            return None
+        known = self._ids.get(dispatch.storage_key(args[0]))
+        if known is None:
+            return None
+        if func is torch.ops.aten.add.Tensor:
+            # Between nodes: what came first lies in the buffer of the next node, and is added to when nothing else holds it.
+            if kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
+                return None
+            old, new = args
+            if old.shape != new.shape or old.dtype != new.dtype or torch.is_grad_enabled():
+                return None
+            # A node lets go of what it saved before its results are added up; until then an addition is its own arithmetic.
+            done = self._node_holds and not self._unpacked_under_node
+            if not done and (known in self._read_under_node or known in self._made_under_node):
+                return None
+            return torch.ops.aten.add_.Tensor if _dense(old) and _held_once(old) else None
+        if known not in self._made_under_node or isinstance(node, torch.autograd.function.FunctionCtx):
+            return None
+        instead = _WRITES_INTO_ITS_OWN.get(func)
+        if instead is None and node is not None and node.name().startswith("BinaryCrossEntropy"):
+            instead = _WRITES_IN_CROSS_ENTROPY.get(func)
+        # Only the formula can hold what it made, perhaps more than once on the way; no other tensor may share its storage.
+        return instead if instead is not None and _storage_held_once(args[0]) else None
+
+    def _at_node(self, node: object) -> None:
+        """Forget about the node before, when another one runs now."""
         if node is not self._node:
             self._node = node
             self._read_under_node.clear()
             self._made_under_node.clear()
-        if func is torch.ops.aten.add.Tensor:
-            if kwargs or len(args) != 2 or not all(isinstance(a, torch.Tensor) for a in args):
-                return None
-            old, new = args
-            if old.shape != new.shape or old.dtype != new.dtype:
-                return None
-            known = self._ids.get(dispatch.storage_key(old))
-            if known is None or known in self._read_under_node or known in self._made_under_node:
-                return None  # the node's own arithmetic
-            for candidate in (old, new):
-                sid = self._ids.get(dispatch.storage_key(candidate))
-                if sid is not None and _held_once(candidate):
-                    return sid
-            return None
-        if func in _SCATTERS_INTO_ZEROS and isinstance(args[0], torch.Tensor):
-            sid = self._ids.get(dispatch.storage_key(args[0]))
-            if sid in self._made_under_node and _held_once(args[0]):
-                return sid
-        return None
+            self._unpacked_under_node.clear()
+            self._node_holds = False
 
     def _inherit(self, tensor: torch.Tensor, sid: int) -> None:
         for key, known in list(self._ids.items()):
@@ -317,6 +345,28 @@ class Recorder(TorchDispatchMode):
     # -- autograd's saved tensors --------------------------------------------------------------------------------------------
 
     @contextmanager
+    def seeing_generator_states(self) -> Iterator[None]:
+        """Inside, generator states that Python code asks for are followed too: `torch.utils.checkpoint` keeps one for each of its regions.
+
+        The generator allocates them itself, out of the dispatcher's sight, so the function that hands them out is replaced meanwhile.
+        """
+        ask = torch.get_rng_state
+
+        def seen() -> torch.Tensor:
+            state = ask()
+            if self.recording:
+                # What no operation makes counts from the start, in backward from now.
+                forward = self.phase is Phase.FORWARD
+                self._add(state, Category.OTHER, self.module, BEFORE_STEP if forward else len(self.events) - 1)
+            return state
+
+        torch.get_rng_state = seen
+        try:
+            yield
+        finally:
+            torch.get_rng_state = ask
+
+    @contextmanager
     def saving(self) -> Iterator[None]:
         """Forward and loss run inside."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -331,9 +381,7 @@ class Recorder(TorchDispatchMode):
         upcoming = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
         self.saves.append(_Save(sid, len(self.events) - (not upcoming), self.paths.current))
         if self.storages[sid].birth == BEFORE_STEP:
-            kept = _StandIn(save, tensor if tensor.is_leaf else tensor.detach())
-            kept.packed_after = len(self.events) - 1
-            return kept
+            return self._watch(_StandIn(save, tensor if tensor.is_leaf else tensor.detach()))
         stand_in = self._watch(
             _StandIn(
                 save,
@@ -353,11 +401,13 @@ class Recorder(TorchDispatchMode):
 
     def _watch(self, stand_in: _StandIn) -> _StandIn:
         # Autograd lets go of what it packed only when the node is done, after checking its results; what was unpacked goes a little earlier.
-        save = self.saves[stand_in.save]
+        number = stand_in.save
+        save = self.saves[number]
         stand_in.packed_after = len(self.events) - 1
 
         def freed(_: object) -> None:
             save.freed = self._now
+            self._unpacked_under_node.discard(number)
 
         self._packed[stand_in.save] = weakref.ref(stand_in, freed)
         return stand_in
@@ -381,6 +431,9 @@ class Recorder(TorchDispatchMode):
             self.overwritten = True
         self.events.append(~stand_in.save)
         self._now = event
+        self._at_node(torch._C._current_autograd_node())
+        self._unpacked_under_node.add(stand_in.save)
+        self._node_holds = True
         self._backward_module = save.module
         if stand_in.tensor is not None:
             save.unpacks.append([event, event])
@@ -436,27 +489,50 @@ class Recorder(TorchDispatchMode):
         return tuple(self.operations), storages, saves
 
 
-_SCATTERS_INTO_ZEROS: Final = frozenset(
-    {
-        torch.ops.aten.index_put.default,
-        torch.ops.aten._index_put_impl.default,
-        torch.ops.aten._unsafe_index_put.default,
-        torch.ops.aten.scatter_add.default,
-        torch.ops.aten.scatter.src,
-        torch.ops.aten.scatter.value,
-        torch.ops.aten.index_add.default,
-        torch.ops.aten.index_fill.int_Scalar,
-        torch.ops.aten.masked_fill.Scalar,
-        torch.ops.aten.masked_scatter.default,
-    }
-)
+_aten = torch.ops.aten
+# What backward formulas do in place to a tensor they just made, when no mode watches.
+_WRITES_INTO_ITS_OWN: Final = {
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.put.default: _aten.put_.default,
+}
+_WRITES_IN_CROSS_ENTROPY: Final = {
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+}
+
+
+@cache
+def _returns_what_it_writes(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and bool(returns[0].alias_info.is_write)
 
 
 def _held_once(tensor: torch.Tensor) -> bool:
     """Whether only the caller of the dispatched operation holds this tensor and its storage."""
     # Counted inside __torch_dispatch__: one owner below, the arguments above (4 for the tensor), the storage's wrapper made here.
     owners = tensor._use_count()  # type: ignore[attr-defined]
-    return owners <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+    return owners <= 4 and _storage_held_once(tensor)
+
+
+def _storage_held_once(tensor: torch.Tensor) -> bool:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((t, n) for n, t in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 # Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.

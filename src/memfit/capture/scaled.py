@@ -94,6 +94,17 @@ def real_forward_names(
     return names.names
 
 
+def looked_at(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> tuple[Batch, list[str]]:
+    """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
+    few = rows_of(sample, min(2, batches.size(sample)))
+    try:
+        return few, real_forward_names(model, few, loss_fn)
+    except Exception:
+        if batches.size(few) == batches.size(sample):
+            raise
+    return sample, real_forward_names(model, sample, loss_fn)
+
+
 def forward_names(trace: Trace) -> list[str]:
     """Operations of a captured forward and loss."""
     return [trace.operations[e].name for e in trace.events[: trace.forward_events] if e >= 0]
@@ -116,11 +127,16 @@ def scaled(
     """
     total = batches.size(sample)
     target = batches.micro_batch_sizes(total, micro_batches)[-1]
-    two = capture_real(model, rows_of(sample, min(2, total)), loss_fn, None)
-    step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / min(2, total) * target
+    few, _ = looked_at(model, sample, loss_fn)
+    two = capture_real(model, few, loss_fn, None)
+    step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
     if target <= max(SMALL_SIZES) or step_bytes <= SMALL_STEP_BYTES:
         one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
         return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
+    if few is sample:
+        raise CaptureError(
+            f"this model runs on the whole batch but not on {min(2, total)} samples of it, so its step cannot be predicted from a small one ({why})"
+        )
     first, second, third = (
         capture_real(
             model,
@@ -220,8 +236,9 @@ def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | No
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
+    few, _ = looked_at(model, sample, loss_fn)
     with forked_generators(), lent(model, copied):
-        loss = batches.loss_of(model, rows_of(sample, min(2, batches.size(sample))), loss_fn)
+        loss = batches.loss_of(model, few, loss_fn)
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
 
@@ -249,14 +266,13 @@ def _believable(
             return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
         if believed is not None and believed.source == "fake" and forward_names(believed) == forward_names(fake.trace):
             return fake
-        few = rows_of(sample, min(2, batches.size(sample)))
-        short = shortened(few)
+        short = shortened(rows_of(sample, min(2, batches.size(sample))))
         if short is not None:
             # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.
             with suppress(Exception):
                 if real_forward_names(model, short, loss_fn) == forward_names(fake.trace):
                     return fake
-        real = real_forward_names(model, few, loss_fn)
+        few, real = looked_at(model, sample, loss_fn)
         if real == forward_names(fake.trace):
             return fake
         real = real_forward_names(model, few, loss_fn, twice=True)

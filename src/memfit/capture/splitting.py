@@ -94,7 +94,7 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     few = _varied(rows_of(sample, min(most, total)))
     count = batches.size(few)
     parts = batches.split(few, [count - 1, 1])
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = _compared([p for p in model.parameters() if p.requires_grad])
     watch = _Certain()
 
     def gradient(part: Batch) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
             )
     tolerance = LOW_PRECISION_TOLERANCE if watch.low_precision else TOLERANCE
     best = Splitting(None, float("inf"))
-    norm = sum(float(g.double().pow(2).sum()) for g in whole) ** 0.5
+    norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
     if not norm > 0 or norm == float("inf"):
         return Splitting(None, float("nan"), f"the gradient of a few samples is {norm}, so nothing can be compared")
     for how in batches.weightings(few):
@@ -127,8 +127,8 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
             continue
         difference = 0.0
         for index, g in enumerate(whole):
-            added = sum(share * piece[index].double() for share, piece in zip(shares, pieces, strict=True))
-            difference += float((g.double() - added).pow(2).sum())
+            added = sum(share * piece[index].float() for share, piece in zip(shares, pieces, strict=True))
+            difference += _norm(g.float() - added) ** 2
         error = difference**0.5 / norm
         if error < tolerance:
             return Splitting(how, error)
@@ -140,6 +140,25 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
         f"gradients of parts do not add up to the whole batch's (relative difference {best.error:.2g} with the best weights): "
         "a layer or the loss sees the whole batch, as batch norm and contrastive losses do",
     )
+
+
+def _compared(trainable: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters whose gradients are compared: all, or of a large model the smaller ones, which every layer has (norms, biases).
+
+    What sees the whole batch changes the gradient that flows back through everything before it, so no layer's large matrices are needed to notice.
+    """
+    chosen: list[nn.Parameter] = []
+    total = 0
+    for parameter in sorted(trainable, key=lambda p: p.numel()):
+        total += parameter.numel()
+        if total > LARGE_MODEL_PARAMETERS and chosen:
+            break
+        chosen.append(parameter)
+    return chosen
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64 if tensor.numel() < 1 << 20 else None))
 
 
 _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_config, read_config, summary
-from memfit.errors import PlanFileError
+from memfit.cli.answer import Answer, add_settings, read_config, summary
+from memfit.errors import ConfigError, PlanFileError
+
+if TYPE_CHECKING:
+    from memfit.plans import Plan
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -15,33 +19,73 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
         "plan", parents=[shared], help="say whether training fits, and what it costs", description=__doc__
     )
-    add_config(parser)
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="configuration file (YAML, or JSON)")
+    add_settings(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the plan as JSON, for memfit train --plan")
     parser.add_argument(
         "--device", metavar="NAME", help='plan for a GPU that is not here, such as "rtx4090"; times are estimated'
+    )
+    parser.add_argument(
+        "--save-trace", metavar="FILE", type=Path, help="write down one step, to plan from later without the model"
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="plan from what --save-trace wrote, in place of CONFIG; takes --budget",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Plan, and say what came of it."""
+    if (arguments.config is None) == (arguments.trace is None):
+        raise ConfigError("memfit plan takes a CONFIG or --trace FILE, one of them")
+    if arguments.trace is not None:
+        return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.run import check_budget, make_plan
+    from memfit.train.run import check_budget, make_plan, make_trace
 
     check_budget(config)
     display = progress.display()
     try:
+        if arguments.save_trace is not None:
+            _written(make_trace(config, arguments.device, display).save, arguments.save_trace, "trace")
         plan = make_plan(config, arguments.device, display)
     finally:
         display.close()
+    return _answer(plan, arguments)
+
+
+def _from_trace(arguments: argparse.Namespace) -> Answer:
+    from memfit.trace import Trace
+
+    for name in ("settings", "device", "save_trace"):
+        if getattr(arguments, name):
+            raise ConfigError(
+                f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"
+            )
+    if arguments.budget is None:
+        raise ConfigError("--trace needs --budget: the bytes to plan for")
+    trace = Trace.load(arguments.trace)
+    from memfit.api import replan
+
+    return _answer(replan(trace, arguments.budget), arguments)
+
+
+def _written(save: Callable[[Path], None], path: Path, what: str) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        raise PlanFileError(f"cannot write the {what} {path}: {error.strerror or error}") from error
+
+
+def _answer(plan: Plan, arguments: argparse.Namespace) -> Answer:
     data = {"verb": "plan", "fits": True, **summary(plan)}
     text = plan.explain()
     if arguments.save is not None:
-        try:
-            plan.save(arguments.save)
-        except OSError as error:
-            raise PlanFileError(f"cannot write the plan {arguments.save}: {error.strerror or error}") from error
+        _written(plan.save, arguments.save, "plan")
         data["saved"] = str(arguments.save)
         text += f"\nSaved: {arguments.save}"
     return Answer(data, text)

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,21 +22,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
-from memfit.errors import BatchError
+from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.step import StepProgram
 
 
-def moving_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers that a forward changes: running statistics of normalisation layers in training."""
-    return [
-        buffer
-        for module in model.modules()
+def norm_statistics(model: nn.Module) -> tuple[str, ...]:
+    """Names of the running statistics of normalisation layers in training: what is known to change in forward without a capture."""
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
         if isinstance(module, _NormBase) and module.training
-        for buffer in module.buffers(recurse=False)
-    ]
+        for name, _ in module.named_buffers(recurse=False)
+    )
 
 
 class Engine:
@@ -47,6 +47,9 @@ class Engine:
         model: the user's own object; never replaced.
         loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
         optimizer: over the model's parameters; None to compute gradients only.
+
+    Attributes:
+        planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
     """
 
     def __init__(
@@ -68,12 +71,25 @@ class Engine:
         self._compiled: dict[str, CompiledScript] = {}
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
-        self._moving = moving_buffers(model)
-        self._backup = [buffer.clone() for buffer in self._moving]
+        self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
+        self.planner: Callable[[Batch], Plan] | None = None
+        self._departed: set[str] = set()
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
-        """Plan for one more signature of batch; the first one stays `plan`."""
+        """Plan for one more signature of batch; the first one stays `plan`.
+
+        Raises:
+            EngineError: the plan names a buffer that the model does not have.
+        """
+        buffers = dict(self.model.named_buffers())
+        for name in plan.changed_buffers:
+            if name not in buffers:
+                raise EngineError(
+                    f"the plan says that forward writes the buffer {name!r}, which this model does not have: plan again for it"
+                )
+            if name not in self._changed:
+                self._changed[name] = buffers[name].clone()
         self._plans[plan.signature] = plan
         self._compiled[plan.signature] = CompiledScript(plan.script)
 
@@ -98,6 +114,9 @@ class Engine:
             NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
         """
         plan = self.plan_for(batch)
+        signature = batches.signature(batch)
+        if signature in self._departed and signature not in self._plans:
+            plan = self._planned_anew(batch, plan)
         started = time.perf_counter()
         self.reading = None
         if meter:
@@ -111,14 +130,30 @@ class Engine:
             peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
         )
         self.records[-1] = record
+        if record.departures and self.planner is not None and signature not in self._plans:
+            self._departed.add(signature)
         for departure in record.departures:
             if departure not in self._warned:
                 self._warned.add(departure)
+                again = "; the next batch of this shape gets a plan of its own" if signature in self._departed else ""
                 warnings.warn(
-                    f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
+                    f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger"
+                    + again,
                     stacklevel=2,
                 )
         return record
+
+    def _planned_anew(self, batch: Batch, known: Plan) -> Plan:
+        """A plan for this very shape, whose forward runs other operations than the plan it would fall under; the known plan where none can be made."""
+        self._departed.discard(batches.signature(batch))
+        assert self.planner is not None
+        try:
+            made = self.planner(batch)
+        except (CaptureError, InfeasibleError) as error:
+            warnings.warn(f"no plan of its own for batches [{batches.signature(batch)}]: {error}", stacklevel=3)
+            made = replace(known, signature=batches.signature(batch))
+        self.add(made)
+        return made
 
     def _step(self, plan: Plan, batch: Batch) -> None:
         program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm)
@@ -161,8 +196,10 @@ class Engine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        for copy, buffer in zip(self._backup, self._moving, strict=True):
-            copy.copy_(buffer)
+        before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
+        buffers = dict(self.model.named_buffers())
+        for name, copy in self._changed.items():
+            copy.copy_(buffers[name])
         generators = [torch.default_generator.clone_state()]
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
@@ -171,9 +208,11 @@ class Engine:
         except BaseException:
             for parameter in self.model.parameters():
                 parameter.grad = None
+            for module, name, buffer in before:
+                module._buffers[name] = buffer  # where forward put another tensor in its place
             with torch.no_grad():
-                for copy, buffer in zip(self._backup, self._moving, strict=True):
-                    buffer.copy_(copy)
+                for name, copy in self._changed.items():
+                    buffers[name].copy_(copy)
             torch.default_generator.set_state(generators[0].get_state())
             if self.device.type == "cuda":
                 torch.cuda.default_generators[self.device.index or 0].set_state(generators[1].get_state())
@@ -221,7 +260,7 @@ class Engine:
 
     def present(self, batch: Batch) -> list[torch.Tensor]:
         """Tensors that are there before a step and count against the budget."""
-        found = [*self.model.parameters(), *self.model.buffers(), *self._backup, *batches.leaves(batch)]
+        found = [*self.model.parameters(), *self.model.buffers(), *self._changed.values(), *batches.leaves(batch)]
         found += [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.optimizer is not None:
             found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

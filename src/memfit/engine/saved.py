@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit import dispatch
 from memfit.errors import EngineError
@@ -76,9 +76,14 @@ class CompiledScript:
         self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
         self.acts = [bool(o) or r is not None for o, r in zip(self.outputs, self.recorded, strict=True)]
         self.makes = dict(script.makes)
-        self.states_ending: dict[int, list[int]] = {}
-        for operation, last_step in script.random.items():
-            self.states_ending.setdefault(last_step, []).append(operation)
+        # Generator states go right after the recipe that needs them last: (step, position among its runs) -> operations.
+        last: dict[int, tuple[int, int]] = {}
+        for number, step in enumerate(script.steps):
+            for position, run in enumerate(step.runs):
+                last.update((operation, (number, position)) for operation in run if operation in script.random)
+        self.states_ending: dict[tuple[int, int], list[int]] = {}
+        for operation, where in last.items():
+            self.states_ending.setdefault(where, []).append(operation)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:
@@ -113,6 +118,13 @@ class Tape:
 
     def materialise(self, handle: Handle) -> torch.Tensor:
         """The saved tensor, its storage made again if need be."""
+        if torch._C._len_torch_dispatch_stack():
+            # A backward inside forward (a gradient penalty): what is done here is not part of what the follower counts.
+            with _disable_current_modes():
+                return self._materialised(handle)
+        return self._materialised(handle)
+
+    def _materialised(self, handle: Handle) -> torch.Tensor:
         compiled = self.compiled
         storage_number = compiled.script.saves[handle.save]
         steps = compiled.script.steps
@@ -120,15 +132,15 @@ class Tape:
             step = steps[self.cursor]
             if step.runs:
                 with _rerunning():
-                    for run, releases in zip(step.runs, step.releases, strict=True):
+                    for position, (run, releases) in enumerate(zip(step.runs, step.releases, strict=True)):
                         self._run(run)
                         for storage in releases:
                             self.live.pop(storage, None)
+                        for operation in compiled.states_ending.get((self.cursor, position), ()):
+                            self.states.pop(operation, None)
             tensor = self._view(handle, storage_number)
             for storage in step.after:
                 self.live.pop(storage, None)
-            for operation in compiled.states_ending.get(self.cursor, ()):
-                self.states.pop(operation, None)
             self.cursor += 1
             return tensor
         # Backward went another way than the captured one: from here on make what is missing and let nothing go early.

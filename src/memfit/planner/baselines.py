@@ -27,7 +27,7 @@ from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import comb, sqrt
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -273,8 +273,9 @@ class _Needs:
     The gradient of value t + 1 is held meanwhile, unless t is the last stage: then nothing has gone backward yet.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, beside_saved: Sequence[tuple[int, int]] | None = None) -> None:
         self.stages = chain.stages
+        self.beside_saved = beside_saved
         self.value = [chain.value_bytes(i) for i in range(len(chain.stages) + 1)]
         self.gradient = [chain.gradient_bytes(i) for i in range(len(chain.stages) + 1)]
         # Forward of a stage whose input is held for later anyway, and of one whose input is dropped afterwards.
@@ -287,8 +288,12 @@ class _Needs:
     def keep_all(self, s: int, t: int) -> int:
         """Forward of stage s keeping all, and, when all after it is done, its backward."""
         stage = self.stages[s]
-        forward = self.incoming_gradient(t) + stage.forward_overhead_bytes
-        backward = self.gradient[s + 1] + self.gradient[s] + stage.backward_overhead_bytes
+        if self.beside_saved is not None:
+            forward, backward = self.beside_saved[s]
+        else:
+            forward = stage.forward_overhead_bytes
+            backward = self.gradient[s + 1] + self.gradient[s] + stage.backward_overhead_bytes
+        forward += self.incoming_gradient(t)
         return stage.saved_bytes + max(forward, backward)
 
     def sweeps(self, s: int, t: int) -> npt.NDArray[np.int64]:
@@ -341,8 +346,8 @@ def rotor_schedule(chain: Chain, memory_bytes: int, slots: int = 500) -> ChainSc
         raise ValueError(f"Memory cannot be cut into {slots} slots.")
     room_bytes = memory_bytes - chain.input_bytes
     slots = min(slots, max(1, room_bytes))
-    choice = _rotor_choices(chain, room_bytes, slots) if room_bytes >= 0 else None
-    if choice is None or choice[0, -1, slots] < 0:
+    table = RotorTable(chain, room_bytes, slots) if room_bytes >= 0 else None
+    if table is None or np.isinf(table.seconds[slots]):
         least = smallest_chain_bytes(chain)
         too_coarse = f" {slots} slots are too coarse: take more." if memory_bytes >= least else ""
         raise InfeasibleError(
@@ -351,7 +356,7 @@ def rotor_schedule(chain: Chain, memory_bytes: int, slots: int = 500) -> ChainSc
             budget_bytes=memory_bytes,
             minimum_bytes=least,
         )
-    schedule = _schedule(chain, _rotor_operations(chain, choice, room_bytes, slots))
+    schedule = _schedule(chain, [operation for operation, _ in table.operations(slots)])
     assert schedule.peak_bytes <= memory_bytes, "rounding sizes up to slots cannot make a schedule larger"
     return schedule
 
@@ -364,10 +369,52 @@ def _in_slots(size_bytes: int, room_bytes: int, slots: int) -> int:
 _KEEP_ALL = 0
 """A choice: the first stage keeps all. -1: nothing fits. Otherwise the value that the sweep goes on to and is kept."""
 
+NESTED: Final = -2
+"""A choice for a single stage: do it as the chain of smaller stages that it is."""
 
-def _rotor_choices(chain: Chain, room_bytes: int, slots: int) -> npt.NDArray[np.int16]:
-    """What to do first with stages s to t in m slots, beside value s: choice[s, t, m]."""
-    needs, length = _Needs(chain), len(chain.stages)
+
+class RotorTable:
+    """Rotor's dynamic program, run once for all amounts of memory up to one.
+
+    Args:
+        chain: of up to a few hundred stages.
+        room_bytes: the most memory asked for, the input of the chain not counted in.
+        slots: into how many units that is cut.
+        nested: for each stage, the cost at 0 to `slots` slots of doing it alone as a chain of its own; None: it is whole.
+        beside_saved: for each stage, what a forward that keeps all and its backward need besides what is saved; None: as for any chain, its
+            overheads, and for backward both gradients.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        room_bytes: int,
+        slots: int,
+        nested: Sequence[npt.NDArray[np.float64] | None] | None = None,
+        beside_saved: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.chain, self.room_bytes, self.slots = chain, room_bytes, slots
+        self._choice, self._cost = _rotor_choices(chain, room_bytes, slots, nested, beside_saved)
+
+    @property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        """The least seconds in 0, 1, ... slots; infinite where nothing fits."""
+        return self._cost
+
+    def operations(self, slots: int) -> list[tuple[Operation, int]]:
+        """The fastest schedule in so many slots. The second of each pair: slots for a stage that is done nested, else 0."""
+        return _rotor_operations(self.chain, self._choice, self.room_bytes, self.slots, slots)
+
+
+def _rotor_choices(
+    chain: Chain,
+    room_bytes: int,
+    slots: int,
+    nested: Sequence[npt.NDArray[np.float64] | None] | None = None,
+    beside_saved: Sequence[tuple[int, int]] | None = None,
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float64]]:
+    """What to do first with stages s to t in m slots, beside value s: choice[s, t, m]; and the cost of the whole chain in m slots."""
+    needs, length = _Needs(chain, beside_saved), len(chain.stages)
     value_slots = [_in_slots(size, room_bytes, slots) for size in needs.value]
     saved_slots = [_in_slots(stage.saved_bytes, room_bytes, slots) for stage in chain.stages]
     forward = np.cumsum([0.0] + [stage.forward_seconds for stage in chain.stages])
@@ -385,11 +432,18 @@ def _rotor_choices(chain: Chain, room_bytes: int, slots: int) -> npt.NDArray[np.
             best[saved:] = stage.forward_seconds + stage.backward_seconds + rest
             best[: _in_slots(needs.keep_all(s, t), room_bytes, slots)] = np.inf
             what = np.full(slots + 1, _KEEP_ALL, dtype=np.int16)
+            alone = nested[s] if nested is not None and s == t else None
+            if alone is not None:
+                better = alone < best
+                best[better] = alone[better]
+                what[better] = NESTED
             if s < t:
                 options = after[t, s + 1 : t + 1] + cost[s, s:t]
                 options += (forward[s + 1 : t + 1] - forward[s])[:, None]
-                sweep_slots = [_in_slots(int(size), room_bytes, slots) for size in needs.sweeps(s, t)]
-                options[every_m < np.array(sweep_slots)[:, None]] = np.inf
+                # In slots as `_in_slots` counts them: a sweep may need more than there is.
+                sweeps = needs.sweeps(s, t)
+                sweep_slots = -(-np.minimum(sweeps, room_bytes + 1) * slots // max(1, room_bytes))
+                options[every_m < sweep_slots[:, None]] = np.inf
                 k = options.argmin(axis=0)
                 swept = options[k, every_m]
                 better = swept < best
@@ -399,29 +453,33 @@ def _rotor_choices(chain: Chain, room_bytes: int, slots: int) -> npt.NDArray[np.
             cost[s, t], choice[s, t] = best, what
             if s:
                 after[t, s, value_slots[s] :] = best[: slots + 1 - value_slots[s]]
-    return choice
+    return choice, cost[0, -1].copy()
 
 
-def _rotor_operations(chain: Chain, choice: npt.NDArray[np.int16], room_bytes: int, slots: int) -> list[Operation]:
-    operations: list[Operation] = []
+def _rotor_operations(
+    chain: Chain, choice: npt.NDArray[np.int16], room_bytes: int, slots: int, memory_slots: int
+) -> list[tuple[Operation, int]]:
+    operations: list[tuple[Operation, int]] = []
     # Either an operation to write down, or stages s to t to be done in m slots. A stack: long chains nest deep.
-    to_do: list[Operation | tuple[int, int, int]] = [(0, len(chain.stages) - 1, slots)]
+    to_do: list[Operation | tuple[int, int, int]] = [(0, len(chain.stages) - 1, memory_slots)]
     while to_do:
         task = to_do.pop()
         if isinstance(task, Operation):
-            operations.append(task)
+            operations.append((task, 0))
             continue
         s, t, m = task
         k = int(choice[s, t, m])
-        assert k >= 0, "a part of a schedule that fits does not fit"
-        if k == _KEEP_ALL:
-            operations.append(Operation(OperationKind.FORWARD_ALL, s))
+        assert k != -1, "a part of a schedule that fits does not fit"
+        if k == NESTED:
+            operations += [(Operation(OperationKind.FORWARD_ALL, s), m), (Operation(OperationKind.BACKWARD, s), m)]
+        elif k == _KEEP_ALL:
+            operations.append((Operation(OperationKind.FORWARD_ALL, s), 0))
             to_do.append(Operation(OperationKind.BACKWARD, s))
             if s < t:
                 to_do.append((s + 1, t, m - _in_slots(chain.stages[s].saved_bytes, room_bytes, slots)))
         else:
-            operations.append(Operation(OperationKind.FORWARD_CHECKPOINT, s))
-            operations += [Operation(OperationKind.FORWARD_NONE, i) for i in range(s + 1, k)]
+            operations.append((Operation(OperationKind.FORWARD_CHECKPOINT, s), 0))
+            operations += [(Operation(OperationKind.FORWARD_NONE, i), 0) for i in range(s + 1, k)]
             to_do.append((s, k - 1, m))
             to_do.append((k, t, m - _in_slots(chain.value_bytes(k), room_bytes, slots)))
     return operations

@@ -7,36 +7,70 @@ same engine runs them, and no plan of ours is worse than theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
-from memfit.errors import InfeasibleError
-from memfit.planner.baselines import Chain, ChainSchedule, OperationKind, Stage, rotor_schedule
+import numpy as np
+
+from memfit.planner.baselines import Chain, Operation, OperationKind, RotorTable, Stage
 from memfit.planner.recipes import Recipes
 from memfit.planner.segments import Boundary, windows
 from memfit.planner.timeline import Timeline
 
 MOST_STAGES: Final = 64
-SLOTS: Final = 240
+SLOTS: Final = 320
 SHORT: Final = 24  # chains this short take milliseconds, so the memory is searched finely
 # The chain's memory is coarser than the timeline: schedules for more than the room may fit, and for as much may not.
-SHRINK: Final = (1.35, 1.25, 1.15, 1.07, 1.0, 0.96, 0.92, 0.87, 0.8, 0.7, 0.55, 0.4)
+MOST: Final = 1.36
+LEAST: Final = 0.4
+FITTING: Final = 3  # this many schedules that fit are looked at: the memory is coarse, and the first need not be the fastest in the end
+
+
+class _Table:
+    """Schedules of a chain whose stages may be chains themselves, in any amount of memory."""
+
+    def __init__(self, outer: RotorTable, groups: list[range], inner: list[RotorTable]) -> None:
+        self._outer, self._groups, self._inner = outer, groups, inner
+        self.slots = outer.slots
+
+    def amounts(self) -> list[int]:
+        """Slots that make a difference, the fastest schedule first."""
+        seconds = self._outer.seconds
+        faster = np.concatenate([[True], seconds[1:] < seconds[:-1]]) & np.isfinite(seconds)
+        return [int(m) for m in np.flatnonzero(faster)[::-1]]
+
+    def operations(self, amount: int) -> list[Operation]:
+        """The schedule in so many slots, cell by cell."""
+        out: list[Operation] = []
+        for (kind, stage), slots in self._outer.operations(amount):
+            cells = self._groups[stage]
+            if slots:
+                if kind is not OperationKind.BACKWARD:  # the inner schedule has its backward in it
+                    inner = self._inner[stage].operations(slots)
+                    out += [Operation(op.kind, op.stage + cells.start) for op, _ in inner]
+            elif kind is OperationKind.BACKWARD:
+                out += [Operation(kind, cell) for cell in reversed(cells)]
+            elif kind is OperationKind.FORWARD_CHECKPOINT:
+                out.append(Operation(kind, cells.start))
+                out += [Operation(OperationKind.FORWARD_NONE, cell) for cell in cells[1:]]
+            else:
+                out += [Operation(kind, cell) for cell in cells]
+        return out
 
 
 class CellChain:
-    """The trace as a chain of at most MOST_STAGES cells.
+    """The trace as a chain of cells; where they are many, as a chain of groups of them, each a chain of its own.
 
     Args:
         timeline: of the trace.
-        cuts: its boundaries; merged evenly where there are too many.
+        cuts: its boundaries.
     """
 
     def __init__(self, timeline: Timeline, cuts: list[Boundary]) -> None:
         self.timeline = timeline
         self.recipes: Recipes = timeline.recipes
         trace = timeline.trace
-        merge = -(-(len(cuts) + 1) // MOST_STAGES)
-        self.cuts = cuts[merge - 1 :: merge] if merge > 1 else list(cuts)
+        self.cuts = cuts
         self.window = windows(self.cuts, trace.forward_events)
         self.length = len(self.cuts) + 1
         droppable = self.recipes.saved & self.recipes.rebuildable
@@ -58,38 +92,140 @@ class CellChain:
         self.chain = self._chain()
 
     def _chain(self) -> Chain:
+        """Cells as stages; what else lives while a cell runs, and while it goes backward, is its overhead."""
         trace = self.timeline.trace
         size = [st.bytes for st in trace.storages]
         forward = [0.0] * self.length
+        highest = [0] * self.length
+        floor = self.timeline.floor()
+        self.base_bytes = int(floor[: trace.pass_events].min())
         for event in range(trace.forward_events):
             op = trace.events[event]
+            cell = self.window[event]
+            highest[cell] = max(highest[cell], int(floor[event]) - self.base_bytes)
             if op >= 0:
-                forward[self.window[event]] += trace.operations[op].seconds
+                operation = trace.operations[op]
+                forward[cell] += operation.seconds + trace.dispatch_seconds
+        gradient, backward = self._backward(floor)
+        self.beside_saved: list[tuple[int, int]] = []
         stages = []
+        before = 0
         for cell in range(self.length):
-            output = sum(size[s] for s in self.entry[cell + 1]) if cell + 1 < self.length else 0
             # A cell that saves its own output (relu, tanh) has it among its inner storages too.
             after = self.entry[cell + 1] if cell + 1 < self.length else set()
+            output = sum(size[s] for s in after)
             saved = sum(size[s] for s in self.inner[cell] | after)
-            stages.append(Stage(forward[cell], 0.0, output, saved, output, 0, 0))
+            stages.append(
+                Stage(
+                    forward[cell],
+                    0.0,
+                    output,
+                    saved,
+                    gradient[cell],
+                    max(0, highest[cell] - output - before),
+                )
+            )
+            # Much of what a cell makes on the way is what it saves.
+            self.beside_saved.append((max(0, highest[cell] - before - saved), backward[cell]))
+            before = output
         return Chain(tuple(stages), 0)
 
-    def schedules(self, room_bytes: int) -> Iterator[dict[int, list[int]]]:
-        """Reruns of optimal schedules for ever less memory, starting from `room_bytes` for what can be dropped."""
-        seen: set[tuple[int, ...]] = set()
-        shares = [1.36 - 0.02 * i for i in range(49)] if self.length <= SHORT else list(SHRINK)
-        for share in shares:
-            try:
-                schedule = rotor_schedule(self.chain, int(room_bytes * share), SLOTS)
-            except (InfeasibleError, ValueError):
-                return
-            reruns = self.reruns(schedule)
-            key = tuple(x for e in sorted(reruns) for x in (e, *reruns[e]))
-            if key not in seen:
-                seen.add(key)
-                yield reruns
+    def _backward(self, floor: Any) -> tuple[list[int], list[int]]:
+        """Bytes that are there anyway when backward comes to each cell, and the most while it is in it."""
+        trace = self.timeline.trace
+        there, most = [0] * self.length, [0] * self.length
+        end = trace.pass_events
+        for cell in range(self.length):
+            start = self.trigger.get(cell, end)
+            # From the top of a cell that nothing triggers, what is there is what the one after it left.
+            there[cell] = int(floor[min(start, end - 1)]) - self.base_bytes
+            if start < end:
+                most[cell] = int(floor[start:end].max()) - self.base_bytes
+                end = start
+        if trace.forward_events < end:
+            most[-1] = max(most[-1], int(floor[trace.forward_events : end].max()) - self.base_bytes)
+        return there, most
 
-    def reruns(self, schedule: ChainSchedule) -> dict[int, list[int]]:
+    def _groups(self) -> list[range]:
+        """Cells of each stage of the chain that the dynamic program sees."""
+        size = -(-self.length // MOST_STAGES)
+        return [range(a, min(a + size, self.length)) for a in range(0, self.length, size)]
+
+    def table(self, room_bytes: int) -> _Table:
+        """Optimal schedules in any part of so many bytes."""
+        groups = self._groups()
+        stages = self.chain.stages
+        if len(groups) == self.length:
+            slots = 2 * SLOTS if self.length <= SHORT else SLOTS
+            return _Table(RotorTable(self.chain, room_bytes, slots, beside_saved=self.beside_saved), groups, [])
+        merged = []
+        inner: dict[tuple[object, ...], RotorTable] = {}
+        tables = []
+        for cells in groups:
+            parts = stages[cells.start : cells.stop]
+            before = stages[cells.start - 1].output_bytes if cells.start else 0
+            beside = self.beside_saved[cells.start : cells.stop]
+            key = (before, *parts, *beside)
+            if key not in inner:
+                inner[key] = RotorTable(Chain(parts, before), room_bytes, SLOTS, beside_saved=beside)
+            tables.append(inner[key])
+            values = [before, *(p.output_bytes for p in parts)]
+            sweep = max(v + p.output_bytes + p.forward_overhead_bytes for v, p in zip(values, parts, strict=False))
+            merged.append(
+                Stage(
+                    sum(p.forward_seconds for p in parts),
+                    0.0,
+                    parts[-1].output_bytes,
+                    sum(p.saved_bytes for p in parts),
+                    parts[-1].gradient_bytes,
+                    max(0, sweep - parts[-1].output_bytes - before),
+                )
+            )
+        most = [
+            (max(f for f, _ in beside), max(b for _, b in beside))
+            for beside in (self.beside_saved[cells.start : cells.stop] for cells in groups)
+        ]
+        outer = RotorTable(Chain(tuple(merged), 0), room_bytes, SLOTS, [t.seconds for t in tables], most)
+        return _Table(outer, groups, tables)
+
+    def schedules(
+        self, budget_bytes: int, fits: Callable[[dict[int, list[int]]], bool]
+    ) -> Iterator[dict[int, list[int]]]:
+        """Reruns of the fastest schedules that fit a budget."""
+        room_bytes = budget_bytes - self.base_bytes
+        if room_bytes <= 0:
+            return
+        table = self.table(int(room_bytes * MOST))
+        amounts = [m for m in table.amounts() if m * MOST >= LEAST * table.slots]
+        if self.length > SHORT:
+            # More memory fits less well, nearly always: look for where it starts to.
+            low, high = 0, len(amounts)
+            while low < high:
+                middle = (low + high) // 2
+                if fits(self.reruns(table.operations(amounts[middle]))):
+                    high = middle
+                else:
+                    low = middle + 1
+            amounts = amounts[max(0, low - FITTING) : low + 1]
+        found = 0
+        for amount in amounts:
+            reruns = self.reruns(table.operations(amount))
+            if fits(reruns):
+                found += 1
+                yield reruns
+            if found == FITTING:
+                break
+
+    def smallest_schedules(self, known_bytes: int) -> Iterator[dict[int, list[int]]]:
+        """Reruns of schedules in the least memory, when so much is known to do."""
+        room_bytes = known_bytes - self.base_bytes
+        if room_bytes <= 0:
+            return
+        table = self.table(int(room_bytes * MOST))
+        for amount in table.amounts()[-2 if self.length > SHORT else -2 * FITTING :]:
+            yield self.reruns(table.operations(amount))
+
+    def reruns(self, operations: Sequence[Operation]) -> dict[int, list[int]]:
         """A chain schedule as reruns before the unpacks of each cell's backward."""
         table, recipe_of = self.recipes.recipes, self.recipes.recipe_of
         position = 0
@@ -99,7 +235,6 @@ class CellChain:
         pending: list[int] = []
         out: dict[int, list[int]] = {}
         unsaved_or_dropped: set[int] = set()
-        operations = schedule.operations
         # The first sweep is the forward itself.
         while position < len(operations) and operations[position].kind is not OperationKind.BACKWARD:
             operation = operations[position]
@@ -139,8 +274,7 @@ class CellChain:
                 )
             runs = sorted(needed, key=lambda r: table[r].operations[-1])
             for recipe in runs:
-                available.update(table[recipe].makes)
-            available.difference_update(fixed)
+                available.update(s for s in table[recipe].makes if s not in fixed)
             return runs
 
         for index, operation in enumerate(operations[position:], position):
@@ -163,11 +297,11 @@ class CellChain:
                     pending.extend(runs)
                 case OperationKind.FORWARD_CHECKPOINT | OperationKind.FORWARD_NONE:
                     if cell + 1 < self.length:
-                        before = set(available)
-                        pending.extend(rebuild(self.entry[cell + 1] - available, cell))
+                        missing = self.entry[cell + 1] - available
+                        runs = rebuild(missing, cell)
+                        pending.extend(runs)
                         # Only the boundary is remembered; what was made on the way is not.
-                        kept_now = before | self.entry[cell + 1]
+                        available -= {s for r in runs for s in table[r].makes} - self.entry[cell + 1] - self.entry[cell]
                         if operation.kind is OperationKind.FORWARD_NONE:
-                            kept_now -= self.entry[cell] - fixed
-                        available &= kept_now
+                            available -= self.entry[cell]
         return {event: runs for event, runs in out.items() if runs}

@@ -2,10 +2,11 @@
 
 At given prices per byte and moment one minimum cut decides every storage at once: keep it and pay for the moments it is alive, or drop it and pay the
 seconds of its recipe, whose inputs then must be there in turn. The prices are raised until the replayed peak fits the budget; moments that turn out to be
-the peak get a price of their own. One price makes equal blocks decide alike, so the last step between two cuts is walked storage by storage.
+the peak get a price of their own. One price makes equal blocks decide alike, so what a cut drops is then trimmed rerun by rerun (`local_search`). Graphs
+so small that all plans can be tried are not searched but enumerated. Whatever is found for one budget is remembered for all.
 
 The bound is Lagrangian: for any prices, (cheapest total at these prices) - (price of the budget) is at most the extra seconds of every plan that fits,
-because a rebuilt storage is charged only at the moments at which backward reads it, which no plan avoids (`Pricing.bound`).
+because a rebuilt storage is charged only at the moments at which backward reads it, which no plan avoids (`Solver.bound`).
 
 Sources: Lagrangian relaxation as in Held and Karp 1971; rematerialisation as project selection: our own, after the cut formulation in
 torch.compile's partitioner (Horace He, 2022), which minimises saved bytes, not the peak, and takes no budget.
@@ -13,7 +14,8 @@ torch.compile's partitioner (Horace He, 2022), which minimises saved bytes, not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
@@ -21,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from memfit.planner.chains import CellChain
+from memfit.planner.local_search import exchange, shake, shrink, trim
 from memfit.planner.mincut import minimum_cut
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
@@ -28,10 +31,24 @@ from memfit.planner.segments import Boundary, boundaries, windows
 from memfit.planner.timeline import Evaluation, Reruns, Timeline
 
 BISECTIONS: Final = 9
-ROUNDS: Final = 3
-FEW_STORAGES: Final = 64  # up to here every exchange of one kept storage for one dropped is tried
+ROUNDS: Final = 2
+LAYOUTS: Final = 3
+GLANCES: Final = 6  # prices at which a layout is looked at before it is taken or left
+CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enough
+FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
 CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a step
+TRIM_TRIES: Final = 6000
+EXCHANGE_TRIES: Final = 300
+SHAKES: Final = 16
+FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
+MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
+SHRINK_TRIES: Final = 1500
+SHRUNK_LAYOUTS: Final = 3
+MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
+STEP: Final = 0.002  # a smallest plan smaller by less than this part is not worth another round
+EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
+TANGENTS: Final = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,7 @@ class _Layout:
     window_of_event: dict[int, int] | None
     boundary_storages: frozenset[int]
     first_unpack: dict[int, int] = field(default_factory=dict)
+    held: tuple[Any, Any, Any] | None = None
 
 
 class Solver:
@@ -84,7 +102,15 @@ class Solver:
         self.cuts: list[Boundary] = boundaries(self.recipes)
         self.evaluations = 0
         self._cells: CellChain | None = None
-        self._smallest: Solution | None = None
+        self._know_smallest = False
+        self._front = _Front()
+        self._front.add(self.plain)
+        self._solved: set[int] = set()
+        self._bounds: dict[int, float] = {}
+        self._tight: list[tuple[Solution, _Layout]] = []
+        self._cut_at: dict[tuple[int, tuple[tuple[int, float], ...], float], Solution] = {}
+        self._enumerated = False
+        self._few = False  # all plans that follow the rule of scheduling are in the front
         trace = self.trace
         self._first_read: dict[int, int] = {}
         self._save_event: dict[int, int] = {}
@@ -111,6 +137,13 @@ class Solver:
         recipes = sorted({self.recipes.recipe_of[s] for s in nodes})
         self._recipe_number = {r: len(nodes) + i for i, r in enumerate(recipes)}
         self._recipe_list = recipes
+        self._recipe_of_node = [self._recipe_number[self.recipes.recipe_of[s]] for s in nodes]
+        self._input_arcs = [
+            (self._recipe_number[r], self._number[s], inf)
+            for r in recipes
+            for s in self.recipes.recipes[r].inputs
+            if s in self._number
+        ]
         dispatch = trace.dispatch_seconds
         self._run_seconds = [
             self.recipes.recipes[r].seconds + dispatch * len(self.recipes.recipes[r].operations) for r in recipes
@@ -137,17 +170,24 @@ class Solver:
 
     def _keep_prices(self, layout: _Layout, cumulative: Any) -> list[float]:
         """What it costs to hold each storage from when it would die until its window is rebuilt."""
-        out = []
+        if layout.held is None:
+            layout.held = self._held(layout)
+        first, until, sizes = layout.held
+        return list(np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0).tolist())
+
+    def _held(self, layout: _Layout) -> tuple[Any, Any, Any]:
+        """For each storage, from which event until before which it would be held, and its bytes."""
         trace = self.trace
+        first, until, sizes = [], [], []
         for s in self.nodes:
             storage = trace.storages[s]
             where = self._save_event.get(s, storage.birth)
             window = layout.window_of_event[where] if layout.window_of_event is not None else 0
-            until = layout.first_unpack.get(window, trace.forward_events)
-            until = min(until, self._first_read.get(s, until))
-            first = max(storage.death, storage.birth) + 1
-            out.append(float(cumulative[until] - cumulative[first]) * storage.bytes if until > first else 0.0)
-        return out
+            end = layout.first_unpack.get(window, trace.forward_events)
+            until.append(min(end, self._first_read.get(s, end)))
+            first.append(min(max(storage.death, storage.birth) + 1, self.timeline.events + 1))
+            sizes.append(storage.bytes)
+        return np.array(first, dtype=np.int64), np.array(until, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def cut(self, layout: _Layout, prices: Any, forced: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Dropped storages, and transients to hold, at prices per byte and event; `forced` storages are kept."""
@@ -173,16 +213,16 @@ class Solver:
         source = [0.0] * count
         sink = [0.0] * len(self.nodes) + self._run_seconds
         arcs: list[tuple[int, int, float]] = []
-        for i, s in enumerate(self.nodes):
+        for i, (s, recipe) in enumerate(zip(self.nodes, self._recipe_of_node, strict=True)):
             if s in forced:
                 continue
             if s in needed:
                 source[i] = inf
-            arcs.append((i, self._recipe_number[self.recipes.recipe_of[s]], keep[i]))
-        for r in self._recipe_list:
-            for s in self.recipes.recipes[r].inputs:
-                if s in self._number and s not in forced:
-                    arcs.append((self._recipe_number[r], self._number[s], inf))
+            arcs.append((i, recipe, keep[i]))
+        if forced:
+            arcs += [arc for arc in self._input_arcs if self.nodes[arc[1]] not in forced]
+        else:
+            arcs += self._input_arcs
         found = minimum_cut(source, sink, arcs)
         return list(found.on_source_side), found.value
 
@@ -205,76 +245,179 @@ class Solver:
         return sizes
 
     def solve(self, budget_bytes: int) -> Solution | None:
-        """The fastest plan found that fits; None when none was found."""
+        """The fastest plan found that fits; None when none was found.
+
+        What was found before for other budgets is remembered: a plan is never slower than one found for less.
+        """
         if self.plain.peak <= budget_bytes:
             return self.plain
-        best: Solution | None = None
-        layouts = [self.layout(size) for size in self.window_sizes()]
-        # The tightest plan of each layout tells whether it can fit at all, and how soon it is worth looking at.
-        feasible: list[tuple[float, _Layout]] = []
-        for layout in layouts:
-            tight = self.tightest(layout)
-            if tight.peak <= budget_bytes:
-                feasible.append((tight.seconds, layout))
-                best = _better(best, tight, budget_bytes)
-        feasible.sort(key=lambda f: f[0])
-        for _, layout in feasible[:4]:
-            best = self._by_prices(layout, budget_bytes, best)
-        if best is not None:
-            best = self.refine(best, budget_bytes)
-        if best is not None and len(self.nodes) <= FEW_STORAGES:
-            best = self.exchange(best, budget_bytes)
+        if self._know_smallest and budget_bytes < self._front.smallest().peak:
+            return None
+        if budget_bytes not in self._solved:
+            self._solved.add(budget_bytes)
+            self._search(budget_bytes)
+        return self._front.best(budget_bytes)
+
+    def _search(self, budget: int) -> None:
+        self._enumerate()
+        target = self.bound(budget) + CLOSE * self.trace.pass_seconds
+        if self._few:
+            self._by_chains(budget)
+            self._improve(budget)
+            return
+        if self._good(budget, target):
+            return
+        # A few prices tell which layouts suit this budget; those are looked at closely.
+        promising = []
+        plain = {self.plain.evaluation.peak_event: 1.0}
+        for tight, layout in self._tightest():
+            if tight.peak <= budget:
+                fitting, worst = self._bisect(layout, plain, budget, GLANCES)
+                promising.append((_between(fitting or tight, worst, budget), layout.cells, layout))
+        for _, _, layout in sorted(promising, key=lambda p: p[:2])[:LAYOUTS]:
+            self._by_prices(layout, budget)
+            if self._good(budget, target):
+                return
+        best = self._front.best(budget)
         few = len(self.cuts) <= FEW_CELLS
         if few or best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
-            best = self._by_chains(budget_bytes, best)
-        if best is None:
-            best = _better(None, self.smallest(), budget_bytes)
-        return best
+            self._by_chains(budget)
+        if self._front.best(budget) is None:
+            self.smallest()
+        self._improve(budget)
 
-    def _by_chains(self, budget: int, best: Solution | None) -> Solution | None:
+    def _good(self, budget: int, target: float) -> bool:
+        best = self._front.best(budget)
+        return best is not None and best.seconds <= target
+
+    def _improve(self, budget: int) -> None:
+        """Local search from the fastest plan."""
+        best = self._front.best(budget)
+        if best is None:
+            return
+        best = self._trimmed(best, budget)
+        if len(self.nodes) <= FEW_STORAGES:
+            self._keep(exchange(self.timeline, best.reruns, budget, EXCHANGE_TRIES))
+        elif best.seconds > self.bound(budget) + FAR * self.trace.pass_seconds and _runs(best) <= MOST_SHAKEN:
+            self._keep(shake(self.timeline, best.reruns, budget, SHAKES))
+
+    def _trimmed(self, solution: Solution, budget: int) -> Solution:
+        if _runs(solution) > MOST_RUNS:
+            return solution
+        return self._keep(trim(self.timeline, solution.reruns, budget, TRIM_TRIES // _repeats(solution)))
+
+    def _keep(self, reruns: Reruns) -> Solution:
+        """Replay a plan, and remember it."""
+        self.evaluations += 1
+        evaluation = self.timeline.evaluate(reruns)
+        again = {s for runs in reruns.values() for r in runs for s in self.recipes.recipes[r].makes}
+        found = Solution(reruns, evaluation, self.droppable & again)
+        self._front.add(found)
+        return found
+
+    def _tightest(self) -> list[tuple[Solution, _Layout]]:
+        if not self._tight:
+            for size in self.window_sizes():
+                layout = self.layout(size)
+                self._tight.append((self.tightest(layout), layout))
+        return self._tight
+
+    def _enumerate(self) -> None:
+        """On small graphs, every plan that follows the rule of scheduling, once."""
+        if self._enumerated:
+            return
+        self._enumerated = True
+        droppable = sorted(self.droppable)
+        transients = [s for s in self.nodes if s not in self.recipes.saved]
+        sizes = self.window_sizes()
+        if len(sizes) << (len(droppable) + len(transients)) > EVERY_PLAN:
+            transients = []
+        if len(sizes) << len(droppable) > EVERY_PLAN:
+            return
+        self._few = True
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        for size in sizes:
+            layout = self.layout(size)
+            for number in range(1 << (len(droppable) + len(transients))):
+                chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
+                dropped, held = chosen & self.droppable, chosen - self.droppable
+                reruns = reruns_for(self.recipes, dropped, layout.window_of_event, held)
+                key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
+                if key not in seen:
+                    seen.add(key)
+                    self.evaluations += 1
+                    self._front.add(
+                        Solution(
+                            reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
+                        )
+                    )
+
+    def _by_chains(self, budget: int) -> None:
+        if self._chain.length < 3:
+            return
+        best = None
+        for reruns in self._chain.schedules(budget, lambda plan: self.timeline.peak(plan) <= budget):
+            found = self._keep(reruns)
+            if found.peak <= budget:
+                best = _better(best, found, budget)
+        if best is not None:
+            self._trimmed(best, budget)
+
+    @property
+    def _chain(self) -> CellChain:
         if self._cells is None:
             self._cells = CellChain(self.timeline, self.cuts)
-        if self._cells.length < 3:
-            return best
-        everything = sum(self.trace.storages[s].bytes for s in self.droppable)
-        room = everything - (self.plain.peak - budget)
-        for reruns in self._cells.schedules(room):
-            found = Solution(reruns, self.timeline.evaluate(reruns), self.droppable)
-            self.evaluations += 1
-            better = _better(best, found, budget)
-            if better is found:
-                return found  # schedules come in order of time
-        return best
+        return self._cells
 
     def tightest(self, layout: _Layout) -> Solution:
         """Everything that can be dropped is, but the boundaries of the windows."""
-        return self.solution(layout, self.droppable - layout.boundary_storages, ())
+        found = self.solution(layout, self.droppable - layout.boundary_storages, ())
+        self._front.add(found)
+        return found
 
-    def _by_prices(self, layout: _Layout, budget: int, best: Solution | None) -> Solution | None:
+    def _by_prices(self, layout: _Layout, budget: int) -> None:
+        """Bisect the price, then price the moments that stay too full."""
         weights = {self.plain.evaluation.peak_event: 1.0}
-        forced = layout.boundary_storages & self.recipes.saved
-        scale = self._scale()
+        last = inf
         for _ in range(ROUNDS):
-            low, high = scale * 1e-4, scale * 1e4
-            worst: Solution | None = None
-            fitting: Solution | None = None
-            for _ in range(BISECTIONS):
-                middle = (low * high) ** 0.5
-                dropped, transients = self.cut(layout, self._prices(weights, middle), forced)
-                found = self.solution(layout, dropped, transients)
-                if found.peak <= budget:
-                    high, fitting = middle, found
-                    best = _better(best, found, budget)
-                else:
-                    low, worst = middle, found
-            if fitting is not None and worst is not None:
-                best = _better(best, self._between(layout, fitting, worst, budget), budget)
+            fitting, worst = self._bisect(layout, weights, budget, BISECTIONS)
+            if fitting is not None:
+                took = self._trimmed(fitting, budget).seconds
+                if took >= last:
+                    break
+                last = took
             if worst is None:
                 break
             event = worst.evaluation.peak_event
             # The moment that kept a plan from fitting gets a price of its own; if it has one, more of it.
             weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
-        return best
+
+    def _bisect(
+        self, layout: _Layout, weights: dict[int, float], budget: int, steps: int
+    ) -> tuple[Solution | None, Solution | None]:
+        """The plans at the lowest price at which they fit and at the highest at which they do not, after so many steps."""
+        low, high = self._scale() * 1e-4, self._scale() * 1e4
+        worst: Solution | None = None
+        fitting: Solution | None = None
+        for _ in range(steps):
+            middle = (low * high) ** 0.5
+            found = self._at_price(layout, weights, middle)
+            if found.peak <= budget:
+                high, fitting = middle, found
+            else:
+                low, worst = middle, found
+        return fitting, worst
+
+    def _at_price(self, layout: _Layout, weights: dict[int, float], price: float) -> Solution:
+        """The plan of a cut. Budgets share their first cuts, so each is made once."""
+        key = (layout.cells, tuple(sorted(weights.items())), price)
+        found = self._cut_at.get(key)
+        if found is None:
+            forced = layout.boundary_storages & self.recipes.saved
+            dropped, transients = self.cut(layout, self._prices(weights, price), forced)
+            found = self._cut_at[key] = self.solution(layout, dropped, transients)
+            self._front.add(found)
+        return found
 
     def _scale(self) -> float:
         """A price at which holding everything would cost about as much as running everything again."""
@@ -289,124 +432,39 @@ class Solver:
             prices[event] += scale * weight / total
         return prices
 
-    def _between(self, layout: _Layout, fitting: Solution, larger: Solution, budget: int) -> Solution:
-        """Keep, one group after the other, what the larger plan keeps and the fitting one drops, as long as it fits."""
-        give_back = fitting.dropped - larger.dropped
-        hold = larger.transients - fitting.transients
-        current = fitting
-        for group in self._groups(give_back | hold):
-            dropped = current.dropped - group
-            transients = (current.transients | (group & hold)) - (set() if dropped else group)
-            candidate = self.solution(layout, dropped, transients)
-            if candidate.peak <= budget and candidate.seconds <= current.seconds:
-                current = candidate
-        return current
-
-    def _groups(self, storages: Iterable[int]) -> list[frozenset[int]]:
-        """Storages by cell, the last cells first: what is kept there is released first."""
-        window = windows(self.cuts, self.trace.forward_events)
-        by_cell: dict[int, set[int]] = {}
-        for s in storages:
-            by_cell.setdefault(window[self.trace.storages[s].birth], set()).add(s)
-        return [frozenset(by_cell[c]) for c in sorted(by_cell, reverse=True)]
-
-    def refine(self, solution: Solution, budget: int, tries: int = 120) -> Solution:
-        """Keep single storages where room is left, the most seconds per byte first."""
-        layout = self.layout(solution.window)
-        current = solution
-        table = self.recipes.recipes
-        runs = {r for rs in current.reruns.values() for r in rs}
-
-        def worth(s: int) -> float:
-            return table[self.recipes.recipe_of[s]].seconds / max(1, self.trace.storages[s].bytes)
-
-        room = budget - current.peak
-        candidates = sorted(
-            (s for s in self.nodes if self.recipes.recipe_of[s] in runs and s not in current.transients),
-            key=worth,
-            reverse=True,
-        )
-        for s in candidates:
-            if tries <= 0:
-                break
-            if worth(s) <= 0:
-                break
-            size = self.trace.storages[s].bytes
-            if size > room and s not in current.dropped and room >= 0 and size > room * 4:
-                continue
-            tries -= 1
-            if s in self.recipes.saved:
-                found = self.solution(layout, current.dropped - {s}, current.transients)
-            else:
-                found = self.solution(layout, current.dropped, current.transients | {s})
-            if found.peak <= budget and found.seconds < current.seconds:
-                current = found
-        return current
-
-    def exchange(self, solution: Solution, budget: int) -> Solution:
-        """Try every drop of one more storage together with keeping one or more of the dropped, until nothing gets better."""
-        current = solution
-        for _ in range(4):
-            start = current
-            layout = self.layout(current.window)
-            for other in sorted(self.droppable - current.dropped, key=lambda s: -self.trace.storages[s].bytes):
-                swapped = self.solution(layout, current.dropped | {other}, current.transients)
-                if swapped.seconds >= current.seconds + self.trace.pass_seconds:
-                    continue
-                tried = self.refine(swapped, budget) if swapped.peak <= budget else swapped
-                if tried.peak <= budget and tried.seconds < current.seconds:
-                    current = tried
-            if current is start:
-                break
-        return current
-
     # -- the smallest budget -------------------------------------------------------------------------------------------------
 
     def smallest(self) -> Solution:
         """The plan with the smallest peak found."""
-        if self._smallest is None:
-            self._smallest = self._find_smallest()
-        return self._smallest
+        if not self._know_smallest:
+            self._know_smallest = True
+            self._find_smallest()
+        return self._front.smallest()
 
-    def _find_smallest(self) -> Solution:
-        best = self.plain
-        for size in self.window_sizes():
-            found = self.tightest(self.layout(size))
-            if found.peak < best.peak:
-                best = found
-        if self._cells is None:
-            self._cells = CellChain(self.timeline, self.cuts)
-        room = sum(self.trace.storages[s].bytes for s in self.droppable) - (self.plain.peak - best.peak)
-        while self._cells.length > 2 and room > 0:
-            better = best
-            for reruns in self._cells.schedules(room):
-                found = Solution(reruns, self.timeline.evaluate(reruns), self.droppable)
-                if found.peak < better.peak:
-                    better = found
-            if better is best:
-                break
-            room -= max(best.peak - better.peak, room // 50)
-            best = better
-        return best if best.window == 0 and best.reruns and not best.dropped else self._shrink(best)
+    def _find_smallest(self) -> None:
+        self._enumerate()
+        if not self._few:
+            for tight in sorted((t for t, _ in self._tightest()), key=lambda t: t.peak)[:SHRUNK_LAYOUTS]:
+                self._shrunk(tight)
+        self._smallest_by_chains()
+        best = self._front.smallest()
+        self._shrunk(best)
+        best = self._front.smallest()
+        self._trimmed(best, best.peak)
 
-    def _shrink(self, solution: Solution, tries: int = 160) -> Solution:
-        """Drop less where that needs fewer bytes: rebuilding a storage may hold more than the storage itself."""
-        current = solution
-        for size in self.window_sizes():
-            layout = self.layout(size)
-            found = self.tightest(layout)
-            if found.peak > 2 * current.peak and size != solution.window:
-                continue
-            for s in sorted(found.dropped, key=lambda s: self.trace.storages[s].bytes):
-                if tries <= 0:
-                    return current
-                tries -= 1
-                less = self.solution(layout, found.dropped - {s}, found.transients)
-                if less.peak < found.peak:
-                    found = less
-            if found.peak < current.peak:
-                current = found
-        return current
+    def _shrunk(self, solution: Solution) -> None:
+        if _runs(solution) <= MOST_RUNS:
+            self._keep(shrink(self.timeline, solution.reruns, SHRINK_TRIES // _repeats(solution)))
+
+    def _smallest_by_chains(self) -> None:
+        if self._chain.length < 3:
+            return
+        improved = True
+        while improved:
+            before = self._front.smallest().peak
+            for reruns in self._chain.smallest_schedules(before):
+                self._keep(reruns)
+            improved = before - self._front.smallest().peak > STEP * before
 
     # -- the bound -----------------------------------------------------------------------------------------------------------
 
@@ -414,56 +472,134 @@ class Solver:
         """Extra seconds of one micro-batch that no plan within the budget can avoid."""
         if self.plain.peak <= budget_bytes:
             return 0.0
-        overhead = self.trace.dispatch_seconds * self.trace.forward_operations
-        levels = self.plain.evaluation.levels
-        over = [e for e in range(self.trace.pass_events) if levels[e] > budget_bytes]
-        # The highest moment, the ends of forward and the highest moments of stretches of backward.
-        stretch = max(1, (self.trace.pass_events - self.trace.forward_events) // 12)
-        moments = {self.plain.evaluation.peak_event}
-        for start in range(self.trace.forward_events, self.trace.pass_events, stretch):
-            inside = [e for e in over if start <= e < start + stretch]
-            if inside:
-                moments.add(max(inside, key=lambda e: int(levels[e])))
-        return max(self._bound_at(moment, budget_bytes) for moment in sorted(moments)) + overhead
+        if budget_bytes not in self._bounds:
+            overhead = self.trace.dispatch_seconds * self.trace.forward_operations
+            levels = self.plain.evaluation.levels
+            best = 0.0
+            # The fullest moments first: what they demand, the others seldom top.
+            for moment in sorted(self._moments(budget_bytes), key=lambda e: (-int(levels[e]), e)):
+                best = self._bound_at(moment, budget_bytes, best)
+            self._bounds[budget_bytes] = best + overhead
+        bound, known = self._bounds[budget_bytes], self._front.best(budget_bytes)
+        # Where plan and bound meet, they are sums of the same numbers in another order.
+        return known.seconds if known is not None and known.seconds < bound <= known.seconds * (1 + 1e-9) else bound
 
-    def _bound_at(self, moment: int, budget: int) -> float:
-        """Lagrangian bound from one moment.
+    def _moments(self, budget: int) -> set[int]:
+        """The highest moment, and the highest of stretches of backward."""
+        levels = self.plain.evaluation.levels
+        first, end = self.trace.forward_events, self.trace.pass_events
+        stretch = max(1, (end - first) // 12)
+        moments = {self.plain.evaluation.peak_event}
+        for start in range(first, end, stretch):
+            event = start + int(np.argmax(levels[start : min(start + stretch, end)]))
+            if levels[event] > budget:
+                moments.add(event)
+        return moments
+
+    def _bound_at(self, moment: int, budget: int, known: float) -> float:
+        """Lagrangian bound from one moment; `known` where that is larger.
 
         Whatever backward reads after the moment must be there at it, or be made again after it from what is there at it. So each storage is charged its
-        bytes if it is there, its recipe's seconds if it is not, and the rest is a minimum cut; the best price is found by bisection (the
-        dual is concave in it).
+        bytes if it is there, its recipe's seconds if it is not, and the rest is a minimum cut. The dual is concave in the price and every cut
+        is a tangent to it, so the next price is where the two nearest tangents meet (Kelley 1960 in one dimension).
         """
         trace = self.trace
         floor = int(self.plain.evaluation.levels[moment])
         chargeable: list[int] = []
         needed: set[int] = set()
-        for i, s in enumerate(self.nodes):
+        for s in self.nodes:
             storage = trace.storages[s]
             gone = storage.birth <= moment and storage.death < moment
             reads = self.timeline.unpack_uses.get(s, [])
             held_by_a_read = any(event <= moment <= release for event, release in reads)
-            chargeable.append(storage.bytes if gone and not held_by_a_read else 0)
+            size = storage.bytes if gone and not held_by_a_read else 0
+            chargeable.append(size)
             if s in self.droppable:
-                if chargeable[i] and self.timeline.plain_end[s] >= moment:
+                if size and self.timeline.plain_end[s] >= moment:
                     floor -= storage.bytes
                 if any(event > moment for event, _ in reads):
                     needed.add(s)
-        best = 0.0
-        low, high = self._scale() * 1e-3, self._scale() * 1e3
 
-        def dual(price: float) -> float:
-            _, value = self._minimum([price * size for size in chargeable], (), needed)
-            return value + price * (floor - budget)
+        def tangent(price: float) -> tuple[float, float]:
+            """The dual at a price, and its slope there."""
+            side, value = self._minimum([price * size for size in chargeable], (), needed)
+            held = sum(
+                size
+                for i, (recipe, size) in enumerate(zip(self._recipe_of_node, chargeable, strict=True))
+                if side[i] and not side[recipe]
+            )
+            return value + price * (floor - budget), held + floor - budget
 
-        for _ in range(16):
-            a, b = low * (high / low) ** 0.4, low * (high / low) ** 0.6
-            value_a, value_b = dual(a), dual(b)
-            best = max(best, value_a, value_b)
-            if value_a > value_b:
-                high = b
+        best = known
+        low, high = 0.0, self._scale() * 1e3
+        low_value, low_slope = tangent(low)
+        if low_slope <= 0:
+            return best
+        high_value, high_slope = tangent(high)
+        best = max(best, high_value)
+        for _ in range(TANGENTS):
+            if high_slope >= 0:
+                break
+            price = (high_value - low_value + low_slope * low - high_slope * high) / (low_slope - high_slope)
+            ceiling = low_value + low_slope * (price - low)
+            if not low < price < high or ceiling <= best * 1.0005:
+                break
+            value, slope = tangent(price)
+            best = max(best, value)
+            if slope > 0:
+                low, low_value, low_slope = price, value, slope
             else:
-                low = a
+                high, high_value, high_slope = price, value, slope
         return best
+
+
+class _Front:
+    """Plans found so far that no other beats in both bytes and seconds, by peak."""
+
+    def __init__(self) -> None:
+        self._plans: list[Solution] = []
+        self._peaks: list[int] = []
+
+    def __iter__(self) -> Iterator[Solution]:
+        return iter(self._plans)
+
+    def best(self, budget: int) -> Solution | None:
+        """The fastest that fits."""
+        i = bisect_right(self._peaks, budget)
+        return self._plans[i - 1] if i else None
+
+    def smallest(self) -> Solution:
+        """The one with the smallest peak."""
+        return self._plans[0]
+
+    def add(self, plan: Solution) -> None:
+        """Remember a plan, unless a known one is as good."""
+        i = bisect_right(self._peaks, plan.peak)
+        if i and self._plans[i - 1].seconds <= plan.seconds:
+            return
+        if i and self._peaks[i - 1] == plan.peak:
+            i -= 1
+        j = i
+        while j < len(self._plans) and self._plans[j].seconds >= plan.seconds:
+            j += 1
+        self._plans[i:j] = [plan]
+        self._peaks[i:j] = [plan.peak]
+
+
+def _between(fitting: Solution, larger: Solution | None, budget: int) -> float:
+    """Seconds at a budget between two plans, as if all between them could be had."""
+    if larger is None:
+        return fitting.seconds
+    return fitting.seconds + (larger.seconds - fitting.seconds) * (budget - fitting.peak) / (larger.peak - fitting.peak)
+
+
+def _repeats(solution: Solution) -> int:
+    """How often recipes run again, about: a try takes the longer the more copies there are."""
+    return max(1, _runs(solution) // max(1, len({r for runs in solution.reruns.values() for r in runs})))
+
+
+def _runs(solution: Solution) -> int:
+    return sum(map(len, solution.reruns.values()))
 
 
 def _better(a: Solution | None, b: Solution, budget: int) -> Solution | None:

@@ -35,17 +35,12 @@ class Search:
         samples: in the batch.
         weights: how parts add up, asked only when splitting is weighed: (weights or None, reason when None).
         fixed_micro_batches: the user's choice, or None.
-        extra_bytes: what the engine keeps beside the trace (copies of running statistics).
-        torch_version, clip_norm: for the plan's record.
     """
 
     trace_of: Callable[[int], Trace]
     samples: int
     weights: Callable[[], tuple[str | None, str]]
     fixed_micro_batches: int | None = None
-    extra_bytes: int = 0
-    torch_version: str = ""
-    clip_norm: float | None = None
     _solvers: dict[int, Solver] = field(default_factory=dict)
 
     def solver(self, micro_batches: int) -> Solver:
@@ -53,6 +48,11 @@ class Search:
         if micro_batches not in self._solvers:
             self._solvers[micro_batches] = Solver(Timeline(self.trace_of(micro_batches)))
         return self._solvers[micro_batches]
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the engine keeps beside the trace: copies of the buffers that forward writes."""
+        return self.solver(self.fixed_micro_batches or 1).trace.changed_buffer_bytes
 
     def _numbers(self) -> list[int]:
         if self.fixed_micro_batches is not None:
@@ -85,13 +85,14 @@ class Search:
             plain = solver.trace.plain_step_seconds
             if best is not None and plain * WORTH_MORE_MICRO_BATCHES >= best[0]:
                 turned_down.append(
-                    f"{number} micro-batches: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best[0])}"
+                    f"{_parts(number)}: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best[0])}"
                 )
                 break
-            found = solver.solve(room)
+            # Plain is let through at its own peak to the byte: what the slack is for, plain PyTorch needs as well.
+            found = solver.plain if solver.plain.peak + self.extra_bytes <= budget_bytes else solver.solve(room)
             if found is None:
                 turned_down.append(
-                    f"{number} micro-batches: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
+                    f"{_parts(number)}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
                 )
                 continue
             seconds = plain + number * found.seconds
@@ -115,7 +116,8 @@ class Search:
             if number > 1 and self.weights()[0] is None:
                 break
             smallest = self.solver(number).smallest()
-            found.append((smallest.peak + self.extra_bytes + SLACK_BYTES, number, smallest))
+            slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
+            found.append((smallest.peak + self.extra_bytes + slack, number, smallest))
             if len(found) > 1 and found[-1][0] >= found[-2][0]:
                 break
         return min(found, key=lambda f: f[0])
@@ -133,13 +135,13 @@ class Search:
         plain = self.solver(self.fixed_micro_batches or 1).trace.plain_step_seconds
         remedies = [
             Remedy(
-                f'budget="{_up_mib(size)}MiB"' + (f" ({number} micro-batches)" if number > 1 else ""),
+                f'budget="{_budget_of(size)}"' + (f" ({_parts(number)})" if number > 1 else ""),
                 size - budget,
                 seconds - plain,
             )
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(self.trace_of, self.samples, self.weights, None, self.extra_bytes)
+            other = Search(self.trace_of, self.samples, self.weights)
             other._solvers = self._solvers
             smaller, parts, free = other.smallest()
             if smaller < size:
@@ -190,7 +192,7 @@ class Search:
         phase, module, operation = _where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
-        bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES)
+        bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
         kept: dict[str, int] = defaultdict(int)
         dropped: dict[str, int] = defaultdict(int)
         again: dict[str, float] = defaultdict(float)
@@ -230,18 +232,23 @@ class Search:
             signature=trace.signature,
             model=trace.model,
             device=trace.device,
-            torch_version=self.torch_version,
-            clip_norm=self.clip_norm,
+            torch_version=trace.torch_version,
+            clip_norm=trace.clip_norm,
             by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n]) for n in names),
             turned_down=tuple(turned_down),
             notes=trace.notes,
             source=trace.source,
+            changed_buffers=trace.changed_buffers,
         )
 
 
 def _slower(candidate: tuple[float, int, Solution]) -> str:
     seconds, number, solution = candidate
-    return f"{number} micro-batch{'es' if number > 1 else ''}: {format_seconds(seconds)} a step at {format_bytes(solution.peak)}"
+    return f"{_parts(number)}: {format_seconds(seconds)} a step at {format_bytes(solution.peak)}"
+
+
+def _parts(number: int) -> str:
+    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def _where(trace: Trace, event: int) -> tuple[str, str, str]:
@@ -262,5 +269,7 @@ def _moments(trace: Trace, peak_event: int) -> list[int]:
     return sorted({*range(0, count, step), min(peak_event, count - 1), count - 1})
 
 
-def _up_mib(size: int) -> int:
-    return -(-size // (1 << 20))
+def _budget_of(size: int) -> str:
+    """A budget that is at least `size` bytes, as a person would write it where that wastes little."""
+    mib = -(-size // (1 << 20))
+    return f"{mib}MiB" if mib >= 64 else f"{size}B"

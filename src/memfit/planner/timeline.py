@@ -37,6 +37,46 @@ class Evaluation:
     levels: Any
 
 
+class _Rows:
+    """Lists of numbers of many rows, one after the other, so that the lists of many rows are gathered at once."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.counts = np.array([len(row) for row in rows], dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)])[:-1]
+        self.values = np.array([v for row in rows for v in row], dtype=np.int64)
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """The values of these rows, and for each value the position in `rows` it belongs to."""
+        counts = self.counts[rows]
+        owners = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.values[self.starts[rows][owners] + within], owners
+
+
+@dataclass(slots=True)
+class _Expanded:
+    """The events with one *slot* more for each rerun, just before the event it serves: on slots every copy is one interval.
+
+    Attributes:
+        events, recipes: of each rerun, in order.
+        slots: of each rerun.
+        slot_of_event: of each event, and of the end.
+        storages, births, ends: of each copy; it is alive after its birth slot, up to its end.
+        uses: (storage, slot, last slot held) of every use.
+        totals: bytes at each slot, workspace and what a recipe holds meanwhile included.
+    """
+
+    events: Any
+    recipes: Any
+    slots: Any
+    slot_of_event: Any
+    storages: Any
+    births: Any
+    ends: Any
+    uses: tuple[Any, Any, Any]
+    totals: Any
+
+
 class Timeline:
     """Replays one trace under any number of plans."""
 
@@ -69,6 +109,35 @@ class Timeline:
         self._plain = np.zeros(self.events + 2, dtype=np.int64)
         for s, storage in enumerate(trace.storages):
             self._span(self._plain, max(storage.birth, 0), self.plain_end[s], storage.bytes)
+        # The same in columns.
+        table = self.recipes.recipes
+        count = range(len(trace.storages))
+        self._bytes = np.array([st.bytes for st in trace.storages], dtype=np.int64)
+        self._birth = np.array([max(st.birth, 0) for st in trace.storages], dtype=np.int64)
+        # The last event of the copy made in forward where autograd keeps it itself, and where the engine answers for it.
+        self.last_end = [min(self.plain_end[s], self.events) for s in count]
+        self.transient_end = [min(max(st.death, st.birth), self.events) for st in trace.storages]
+        self._end = np.array(self.last_end, dtype=np.int64)
+        self._transient_end = np.array(self.transient_end, dtype=np.int64)
+        self._unpack_event = _Rows([[e for e, _ in self.unpack_uses.get(s, ())] for s in count])
+        self._unpack_release = _Rows([[min(r, self.events) for _, r in self.unpack_uses.get(s, ())] for s in count])
+        self._makes = _Rows([r.makes for r in table])
+        self._inputs = _Rows([r.inputs for r in table])
+        self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
+        self._recipe_seconds = [r.seconds for r in table]
+        self._recipe_operations = [len(r.operations) for r in table]
+        self._saved_at = np.full(self.events + 1, -1, dtype=np.int64)
+        for event, s in self.saves_at.items():
+            self._saved_at[event] = s
+        self._every_event = np.arange(self.events + 1)
+        # Events of the random operations of each recipe, where there is a generator's state to keep for them.
+        self.random_events = {
+            index: [self.recipes.event_of_operation[op] for op in r.operations if trace.operations[op].random]
+            for index, r in enumerate(table)
+            if trace.rng_state_bytes and r.random_operations
+        }
+        self._random_rows = _Rows([self.random_events.get(index, []) for index in range(len(table))])
+        self._following = trace.dispatch_seconds * trace.forward_operations
 
     def _span(self, changes: Any, first: int, last: int, size: int) -> None:
         changes[first] += size
@@ -78,90 +147,109 @@ class Timeline:
         """The step as PyTorch runs it."""
         return self.evaluate({})
 
+    def seconds(self, reruns: Reruns) -> float:
+        """Extra seconds of a plan: cheap, as nothing is replayed."""
+        runs = operations = 0
+        extra = 0.0
+        for event in sorted(reruns):
+            for recipe in reruns[event]:
+                extra += self._recipe_seconds[recipe]
+                operations += self._recipe_operations[recipe]
+                runs += 1
+        return extra + self._following + self.trace.dispatch_seconds * operations if runs else 0.0
+
+    def floor(self) -> Any:
+        """Bytes at each event when every storage that forward saved and can rebuild goes as early as it can, and none is rebuilt."""
+        changes = self._plain.copy()
+        for s in self.recipes.saved & self.recipes.rebuildable:
+            size = self.trace.storages[s].bytes
+            changes[self.transient_end[s] + 1] -= size
+            changes[self.last_end[s] + 1] += size
+        return np.cumsum(changes[: self.events + 1]) + self._workspace
+
+    def peak(self, reruns: Reruns) -> int:
+        """Peak bytes under a plan."""
+        return int(self.expand(reruns).totals.max())
+
     def evaluate(self, reruns: Reruns) -> Evaluation:
         """Bytes and seconds under a plan. Storages that reruns read are held for them."""
-        reruns = {event: runs for event, runs in reruns.items() if runs}
-        changes = self._plain.copy()
-        storages, recipes = self.trace.storages, self.recipes.recipes
-        # [1] When is each storage made again, and used? Moments are (event, position among the reruns before it).
-        made: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        used: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        order = sorted(reruns)
-        last_run: dict[int, tuple[int, int]] = {}
-        runs = 0
-        for event in order:
-            for position, recipe in enumerate(reruns[event]):
-                runs += len(recipes[recipe].operations)
-                last_run[recipe] = (event, position)
-                for s in recipes[recipe].makes:
-                    made[s].append((event, position))
-                for s in recipes[recipe].inputs:
-                    used[s].append((event, position))
-        # [2] Copies: which uses does each serve, and when does it go?
-        starting: dict[int, int] = defaultdict(int)  # event -> bytes of copies made there and alive after it
-        ending: dict[int, int] = defaultdict(int)  # event -> bytes of earlier copies that go inside it
-        inside: dict[tuple[int, int], int] = defaultdict(
-            int
-        )  # (event, position) -> bytes kept from there on, less bytes let go there
-        answered = {*made, *(self.saves_at[event] for event in order)}  # the others autograd keeps itself
-        for s in {*answered, *used}:
-            size = storages[s].bytes
-            uses = [(e, p, -1) for e, p in used.get(s, ())]
-            if s in answered:
-                uses += [(e, len(reruns.get(e, ())), r) for e, r in self.unpack_uses.get(s, ())]
-            uses.sort()
-            births = [(storages[s].birth, 0), *made.get(s, ())]
-            self._span(changes, births[0][0], self.plain_end[s], -size)
-            cursor = 0
-            for copy, birth in enumerate(births):
-                until = births[copy + 1] if copy + 1 < len(births) else (self.events + 1, 0)
-                first = cursor
-                while cursor < len(uses) and uses[cursor][:2] <= until:
-                    cursor += 1
-                mine = uses[first:cursor]
-                if copy and not mine:
-                    continue  # a by-product, let go as soon as its recipe has run
-                end = max([r for _, _, r in mine], default=-1)
-                if not copy:
-                    end = max(end, storages[s].death, storages[s].birth)
-                    if s not in answered:
-                        end = max(end, self.plain_end[s])
-                else:
-                    inside[birth] += size
-                if mine and mine[-1][0] > end:
-                    # Its last use is the input of a rerun: it goes inside that event.
-                    event, position, _ = mine[-1]
-                    inside[event, position] -= size
-                    end = event - 1
-                    if birth[0] < event:
-                        ending[event] += size
-                if birth[0] <= end:
-                    self._span(changes, birth[0], end, size)
-                    if copy:
-                        starting[birth[0]] += size
-        # [3] Generator states, from the first run of a random operation to its last rerun.
-        if self.trace.rng_state_bytes:
-            for recipe, (event, position) in last_run.items():
-                for op in recipes[recipe].operations:
-                    if self.trace.operations[op].random:
-                        self._span(changes, self.recipes.event_of_operation[op], event - 1, self.trace.rng_state_bytes)
-                        ending[event] += self.trace.rng_state_bytes
-                        inside[event, position] -= self.trace.rng_state_bytes
-        levels = np.cumsum(changes[: self.events + 1])
-        totals = levels + self._workspace
-        # [4] Inside an unpack event: one rerun after the other.
-        for event in order:
-            now = int(levels[event]) - starting[event] + ending[event]
-            highest = 0
-            for position, recipe in enumerate(reruns[event]):
-                highest = max(highest, now + recipes[recipe].peak_bytes)
-                now += inside.get((event, position), 0)
-            totals[event] = max(int(totals[event]), highest)
+        expanded = self.expand(reruns)
+        # The slots of an event are its reruns' and its own, next to each other.
+        first = np.concatenate([[0], expanded.slot_of_event[:-1] + 1])
+        totals = np.maximum.reduceat(expanded.totals, first)
         peak_event = int(np.argmax(totals))
-        extra = sum(recipes[r].seconds for event in order for r in reruns[event])
-        if runs:
-            extra += self.trace.dispatch_seconds * (self.trace.forward_operations + runs)
-        return Evaluation(int(totals[peak_event]), peak_event, extra, totals)
+        return Evaluation(int(totals[peak_event]), peak_event, self.seconds(reruns), totals)
+
+    def expand(self, reruns: Reruns) -> _Expanded:
+        """The replay itself: every copy as an interval of slots."""
+        order = sorted(event for event, runs in reruns.items() if runs)
+        recipes = np.array([r for event in order for r in reruns[event]], dtype=np.int64)
+        events = np.repeat(np.array(order, dtype=np.int64), [len(reruns[event]) for event in order])
+        slots = events + np.arange(len(events))
+        before = np.zeros(self.events + 1, dtype=np.int64)
+        np.add.at(before, events, 1)
+        slot_of_event = self._every_event + np.cumsum(before)
+        count = self.events + 1 + len(slots)
+        # [1] When is each storage made again, and used by reruns?
+        made, owner = self._makes.gather(recipes)
+        made_at = slots[owner]
+        used, owner = self._inputs.gather(recipes)
+        used_at = slots[owner]
+        # The engine answers for what it makes again, and for what is asked for where reruns start; autograd keeps the rest itself.
+        answered = np.zeros(len(self._bytes), dtype=bool)
+        answered[made] = True
+        answered[self._saved_at[order]] = True
+        touched = answered.copy()
+        touched[used] = True
+        # [2] Copies: the one of forward, and one for each making.
+        first = np.flatnonzero(touched)
+        storages = np.concatenate([first, made])
+        births = np.concatenate([slot_of_event[self._birth[first]] - 1, made_at])
+        lasting = np.where(answered[first], self._transient_end[first], self._end[first])
+        ends = np.concatenate([slot_of_event[lasting], made_at])
+        # [3] Uses: inputs of reruns, and unpacks, held until the backward node lets go.
+        asked = np.flatnonzero(answered)
+        event, owner = self._unpack_event.gather(asked)
+        release, _ = self._unpack_release.gather(asked)
+        use_storages = np.concatenate([used, asked[owner]])
+        use_slots = np.concatenate([used_at, slot_of_event[event]])
+        use_ends = np.concatenate([used_at, slot_of_event[release]])
+        # Each is served by the newest copy made before it, which is there until the last of its uses.
+        keys = storages * (count + 1) + births + 1
+        sorting = np.argsort(keys)
+        storages, births, ends, keys = storages[sorting], births[sorting], ends[sorting], keys[sorting]
+        serving = np.searchsorted(keys, use_storages * (count + 1) + use_slots + 1) - 1
+        np.maximum.at(ends, serving, use_ends)
+        # [4] Bytes: what no copy stands for lives as in the plain step.
+        plain = self._plain.copy()
+        np.subtract.at(plain, self._birth[first], self._bytes[first])
+        np.add.at(plain, self._end[first] + 1, self._bytes[first])
+        changes = np.zeros(count + 1, dtype=np.int64)
+        np.add.at(changes, births + 1, self._bytes[storages])
+        np.subtract.at(changes, ends + 1, self._bytes[storages])
+        if self.random_events:
+            # Generator states, from the first run of a random operation to the last rerun of its recipe.
+            last = np.full(len(self._recipe_seconds), -1)
+            last[recipes] = slots
+            rerun = np.flatnonzero(last >= 0)
+            event, owner = self._random_rows.gather(rerun)
+            np.add.at(changes, slot_of_event[event], self.trace.rng_state_bytes)
+            np.subtract.at(changes, last[rerun][owner] + 1, self.trace.rng_state_bytes)
+        totals = np.cumsum(changes)[:count]
+        own = np.cumsum(plain)[: self.events + 1]
+        totals[slot_of_event] += own + self._workspace
+        totals[slots] += own[events] + self._recipe_peak[recipes]
+        return _Expanded(
+            events,
+            recipes,
+            slots,
+            slot_of_event,
+            storages,
+            births,
+            ends,
+            (use_storages, use_slots, use_ends),
+            totals,
+        )
 
     def by_category(self, levels_of: Reruns) -> dict[Category, Any]:
         """Bytes at each event by category, for pictures; workspace counts as temporary."""

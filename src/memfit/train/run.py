@@ -14,6 +14,7 @@ from memfit import api
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report
+from memfit.trace import Trace
 from memfit.train import log, snapshots
 from memfit.train.assemble import Assembly, assemble, without_bars
 from memfit.train.config import Config, from_json, load_config, override
@@ -298,6 +299,16 @@ def make_plan(config: Config, device: str | None, display: Display) -> Plan:
     )  # fmt: skip
 
 
+def make_trace(config: Config, device: str | None, display: Display) -> Trace:
+    """One step written down, to plan from later without the model."""
+    assembly = assemble(config, display.stage, weights=device is None)
+    fixed = config.fit.fixed or {}
+    return api.record(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
+        micro_batches=fixed.get("micro_batches", 1), clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+    )  # fmt: skip
+
+
 def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
     """Plans from plain down to the smallest budget, likewise."""
     assembly = assemble(config, display.stage, weights=device is None)
@@ -309,13 +320,9 @@ def make_frontier(config: Config, device: str | None, display: Display, points: 
 def _frontier(
     config: Config, assembly: Assembly, display: Display, points: int = 9, device: str | None = None
 ) -> tuple[Plan, ...]:
-    fit = config.fit
-    for name in ("host_budget", "allow", "freeze"):
-        if getattr(fit, name):
-            raise ConfigError(f"fit.{name}: a frontier does not know it yet; leave it out with --set fit.{name}=")
     return api.frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        points=points, fixed=fit.fixed, clip_norm=fit.clip_norm, device=device, progress=display.stage,
+        points=points, **plan_arguments(config), device=device, progress=display.stage,
     )  # fmt: skip
 
 

@@ -160,3 +160,9 @@ def shortened(text: str, width: float, size: float = FONT_SIZE) -> str:
     while text and text_width(text + "…", size) > width:
         text = text[:-1]
     return text.rstrip() + "…"
+
+
+def counted(number: int, name: str) -> str:
+    """A number of things: "1 step", "2 steps", "1,200 batches"."""
+    plural = "" if number == 1 else "es" if name.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {name}{plural}"

@@ -11,7 +11,8 @@ from memfit.report import FrontierPoint
 from memfit.units import format_bytes, format_seconds
 from memfit.views import colours
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
-from memfit.views.drawing import INK, QUIET, TIMES, Anchor, Dot, Drawing, Line, Shape, Text, text_width
+from memfit.views.drawing import INK, QUIET, TIMES, Dot, Drawing, Line, Point, Shape, Text, counted
+from memfit.views.labels import Area, around, beside
 from memfit.views.timeline_picture import LEFT, RIGHT, WIDTH
 
 _TITLE: Final = "Bytes against time"
@@ -40,7 +41,7 @@ def ratios(plan: Plan, points: Sequence[FrontierPoint]) -> tuple[list[Ratio], Ra
 
     def ratio(point: FrontierPoint) -> Ratio:
         relative = point.step_seconds / plain_seconds
-        parts = f", {point.micro_batches} micro-batches" if point.micro_batches > 1 else ""
+        parts = f", {counted(point.micro_batches, 'micro-batch')}" if point.micro_batches > 1 else ""
         title = (
             f"{format_bytes(point.peak_bytes)} at the peak, {format_seconds(point.step_seconds)} a step, "
             f"{relative:.2f}{TIMES} plain{parts}"
@@ -61,26 +62,49 @@ def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = ()) -> Drawin
         return _nothing("this plan is the plain step, and no others were asked for: there is nothing to compare.")
     frontier, chosen = ratios(plan, points)
     plain_bytes = p.plain_peak_bytes
-    bounds = [r for r in sorted([*frontier, chosen], key=lambda r: r.bound_bytes) if r.bound_ratio > 0]
+    bounds = bounds_of(frontier, chosen)
     x, y = _scales(frontier, chosen, bounds, plain_bytes, plan.budget_bytes)
     shapes: list[Shape] = [Text(LEFT, 18, _TITLE, size=16, bold=True)]
     y_ticks = number_ticks(y.low, y.high, most=6, suffix=TIMES)
     shapes += frame(x, y, byte_ticks(x.low, x.high, most=8), y_ticks, "bytes at the peak")
-    shapes.append(
-        Text(LEFT, 38, "Time of a step as a multiple of the plain step's, by the bytes it may take.", colour=QUIET)
-    )
+    about = "Time of a step as a multiple of the plain step's, by the bytes it may take."
+    if bounds:
+        about += f" The lower bound is for {counted(chosen.micro_batches, 'micro-batch')}."
+    shapes.append(Text(LEFT, 38, about, colour=QUIET))
+    lines: list[Line] = []
     budget_inside = plan.budget_bytes <= x.high
     if budget_inside:
         at = x(plan.budget_bytes)
-        shapes.append(Line(((at, y.end - 4), (at, y.start)), colours.BUDGET, 1.5, (7, 4)))
-        shapes.append(Text(at, y.end - 8, "budget", anchor="middle", colour=colours.BUDGET))
-    shapes += _bound(bounds, x, y)
-    if len(frontier) > 1:
-        shapes.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in frontier), _LINE, 1.6))
-    shapes += _points(frontier, x, y)
-    shapes += _marked(chosen, plain_bytes, x, y)
-    shapes += _key(plan, chosen, frontier, budget_inside=budget_inside)
-    return Drawing(WIDTH, y.start + 46, tuple(shapes), _label(plan, chosen, frontier))
+        lines.append(Line(((at, y.end - 4), (at, y.start)), colours.BUDGET, 1.5, (7, 4)))
+        shapes.append(Text(at, y.end - 9, "budget", anchor="middle", colour=colours.BUDGET))
+    lines += _bound(bounds, x, y)
+    best = efficient(frontier)
+    if len(best) > 1:
+        lines.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in best), _LINE, 1.6))
+    dots = [*_points(frontier, x, y), *_marked(chosen, plain_bytes, x, y)]
+    key = _key(plan, chosen, frontier, budget_inside=budget_inside)
+    texts = [s for s in (*shapes, *key) if isinstance(s, Text)]
+    names = _names(frontier, chosen, plain_bytes, x, y, texts, [line.points for line in lines], dots)
+    return Drawing(WIDTH, y.start + 46, (*shapes, *lines, *dots, *names, *key), _label(plan, chosen, frontier))
+
+
+def bounds_of(frontier: Sequence[Ratio], chosen: Ratio) -> list[Ratio]:
+    """The plans whose lower bounds may stand in one line, by budget.
+
+    A bound holds for plans with as many micro-batches as its own; with others there may be faster ones. So only the
+    bounds for the chosen plan's number are drawn.
+    """
+    comparable = [r for r in (*frontier, chosen) if r.bound_ratio > 0 and r.micro_batches == chosen.micro_batches]
+    return sorted(comparable, key=lambda r: r.bound_bytes)
+
+
+def efficient(frontier: Sequence[Ratio]) -> list[Ratio]:
+    """The plans that no smaller one beats, from the smallest up; a line through the others would zigzag."""
+    best: list[Ratio] = []
+    for r in frontier:
+        if not best or r.ratio < best[-1].ratio:
+            best.append(r)
+    return best
 
 
 def _nothing(reason: str) -> Drawing:
@@ -91,7 +115,7 @@ def _nothing(reason: str) -> Drawing:
 
 def _label(plan: Plan, chosen: Ratio, frontier: list[Ratio]) -> str:
     return (
-        f"Bytes at the peak against time of a step, {len(frontier)} plans: the chosen one takes "
+        f"Bytes at the peak against time of a step, {counted(len(frontier), 'plan')}: the chosen one takes "
         f"{format_bytes(chosen.peak_bytes)} and {chosen.ratio:.2f} times the plain step's time; the plain step takes "
         f"{format_bytes(plan.prediction.plain_peak_bytes)}; the budget is {format_bytes(plan.budget_bytes)}."
     )
@@ -112,7 +136,7 @@ def _scales(
     return Scale(low, high, LEFT, RIGHT), Scale(bottom, top, _TOP + _PLOT_HEIGHT, _TOP)
 
 
-def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Shape]:
+def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Line]:
     """Steps, not a slope: a bound holds for its own budget and all smaller ones, and says nothing about larger ones."""
     if not bounds:
         return []
@@ -124,39 +148,59 @@ def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Shape]:
     return [Line(tuple(points), _BOUND, 1.2)]
 
 
-def _points(frontier: list[Ratio], x: Scale, y: Scale) -> list[Shape]:
-    shapes: list[Shape] = []
-    before = 1
-    for r in reversed(frontier):  # from plain down: where the number of micro-batches changes, it is told
-        at, height = x(r.peak_bytes), y(r.ratio)
-        shapes.append(Dot(at, height, 4, _LINE, square=r.micro_batches > 1, title=r.title))
-        if r.micro_batches != before:
-            shapes.append(Text(at + 7, height - 7, f"{TIMES}{r.micro_batches}", 11, colour=QUIET, halo=True))
-            before = r.micro_batches
-    return shapes
+def _points(frontier: Sequence[Ratio], x: Scale, y: Scale) -> list[Dot]:
+    return [
+        Dot(x(r.peak_bytes), y(r.ratio), 4, _LINE, square=r.micro_batches > 1, title=r.title)
+        for r in reversed(frontier)
+    ]
 
 
-def _marked(chosen: Ratio, plain_bytes: int, x: Scale, y: Scale) -> list[Shape]:
-    """The chosen plan and the plain step, each with its name."""
-    at, height = x(chosen.peak_bytes), y(chosen.ratio)
-    plain_at, plain_height = x(plain_bytes), y(1.0)
-    same = abs(at - plain_at) < 6 and abs(height - plain_height) < 6
-    shapes: list[Shape] = []
+def _is_plain(chosen: Ratio, plain_bytes: int, x: Scale, y: Scale) -> bool:
+    """Whether the chosen plan lies where the plain step lies."""
+    return abs(x(chosen.peak_bytes) - x(plain_bytes)) < 6 and abs(y(chosen.ratio) - y(1.0)) < 6
+
+
+def _marked(chosen: Ratio, plain_bytes: int, x: Scale, y: Scale) -> list[Dot]:
+    """The plain step and the chosen plan."""
+    this = Dot(x(chosen.peak_bytes), y(chosen.ratio), 8, colours.PREDICTED, title=f"this plan: {chosen.title}")
+    if _is_plain(chosen, plain_bytes, x, y):
+        return [this]
+    title = f"plain: {format_bytes(plain_bytes)}"
+    return [Dot(x(plain_bytes), y(1.0), 6, "#ffffff", colours.PLAIN, title=title), this]
+
+
+def _names(
+    frontier: Sequence[Ratio],
+    chosen: Ratio,
+    plain_bytes: int,
+    x: Scale,
+    y: Scale,
+    taken: Sequence[Text],
+    lines: Sequence[Sequence[Point]],
+    dots: Sequence[Dot],
+) -> list[Text]:
+    """Names of the chosen plan and of the plain step, and the number of micro-batches where it changes.
+
+    The first two come first, so that they always find a place; a number without one is left out, the dot tells it.
+    """
+    same = _is_plain(chosen, plain_bytes, x, y)
+    this = Text(0, 0, "this plan, which is plain" if same else "this plan", 13, "start", colours.PREDICTED, True, True)
+    wanted = [(this, chosen.peak_bytes, chosen.ratio)]
     if not same:
-        shapes.append(
-            Dot(plain_at, plain_height, 6, "#ffffff", colours.PLAIN, title=f"plain: {format_bytes(plain_bytes)}")
-        )
-        shapes.append(_name("plain", plain_at, plain_height, colours.PLAIN))
-    shapes.append(Dot(at, height, 8, colours.PREDICTED, title=f"this plan: {chosen.title}"))
-    shapes.append(_name("this plan, which is plain" if same else "this plan", at, height, colours.PREDICTED))
-    return shapes
-
-
-def _name(text: str, at: float, height: float, colour: str) -> Text:
-    """Above the point and to the right, where a falling curve leaves room; to the left at the edge."""
-    fits = at + 10 + text_width(text) <= RIGHT
-    anchor: Anchor = "start" if fits else "end"
-    return Text(at + (10 if fits else 4), height - (10 if fits else 14), text, 13, anchor, colour, bold=True, halo=True)
+        wanted.append((Text(0, 0, "plain", 13, "start", colours.PLAIN, True, True), plain_bytes, 1.0))
+    before = 1
+    for r in reversed(frontier):  # from plain down
+        if r.micro_batches != before:
+            wanted.append((Text(0, 0, f"{TIMES}{r.micro_batches}", 11, colour=QUIET, halo=True), r.peak_bytes, r.ratio))
+            before = r.micro_batches
+    room = Area(x.start + 3, y.end - 4, x.end + 14, y.start - 3)
+    areas = [around(dot.x, dot.y, dot.radius) for dot in dots]
+    names: list[Text] = []
+    for name, size, ratio in wanted:
+        placed = beside(name, [(x(size), y(ratio))], room, [*taken, *names], lines=lines, areas=areas)
+        if placed is not None:
+            names.append(placed)
+    return names
 
 
 def _key(plan: Plan, chosen: Ratio, frontier: list[Ratio], *, budget_inside: bool) -> list[Shape]:
@@ -177,12 +221,12 @@ def _key(plan: Plan, chosen: Ratio, frontier: list[Ratio], *, budget_inside: boo
     entry("plain", f"{format_bytes(p.plain_peak_bytes)}, 1.00{TIMES}", colours.PLAIN)
     shapes.append(Line(((left, top - 4), (left + 20, top - 4)), colours.BUDGET, 1.5, (7, 4)))
     entry("budget", format_bytes(plan.budget_bytes) + ("" if budget_inside else " →"), colours.BUDGET)
+    split = any(r.micro_batches > 1 for r in (*frontier, chosen))
     if chosen.bound_ratio > 0:
         shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _BOUND, 1.2))
         entry("lower bound", f"at most {100 * plan.gap:.1f} % faster" if plan.gap > 0 else "none is faster", _BOUND)
     if frontier:
         shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _LINE, 1.6))
         shapes.append(Dot(left + 10, top - 4, 4, _LINE))
-        split = any(r.micro_batches > 1 for r in frontier)
-        entry("other plans", f"{TIMES}n: n micro-batches" if split else f"{len(frontier)} budgets", _LINE)
+        entry("other plans", f"{TIMES}n: n micro-batches" if split else counted(len(frontier), "budget"), _LINE)
     return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
@@ -11,7 +12,7 @@ from memfit import __version__
 from memfit.plans import Plan
 from memfit.report import Report
 from memfit.units import format_bytes, format_seconds
-from memfit.views.drawing import TIMES, Drawing
+from memfit.views.drawing import TIMES, Drawing, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import FONTS, escaped, svg
@@ -21,6 +22,13 @@ from memfit.views.verdict import error_text, measured_peak, verdict
 
 # The policy makes the browser itself refuse what this page must never do.
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+
+_SOURCES: Final = {
+    "fake": "a step captured without data",
+    "real": "a real step",
+    "scaled": "real steps on a few samples, scaled",
+}
+_MOST_OPEN_ROWS: Final = 15  # A longer table is folded.
 
 _STYLE: Final = """
 :root { color-scheme: light; }
@@ -33,9 +41,9 @@ h2 { font-size: 19px; margin: 36px 0 10px; }
 .fits { border-color: #1a7f37; background: #e9f7ed; }
 .predicted { border-color: #0b5fa5; background: #eaf3fb; }
 .over { border-color: #b42318; background: #fdecea; }
-.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; margin: 0; }
-.cards.thirds { grid-template-columns: repeat(3, 1fr); }
-@media (max-width: 800px) { .cards, .cards.thirds { grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); } }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 0; }
+.cards > div { flex: 1 1 200px; }
+.cards.thirds > div { flex-basis: 290px; }
 .cards > div { background: #fff; border: 1px solid #d8dee4; border-radius: 8px; padding: 10px 14px; }
 .cards dt { font-size: 14px; color: #57606a; }
 .cards dd { margin: 0; }
@@ -78,14 +86,15 @@ def page(report: Report) -> str:
         _cards(report),
         _figure(timeline_picture(report.plan, report.rehearsal)),
         _figure(frontier_picture(report.plan, report.frontier)),
-        _section("The plan in words", _words(report.plan)),
-        _training(report),
-        _table_section(modules_cells(report.plan)),
-        _table_section(frontier_cells(report.plan, report.frontier)),
+        # What is short comes before what is long.
         _section("Departures from the plan", _list(_departures(report))),
+        _section("Facts", _definitions(report.facts)),
         _section("Notes", _list(report.plan.notes)),
         _section("Turned down", _list(report.plan.turned_down)),
-        _section("Facts", _definitions(report.facts)),
+        _section("The plan in words", _words(report.plan)),
+        _training(report),
+        _table_section(frontier_cells(report.plan, report.frontier)),
+        _table_section(modules_cells(report.plan)),
         _reproduce(report.plan),
         f"<footer>Written by memfit {escaped(__version__)}. Sizes are binary: 1 GiB is 1024 MiB.</footer>",
     ]
@@ -134,7 +143,12 @@ def _cards(report: Report) -> str:
             f"{p.slowdown:.2f}{TIMES}",
             f"{format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)}, {p.seconds_are}",
         ),
-        ("Gap", f"{100 * plan.gap:.1f} %", f"no plan in these bytes is faster{' by more' if plan.gap > 0 else ''}"),
+        (
+            "Gap",
+            f"{100 * plan.gap:.1f} %",
+            f"no plan in these bytes with {counted(plan.choices.micro_batches, 'micro-batch')} is faster"
+            + (" by more" if plan.gap > 0 else ""),
+        ),
     ]
     if plan.choices.micro_batches > 1:
         cards.append(("Micro-batches", f"{plan.choices.micro_batches}", f"losses weighted by {plan.choices.weights}"))
@@ -142,6 +156,8 @@ def _cards(report: Report) -> str:
         seconds = median(r.seconds for r in report.records)
         count = len(report.records)
         remark = f"{format_seconds(seconds)} each, in the median" if count > 1 else format_seconds(seconds)
+        if p.step_seconds > 0:
+            remark += f" ({format_seconds(p.step_seconds)} predicted)"
         metered = max((r.peak_bytes for r in report.records if r.peak_bytes is not None), default=None)
         if metered is not None:
             remark += f"; measured peak {format_bytes(metered)}"
@@ -189,10 +205,7 @@ def _training(report: Report) -> str:
         return ""
     curve = loss_picture(report.records)
     drawn = _figure(curve, "small") if curve is not None else ""
-    table = _table(records_cells(report.records))
-    if len(report.records) > 5:
-        table = f"<details>\n<summary>Step by step</summary>\n{table}\n</details>"
-    return _section("Training", f"{drawn}\n{table}")
+    return _section("Training", f"{drawn}\n{_folded('Step by step', records_cells(report.records), most=5)}")
 
 
 def _departures(report: Report) -> list[str]:
@@ -211,7 +224,14 @@ def _departures(report: Report) -> list[str]:
 
 
 def _table_section(cells: Cells) -> str:
-    return _section(cells.caption, _table(cells)) if cells.rows else ""
+    return _section(cells.caption, _folded(f"All {len(cells.rows)} rows", cells)) if cells.rows else ""
+
+
+def _folded(name: str, cells: Cells, *, most: int = _MOST_OPEN_ROWS) -> str:
+    """The table; a long one behind its name, to be opened."""
+    if len(cells.rows) <= most:
+        return _table(cells)
+    return f"<details>\n<summary>{escaped(name)}</summary>\n{_table(cells)}\n</details>"
 
 
 def _table(cells: Cells) -> str:
@@ -237,17 +257,31 @@ def _reproduce(plan: Plan) -> str:
         ("device", plan.device),
         ("model", plan.model),
         ("batch", plan.signature),
-        ("bytes from", plan.source),
+        ("bytes from", _SOURCES.get(plan.source, plan.source)),
         ("seconds", plan.prediction.seconds_are),
         ("gradient clipping", "none" if plan.clip_norm is None else f"norm {plan.clip_norm:g}"),
     ]
-    call = [
+    code = f"<pre><code>{escaped(reproducing_call(plan))}</code></pre>"
+    return _section("How to reproduce", f"{_definitions(pair for pair in pairs if pair[1])}\n{code}")
+
+
+def reproducing_call(plan: Plan) -> str:
+    """The call that makes this plan again.
+
+    It pins the number of micro-batches even when the search was free to choose it: a plan does not say which, and
+    pinning what was found finds it again. What the plan cannot hold (functions) is left as an ellipsis.
+    """
+    lines = [
         "plan = memfit.plan(",
         "    model,",
         "    sample,",
+        "    loss_fn=...,  # as before; None when the model returns its loss",
         f"    budget={plan.budget_bytes},  # {format_bytes(plan.budget_bytes)}",
-        "    optimizer=...,",
-        ")",
+        "    optimizer=...,  # as before",
+        f'    fixed={{"micro_batches": {plan.choices.micro_batches}}},  # what this plan uses, pinned or found',
     ]
-    code = f"<pre><code>{escaped(chr(10).join(call))}</code></pre>"
-    return _section("How to reproduce", f"{_definitions(pair for pair in pairs if pair[1])}\n{code}")
+    if plan.clip_norm is not None:
+        lines.append(f"    clip_norm={plan.clip_norm!r},")
+    if plan.prediction.seconds_are == "estimated":  # so are those for a device that is not here, and no others
+        lines.append(f"    device={json.dumps(plan.device)},")
+    return "\n".join([*lines, ")"])

@@ -14,7 +14,7 @@ from rich.text import Text
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, StepRecord
 from memfit.units import format_bytes, format_seconds
-from memfit.views.drawing import TIMES
+from memfit.views.drawing import TIMES, counted
 
 _MOST_ROWS: Final = 40
 
@@ -52,9 +52,15 @@ def plan_cells(plan: Plan) -> Cells:
         ("plain step", format_seconds(p.plain_step_seconds)),
         ("at most faster", f"{100 * plan.gap:.1f} %"),
         ("micro-batches", f"{c.micro_batches}" + (f" (losses by {c.weights})" if c.micro_batches > 1 else "")),
-        ("run again", "nothing" if plan.script.plain else f"{plan.script.reruns} operations per micro-batch"),
+        ("run again", "nothing" if plan.script.plain else _again(plan)),
     ]
     return Cells("Plan", ("", "value"), tuple(rows), frozenset({0, 1}))
+
+
+def _again(plan: Plan) -> str:
+    if plan.script.plain:
+        return "nothing"
+    return counted(plan.script.reruns, "operation") + (" per micro-batch" if plan.choices.micro_batches > 1 else "")
 
 
 def modules_cells(plan: Plan) -> Cells:
@@ -69,12 +75,13 @@ def modules_cells(plan: Plan) -> Cells:
         )
         for m in modules[:_MOST_ROWS]
     ]
-    columns = ("module", "kept", "dropped", "run again, per micro-batch")
+    each = ", per micro-batch" if plan.choices.micro_batches > 1 else ""
+    columns = ("module", "kept", "dropped", f"run again{each}")
     rest = modules[_MOST_ROWS:]
     remark = ""
     if rest:
         kept, dropped = sum(m.kept_bytes for m in rest), sum(m.dropped_bytes for m in rest)
-        remark = f"{len(rest)} more modules: {format_bytes(kept)} kept, {format_bytes(dropped)} dropped."
+        remark = f"{counted(len(rest), 'more module')}: {format_bytes(kept)} kept, {format_bytes(dropped)} dropped."
     return Cells("What backward needs, by module", columns, tuple(rows), remark=remark)
 
 
@@ -116,7 +123,7 @@ def records_cells(records: Sequence[StepRecord]) -> Cells:
     ]
     columns = ("step", "loss", "time", "measured peak", "micro-batches", "operations run again", "departures")
     left_out = len(records) - len(shown)
-    remark = f"{left_out} steps between are left out." if left_out else ""
+    remark = f"{counted(left_out, 'step')} between {'is' if left_out == 1 else 'are'} left out." if left_out else ""
     if len(records) > 1:
         remark = f"Median time of a step: {format_seconds(median(r.seconds for r in records))}. {remark}".strip()
     return Cells("Steps", columns, tuple(rows), frozenset({0, 6}), remark=remark)

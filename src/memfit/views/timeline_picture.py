@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Final
 
 from memfit.plans import Plan, Prediction
@@ -12,7 +13,24 @@ from memfit.report import Rehearsal
 from memfit.units import format_bytes
 from memfit.views import colours
 from memfit.views.axes import Scale, below, byte_ticks, frame, number_ticks, spread
-from memfit.views.drawing import INK, QUIET, Dot, Drawing, Hover, Line, Polygon, Shape, Text, box, shortened, text_width
+from memfit.views.drawing import (
+    GRID,
+    INK,
+    QUIET,
+    Dot,
+    Drawing,
+    Hover,
+    Line,
+    Point,
+    Polygon,
+    Shape,
+    Text,
+    box,
+    shortened,
+    text_width,
+    wrapped,
+)
+from memfit.views.labels import Area, beside
 from memfit.views.verdict import error_text
 
 WIDTH: Final = 960.0
@@ -68,9 +86,8 @@ def timeline_picture(plan: Plan, rehearsal: Rehearsal | None = None) -> Drawing:
         shapes += _phases(prediction.phases[: len(moments)], moments, x, y)
         shapes += frame(x, y, _event_ticks(x), byte_ticks(0, y.high), _event_label(plan))
         shapes += _stack(bands, moments, x, y)
-        other = prediction.plain_curve if list(prediction.plain_curve) != totals else ()  # A plain run's is its own.
-        for part in below(list(zip(moments, other, strict=False)), y.high):
-            points = tuple((x(m), y(n)) for m, n in part)
+        curve = [tuple((x(m), y(n)) for m, n in part) for part in _plain_parts(prediction, moments, totals, y.high)]
+        for points in curve:
             shapes += [Line(points, "#ffffff", 3), Line(points, colours.PLAIN, 1.3)]
         peak = totals.index(max(totals))
         marker = Dot(
@@ -78,10 +95,13 @@ def timeline_picture(plan: Plan, rehearsal: Rehearsal | None = None) -> Drawing:
         )
     else:
         x = Scale(0, 1, LEFT, RIGHT)
+        curve = []
         shapes += frame(x, y, [], byte_ticks(0, y.high), _NO_CURVE if bands else "this plan carries no curve")
         shapes += _stack(bands, (0.4, 0.6), x, y)
         marker = None
     shapes += _level_lines(levels, y)
+    if curve:
+        shapes += _curve_name(plan, curve, [(x(m), y(n)) for m, n in zip(moments, totals, strict=True)], shapes, y)
     if len(moments) > 1 and marker is not None:
         shapes += _hovers(prediction, bands, moments, totals, x)
         shapes.append(marker)
@@ -148,24 +168,52 @@ def _levels(plan: Plan, rehearsal: Rehearsal | None) -> list[_Level]:
     return levels
 
 
+def _plain_parts(
+    prediction: Prediction, moments: tuple[float, ...], totals: list[int], high: float
+) -> list[tuple[Point, ...]]:
+    """The plain curve, cut off where it leaves the picture; nothing when it is the plan's own."""
+    other = prediction.plain_curve if list(prediction.plain_curve) != totals else ()
+    return below(list(zip(moments, other, strict=False)), high)
+
+
+def _curve_name(
+    plan: Plan, curve: Sequence[Sequence[Point]], top: Sequence[Point], shapes: Sequence[Shape], y: Scale
+) -> list[Text]:
+    """What the plain curve is, beside it and, where there is room, not on the stack of the plan."""
+    # Under a plan that splits, the curve is of one part with nothing dropped; the plain peak is of the whole batch.
+    text = "plain step" if plan.choices.micro_batches == 1 else "this part with nothing dropped"
+    name = Text(0, 0, text, colour=colours.PLAIN, bold=True, halo=True)
+    taken = [s for s in shapes if isinstance(s, Text)]
+    lines = [*curve, *(s.points for s in shapes if isinstance(s, Line) and s.colour != GRID and len(s.points) == 2)]
+    stack = [Area(a[0], min(a[1], b[1]), b[0], y.start) for a, b in pairwise(top[:: max(1, len(top) // 60)])]
+    room = Area(LEFT + 4, y.end + 2, RIGHT - 4, y.start - 4)
+    points = [point for part in curve for point in part[:: max(1, len(part) // 20)]]
+    placed = beside(name, points, room, taken, lines=lines, areas=stack)
+    return [placed] if placed is not None else []
+
+
 def _level_lines(levels: list[_Level], y: Scale) -> list[Shape]:
     """Lines across the plot and their names, kept apart, in the margin."""
     shapes: list[Shape] = []
     levels = sorted(levels, key=lambda level: -level.bytes)  # Downwards, so that the leader lines do not cross.
-    sizes = [34.0 if level.remark else 19.0 for level in levels]
+    room = WIDTH - RIGHT - 24
+    remarks = [wrapped(level.remark, room, 11) for level in levels]
+    sizes = [19.0 + 15 * len(lines) for lines in remarks]
     centres = spread([y(level.bytes) for level in levels], sizes, y.end - 22, y.start + 10)
-    for level, size, centre in zip(levels, sizes, centres, strict=True):
+    # Dashes over what is drawn through: where lines coincide, all can be seen.
+    for level in sorted(levels, key=lambda level: bool(level.dash)):
+        if level.bytes <= y.high:
+            ends = ((LEFT, y(level.bytes)), (RIGHT, y(level.bytes)))
+            shapes.append(Line(ends, level.colour, 1.5, level.dash))
+    for level, lines, size, centre in zip(levels, remarks, sizes, centres, strict=True):
         above = level.bytes > y.high
-        height = y(level.bytes)
-        room = WIDTH - RIGHT - 24
         baseline = centre - size / 2 + 13.5
         if not above:
-            shapes.append(Line(((LEFT, height), (RIGHT, height)), level.colour, 1.5, level.dash))
+            height = y(level.bytes)
             shapes.append(Line(((RIGHT, height), (RIGHT + 6, height), (RIGHT + 20, baseline - 4)), level.colour, 1))
         text = f"{level.name} {format_bytes(level.bytes)}" + (" ↑" if above else "")
         shapes.append(Text(RIGHT + 24, baseline, text, colour=level.colour, bold=True))
-        if level.remark:
-            shapes.append(Text(RIGHT + 24, baseline + 15, shortened(level.remark, room, 11), size=11, colour=QUIET))
+        shapes += [Text(RIGHT + 24, baseline + 15 * i, line, 11, colour=QUIET) for i, line in enumerate(lines, 1)]
     return shapes
 
 

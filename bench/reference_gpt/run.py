@@ -1,43 +1,41 @@
-"""Speed on the reference GPT: memfit at byte budgets against plain PyTorch and against torch.utils.checkpoint on every block.
-
-8 pre-norm layers, hidden 256, 4 heads, explicit softmax attention, batch 16, 256 tokens, vocabulary 1000, fp32, no dropout, one thread. Each round runs every
-arrangement once, in turn; a figure is the median over rounds of processor time against plain in the same round. Peaks are metered.
-
-    .venv/bin/python bench/reference_gpt.py --rounds 15
-"""
+"""Speed on the reference GPT: memfit at byte budgets against plain PyTorch and against torch.utils.checkpoint on every block."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from torch.utils.checkpoint import checkpoint
+import measuring
 
-import memfit
-from memfit import batches
-from memfit.meter import metered
-from models.transformer import build_gpt
+measuring.with_tests_models()
+
+SHARES = (0.70, 0.50, 0.35)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> Any:
+    import torch
+
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def build() -> tuple[Any, Any, Any]:
+    from models.transformer import build_gpt
+
+    return build_gpt(8, 256, 4, 16, 256, 1000)
 
 
 class Plain:
     """A step as people write it; `every_block` wraps each block in torch's checkpoint."""
 
+    plan = None
+
     def __init__(self, *, every_block: bool) -> None:
-        self.model, self.sample, self.loss_fn = build_gpt(8, 256, 4, 16, 256, 1000)
+        self.model, self.sample, self.loss_fn = build()
         self.optimizer = adamw(self.model.parameters())
         if every_block:
             for block in self.model.blocks:
@@ -50,6 +48,11 @@ class Plain:
         self.optimizer.zero_grad(set_to_none=True)
 
     def peak(self) -> int:
+        import torch
+
+        from memfit import batches
+        from memfit.meter import metered
+
         present = [*self.model.parameters(), *self.model.buffers(), *batches.leaves(self.sample)]
         present += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         with metered(present) as reading:
@@ -58,6 +61,8 @@ class Plain:
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
+
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
@@ -65,7 +70,9 @@ class Planned:
     """A step under a plan."""
 
     def __init__(self, budget: int, fixed: dict[str, int] | None) -> None:
-        self.model, self.sample, self.loss_fn = build_gpt(8, 256, 4, 16, 256, 1000)
+        import memfit
+
+        self.model, self.sample, self.loss_fn = build()
         self.plan = memfit.plan(self.model, self.sample, self.loss_fn, budget, adamw, fixed=fixed)
         self.engine = memfit.apply(self.plan, self.model)
 
@@ -76,69 +83,85 @@ class Planned:
         return self.engine.step(self.sample, meter=True).peak_bytes or 0
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    plain = rows[0]["plain_peak_bytes"]
+    return (
+        f"Plain peak {plain / 2**20:.0f} MiB, {rows[0]['seconds']:.2f} s of processor time a step; {rows[0]['rounds']} rounds.\n\n"
+    ) + measuring.table(
+        ["arrangement", "peak / plain", "time / plain", "quartiles", "predicted", "micro-batches", "gap to the bound"],
+        [
+            [
+                row["row"],
+                f"{row['peak_bytes'] / plain:.3f}",
+                f"{row['time_ratio']:.3f}",
+                f"{row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f}",
+                "" if row["predicted_ratio"] is None else f"{row['predicted_ratio']:.3f}",
+                str(row["micro_batches"]),
+                "" if row["gap"] is None else f"{100 * row['gap']:.1f} %",
+            ]
+            for row in rows
+        ],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/reference_gpt.jsonl"))
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
+    measuring.steady_allocator()
+    import torch
+
     torch.set_num_threads(1)
     plain, blocks = Plain(every_block=False), Plain(every_block=True)
     for warm in (plain, blocks):
         warm.step()
     plain_peak, blocks_peak = plain.peak(), blocks.peak()
     rows: dict[str, Any] = {"plain": plain, "torch checkpoint, every block": blocks}
+    # Activations alone, as other tables count: the share of what is neither parameter, gradient nor optimizer state.
+    lasting = sum(4 * p.numel() * p.element_size() for p in plain.model.parameters())
     for name, fixed in (("recompute only", {"micro_batches": 1}), ("free choice", None)):
         rows[f"plan that drops nothing, {name}"] = Planned(plain_peak + (1 << 20), fixed)
-        for share in (0.70, 0.50, 0.35):
+        for share in SHARES:
             rows[f"budget {share:.2f}, {name}"] = Planned(int(plain_peak * share), fixed)
+        if fixed is not None:
+            for share in SHARES:
+                budget = lasting + int((plain_peak - lasting) * share)
+                rows[f"budget {share:.2f} of the activations, {name}"] = Planned(budget, fixed)
         rows[f"peak of every block, {name}"] = Planned(blocks_peak, fixed)
         smallest = rows[f"peak of every block, {name}"].plan.runtime.search.smallest()[0]
         rows[f"smallest budget, {name}"] = Planned(smallest, fixed)
-    times: dict[str, list[float]] = {name: [] for name in rows}
+        print(f"planned: {name}", file=sys.stderr, flush=True)
     peaks: dict[str, int] = {}
     for name, row in rows.items():
         row.step()
         peaks[name] = row.peak()
-    for _ in range(arguments.rounds):
-        for name, row in rows.items():
-            begin = time.process_time()
-            row.step()
-            times[name].append(time.process_time() - begin)
-    machine = f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}, Python {platform.python_version()}"
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
-    print(
-        f"{machine}; plain {plain_peak / 2**20:.0f} MiB, {statistics.median(times['plain']):.2f} s; medians of {arguments.rounds} rounds"
+    times = measuring.in_turns(
+        {name: row.step for name, row in rows.items()},
+        arguments.rounds,
+        tell=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print("| arrangement | peak / plain | time / plain | predicted | quartiles | micro-batches | gap to the bound |")
-    print("|---|---|---|---|---|---|---|")
+    found = []
     for name, row in rows.items():
-        ratios = sorted(a / b for a, b in zip(times[name], times["plain"], strict=True))
-        median = statistics.median(ratios)
-        low, high = ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]
-        made = getattr(row, "plan", None)
-        predicted = f"{made.prediction.slowdown:.3f}" if made else ""
-        parts = made.choices.micro_batches if made else 1
-        gap = f"{100 * made.gap:.1f} %" if made else ""
-        print(
-            f"| {name} | {peaks[name] / plain_peak:.3f} | {median:.3f} | {predicted} | {low:.3f} to {high:.3f} | {parts} | {gap} |"
-        )
-        lines.append(
+        low, median, high = measuring.quartiles(a / b for a, b in zip(times[name], times["plain"], strict=True))
+        made = row.plan
+        found.append(
             {
-                "bench": "reference_gpt",
-                "machine": machine,
                 "row": name,
+                "rounds": arguments.rounds,
+                "seconds": measuring.quartiles(times[name])[1],
                 "peak_bytes": peaks[name],
                 "plain_peak_bytes": plain_peak,
                 "time_ratio": median,
                 "quartiles": [low, high],
                 "predicted_ratio": made.prediction.slowdown if made else None,
                 "predicted_peak_bytes": made.prediction.peak_bytes if made else None,
-                "micro_batches": parts,
+                "micro_batches": made.choices.micro_batches if made else 1,
                 "gap": made.gap if made else None,
             }
         )
-    arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measuring.keep("reference_gpt", measuring.machine(), found)
+    print(table(found))
 
 
 if __name__ == "__main__":

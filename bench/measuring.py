@@ -1,0 +1,111 @@
+"""How the benchmarks measure, and how they keep what they measured.
+
+Timings of a step depend on what the allocator did before: freed memory goes back to the system, and the next step pays for getting it again, page by page. So
+`steady_allocator` starts the process anew with an allocator that keeps what it has, which leaves the computing alone to be compared; times are processor time,
+in turns, as ratios within a round.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+FOLDER: Final = Path(__file__).resolve().parent
+_KEEPING: Final = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+def with_tests_models() -> None:
+    """Let the benches use the models that the tests use."""
+    sys.path.insert(0, str(FOLDER.parent / "tests"))
+
+
+def steady_allocator() -> None:
+    """Start this process anew, with an allocator that never hands memory back; nothing where that is so already."""
+    if any(os.environ.get(name) != value for name, value in _KEEPING.items()):
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **_KEEPING})  # noqa: S606
+
+
+def machine(**more: Any) -> dict[str, Any]:
+    """What the figures were taken on, and with which versions."""
+    import torch
+
+    from memfit.capture.costs import device_name
+
+    versions = {}
+    for package in ("torch", "transformers", "memfit"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": device_name(torch.device("cpu")),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **versions,
+        **more,
+    }
+
+
+def in_words(about: Mapping[str, Any]) -> str:
+    """The machine on one line."""
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers", "memfit") if name in about)
+    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
+    return (
+        f"{about['device']}, {about['cores']} cores, {threads}, {versions}, Python {about['python']}, {about['date']}"
+    )
+
+
+def in_turns(
+    rows: Mapping[str, Callable[[], object]], rounds: int, *, tell: Callable[[str], None] | None = None
+) -> dict[str, list[float]]:
+    """Processor seconds of each row, in each round; within a round every row runs once, in an order that shifts from round to round."""
+    names = list(rows)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            begin = time.process_time()
+            rows[name]()
+            times[name].append(time.process_time() - begin)
+        if tell is not None:
+            tell(f"round {number + 1} of {rounds}")
+    return times
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[len(ordered) // 2], ordered[(3 * len(ordered)) // 4]
+
+
+def keep(question: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write results.jsonl of a question: one line a row, each with the machine."""
+    path = FOLDER / question / "results.jsonl"
+    path.write_text("".join(json.dumps({"bench": question, "machine": about, **row}) + "\n" for row in rows))
+    return path
+
+
+def kept(question: str) -> list[dict[str, Any]]:
+    """What was written; empty where the question was not asked yet."""
+    path = FOLDER / question / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))

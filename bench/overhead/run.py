@@ -1,0 +1,143 @@
+"""Host time that following a plan adds to each forward operation, reruns' own time taken away; beside it a dispatch mode that does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import measuring
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memfit
+
+LAYERS = 100
+
+
+class Chain(nn.Module):
+    """Matrix product, addition, activation, over and over, on tensors so small that only overhead counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(torch.tanh(layer(x)) * 0.5) + x
+        return x
+
+
+class Nothing(TorchDispatchMode):
+    """A mode that only hands on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).pow(2).mean()
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    return (
+        f"{rows[0]['operations']} forward operations, {rows[0]['rounds']} rounds, processor time.\n\n"
+        + measuring.table(
+            ["arrangement", "forward and backward", "reruns", "added per forward operation"],
+            [
+                [
+                    row["row"],
+                    f"{1e3 * row['seconds']:.2f} ms",
+                    str(row["reruns"]),
+                    f"{row['added_microseconds_per_operation']:.1f} µs",
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batch = Chain(), torch.rand(16, 8)
+    plain = memfit.plan(model, batch, loss_of, 1 << 40, None, fixed={"micro_batches": 1})
+    operations = plain.runtime.search.solver(1).trace.forward_operations
+    low = plain.runtime.search.smallest()[0]
+    high = plain.prediction.plain_peak_bytes
+    engines: dict[str, Any] = {}
+    for name, share in (("a tenth dropped", 0.9), ("half dropped", 0.5), ("smallest", 0.0)):
+        made = memfit.replan(plain, round(low + (high - low) * share))
+        engines[name] = memfit.apply(made, model)
+
+    def clear() -> None:
+        for p in model.parameters():
+            p.grad = None
+
+    def plainly() -> None:
+        loss_of(model, batch).backward()
+        clear()
+
+    def under_a_mode() -> None:
+        with Nothing():
+            loss = loss_of(model, batch)
+        loss.backward()
+        clear()
+
+    def planned(engine: Any) -> Callable[[], None]:
+        def run() -> None:
+            with engine.forward():
+                loss = loss_of(model, batch)
+            loss.backward()
+            clear()
+
+        return run
+
+    rows: dict[str, Callable[[], None]] = {
+        "plain": plainly,
+        "a dispatch mode that does nothing": under_a_mode,
+        **{f"plan, {name}": planned(engine) for name, engine in engines.items()},
+    }
+    for run in rows.values():
+        for _ in range(5):
+            run()
+    times = measuring.in_turns(rows, arguments.rounds)
+    # What a rerun operation costs by itself: the forward operations, timed plainly without autograd.
+    bare = []
+    with torch.no_grad():
+        for _ in range(arguments.rounds):
+            begin = time.process_time()
+            loss_of(model, batch)
+            bare.append(time.process_time() - begin)
+    per_operation = measuring.quartiles(bare)[1] / operations
+    found = []
+    for name in rows:
+        engine = engines.get(name.removeprefix("plan, "))
+        reruns = engine.plan.script.reruns if engine is not None else 0
+        difference = measuring.quartiles(a - b for a, b in zip(times[name], times["plain"], strict=True))[1]
+        found.append(
+            {
+                "row": name,
+                "rounds": arguments.rounds,
+                "operations": operations,
+                "seconds": measuring.quartiles(times[name])[1],
+                "reruns": reruns,
+                "added_microseconds_per_operation": 1e6 * (difference - reruns * per_operation) / operations,
+            }
+        )
+    measuring.keep("overhead", measuring.machine(), found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Ask all questions, or those named, and write the pages.
+
+python bench/run.py [QUESTION ...]        # make bench
+python bench/run.py --pages               # only the pages, from the results that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import measuring
+
+FOLDER = Path(__file__).resolve().parent
+QUESTIONS = ("exactness", "reference_gpt", "planning", "overhead")
+BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
+
+
+def module_of(question: str) -> Any:
+    """The question's run.py."""
+    return importlib.import_module(f"{question}.run")
+
+
+def section(question: str) -> str:
+    """Machine, command and table of a question, from its kept results."""
+    rows = measuring.kept(question)
+    command = f"```console\n$ python bench/run.py {question}\n```"
+    if not rows:
+        return f"{command}\n\nNot run yet."
+    return f"{command}\n\n{measuring.in_words(rows[0]['machine'])}.\n\n{module_of(question).table(rows)}"
+
+
+def pages() -> dict[Path, str]:
+    """Each question's README, and docs/figures.md with all of them, from the kept results."""
+    out = {}
+    parts = [
+        "# Figures",
+        "",
+        "Written by `python bench/run.py` from `bench/*/results.jsonl`; run it (`make bench`) to get your own.",
+        "",
+    ]
+    for question in QUESTIONS:
+        path = FOLDER / question / "README.md"
+        text = path.read_text()
+        before, rest = text.split(BEGIN)
+        after = rest.split(END)[1]
+        out[path] = f"{before}{BEGIN}\n{section(question)}\n{END}{after}"
+        body = before.strip().replace("# ", "## ", 1)
+        parts += [body, "", section(question), ""]
+        if after.strip():
+            parts += [after.strip(), ""]
+    out[FOLDER.parent / "docs" / "figures.md"] = "\n".join(parts).rstrip() + "\n"
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []], default=[])
+    parser.add_argument("--pages", action="store_true", help="only write the pages")
+    arguments = parser.parse_args()
+    if not arguments.pages:
+        for question in arguments.questions or QUESTIONS:
+            print(f"== {question}", flush=True)
+            subprocess.run([sys.executable, str(FOLDER / question / "run.py")], check=True)
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Local search over reruns: take some out, put some in, keep what is faster and fits.
+
+Where plans come from (cuts at prices, windows, chains) they follow a rule of scheduling; here nothing is left of the rule. Any set of reruns is a plan, so
+the moves are the simplest there are: a rerun less, and a rerun more, which lets the copy it renews go earlier.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from math import inf
+from typing import Final
+
+from memfit.planner.replay import Replay
+from memfit.planner.timeline import Reruns, Timeline
+
+SHAKEN: Final = 0.1  # part of backward that is shaken at once
+
+
+def trim(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[int, list[int]]:
+    """Take reruns out of a plan that fits as long as it fits: one at a time, all of a recipe, all of an event.
+
+    The most seconds for each byte that is held instead come first; among equals those that hold it for the shortest time.
+    """
+    replay = Replay(timeline, reruns)
+    groups: list[tuple[int, ...]] = [(slot,) for slot in replay.recipe_at]
+    groups += [tuple(slots) for slots in replay.runs_by_recipe() if len(slots) > 1]
+    groups += [tuple(slots) for slots in replay.runs_by_event() if len(slots) > 1]
+    while tries > 0:
+        scored = []
+        for number, group in enumerate(groups[: max(tries, 1)]):
+            gone = replay.with_needless(group)
+            changes = replay.changes(gone)
+            size = max((size for _, _, size in changes), default=0)
+            held = sum((b - a) * size for a, b, size in changes)
+            seconds = sum(replay.seconds_of[replay.recipe_at[slot]] for slot in gone)
+            scored.append((-seconds / size if size > 0 else -inf, held, number, gone, changes))
+        tries -= len(scored)
+        scored.sort()
+        taken = False
+        for _, _, number, gone, changes in scored:
+            move = gone, changes
+            if taken:
+                still_there = [slot for slot in groups[number] if slot in replay.recipe_at]
+                if not still_there:
+                    continue
+                again = replay.with_needless(still_there)
+                move = again, replay.changes(again)
+            if replay.fits(move[1], move[0], budget):
+                replay.remove(*move)
+                taken = True
+        if not taken:
+            break
+        tries -= len(scored)
+        left = [tuple(slot for slot in group if slot in replay.recipe_at) for group in groups]
+        groups = [group for group in dict.fromkeys(left) if group]
+    return replay.reruns()
+
+
+def with_rerun(timeline: Timeline, reruns: Reruns, event: int, recipe: int) -> dict[int, list[int]]:
+    """The plan with a recipe run again before an event too; recipes run in the order of forward."""
+    table = timeline.recipes.recipes
+    more = {e: list(rs) for e, rs in reruns.items()}
+    more[event] = sorted([*reruns.get(event, ()), recipe], key=lambda r: table[r].operations[-1])
+    return dict(sorted(more.items()))
+
+
+def one_more(timeline: Timeline, reruns: Reruns) -> Iterator[dict[int, list[int]]]:
+    """The plan with one rerun more: before any use of a copy that some rerun, or forward, left there for it."""
+    table, recipe_of = timeline.recipes.recipes, timeline.recipes.recipe_of
+    rebuildable = timeline.recipes.rebuildable
+    wanted: dict[tuple[int, int], None] = {}
+    for s, uses in timeline.unpack_uses.items():
+        if s in rebuildable:
+            for event, _ in uses:
+                wanted[event, recipe_of[s]] = None
+    for event in sorted(reruns):
+        for recipe in reruns[event]:
+            for s in table[recipe].inputs:
+                if s in rebuildable:
+                    wanted[event, recipe_of[s]] = None
+    for event, recipe in wanted:
+        if recipe in reruns.get(event, ()):
+            continue
+        yield with_rerun(timeline, reruns, event, recipe)
+
+
+def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[int, list[int]]:
+    """Put one rerun in and take out what that makes room for, until nothing gets faster."""
+    current = {e: list(rs) for e, rs in reruns.items()}
+    seconds = timeline.seconds(current)
+    better = True
+    while better and tries > 0:
+        better = False
+        for more in one_more(timeline, current):
+            tries -= 1
+            if tries <= 0:
+                break
+            if timeline.peak(more) > budget:
+                continue
+            trimmed = trim(timeline, more, budget, 400)
+            took = timeline.seconds(trimmed)
+            if took < seconds - 1e-12:
+                current, seconds, better = trimmed, took, True
+                break
+    return current
+
+
+def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[int, list[int]]:
+    """Rebuild all that a stretch of backward reads, and trim: other reruns may go then than went before. The stretches are drawn, always alike."""
+    chance = random.Random(rounds)
+    table, recipe_of = timeline.recipes.recipes, timeline.recipes.recipe_of
+    rebuildable = timeline.recipes.rebuildable
+    first_uses = [(uses[0][0], recipe_of[s]) for s, uses in sorted(timeline.unpack_uses.items()) if s in rebuildable]
+    begin, end = timeline.trace.forward_events, timeline.trace.pass_events
+    length = SHAKEN * (end - begin)
+    current = {e: list(rs) for e, rs in reruns.items()}
+    seconds = timeline.seconds(current)
+    for _ in range(rounds):
+        start = begin + chance.random() * (end - begin - length)
+        more = {e: set(rs) for e, rs in current.items()}
+        for event, recipe in first_uses:
+            if start <= event < start + length:
+                more.setdefault(event, set()).add(recipe)
+        plan = {e: sorted(rs, key=lambda r: table[r].operations[-1]) for e, rs in sorted(more.items())}
+        if timeline.peak(plan) > budget:
+            continue
+        trimmed = trim(timeline, plan, budget, 6000)
+        took = timeline.seconds(trimmed)
+        if took < seconds - 1e-12:
+            current, seconds = trimmed, took
+    return current
+
+
+def shrink(timeline: Timeline, reruns: Reruns, tries: int) -> dict[int, list[int]]:
+    """Lower the peak, moment by moment: take out a rerun that holds much there, or put one in so that less is held over it."""
+    current = {e: list(rs) for e, rs in reruns.items()}
+    while tries > 0:
+        replay = Replay(timeline, current)
+        while tries > 0:
+            peak = replay.peak_bytes
+            top = int(replay.totals.argmax())
+            lower = None
+            groups = [(slot,) for slot in sorted(replay.recipe_at)]
+            for group in [*groups, *map(tuple, replay.runs_by_event())]:
+                tries -= 1
+                gone = replay.with_needless(group)
+                changes = replay.changes(gone)
+                there = sum(size for a, b, size in changes if a <= top < b)
+                if (there < 0 or top in gone) and replay.fits(changes, gone, peak - 1):
+                    lower = gone, changes
+                    break
+            if lower is None:
+                break
+            replay.remove(*lower)
+        current = replay.reruns()
+        for event, recipe in replay.held_over(top):
+            tries -= 1
+            more = with_rerun(timeline, current, event, recipe)
+            if timeline.peak(more) < peak:
+                current = more
+                break
+        else:
+            break
+    return current

@@ -1,0 +1,227 @@
+"""One plan being changed: what taking reruns out does to the bytes, without replaying the whole step.
+
+Any set of reruns is a valid plan: without a rerun the copy made before it is simply held longer. So reruns can be taken out one at a time, and only the
+few storages that a rerun makes or reads change their lives. This is what local search needs: thousands of tries, each a few intervals long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from memfit.planner.timeline import Reruns, Timeline
+
+_AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
+
+
+class Replay:
+    """The replay of one plan, open to change.
+
+    Attributes:
+        totals: bytes at each slot (an event, or a rerun just before one).
+        saved_seconds: of reruns taken out so far.
+    """
+
+    def __init__(self, timeline: Timeline, reruns: Reruns) -> None:
+        self.timeline = timeline
+        self._recipes = timeline.recipes.recipes
+        self._bytes = [st.bytes for st in timeline.trace.storages]
+        expanded = timeline.expand(reruns)
+        self.totals = expanded.totals
+        self._slot_of_event: list[int] = expanded.slot_of_event.tolist()
+        self.recipe_at: dict[int, int] = dict(zip(expanded.slots.tolist(), expanded.recipes.tolist(), strict=True))
+        self.event_at: dict[int, int] = dict(zip(expanded.slots.tolist(), expanded.events.tolist(), strict=True))
+        self._births: dict[int, list[int]] = defaultdict(list)
+        for s, birth in zip(expanded.storages.tolist(), expanded.births.tolist(), strict=True):
+            self._births[s].append(birth)
+        storages, slots, ends = (column.tolist() for column in expanded.uses)
+        self._uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for s, slot, end in zip(storages, slots, ends, strict=True):
+            self._uses[s].append((slot, end))
+        for uses in self._uses.values():
+            uses.sort()
+        self._runs_at: dict[int, int] = defaultdict(int)
+        for event in self.event_at.values():
+            self._runs_at[event] += 1
+        self._runs_of: dict[int, list[int]] = defaultdict(list)
+        for slot, recipe in self.recipe_at.items():
+            self._runs_of[recipe].append(slot)
+        dispatch = timeline.trace.dispatch_seconds
+        self.seconds_of = [r.seconds + dispatch * len(r.operations) for r in self._recipes]
+        self.saved_seconds = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes held at once."""
+        return int(self.totals.max())
+
+    def reruns(self) -> dict[int, list[int]]:
+        """What is left of the plan."""
+        out: dict[int, list[int]] = defaultdict(list)
+        for slot in sorted(self.recipe_at):
+            out[self.event_at[slot]].append(self.recipe_at[slot])
+        return dict(out)
+
+    def runs_by_recipe(self) -> list[list[int]]:
+        """Slots in which each recipe runs again."""
+        return list(self._runs_of.values())
+
+    def runs_by_event(self) -> list[list[int]]:
+        """Slots of the reruns before each event."""
+        out: dict[int, list[int]] = defaultdict(list)
+        for slot, event in self.event_at.items():
+            out[event].append(slot)
+        return list(out.values())
+
+    def held_over(self, slot: int) -> list[tuple[int, int]]:
+        """(event, recipe) of the reruns that would let a copy alive at this slot go before it; the largest copies first."""
+        timeline = self.timeline
+        recipe_of = timeline.recipes.recipe_of
+        event_of_slot = {where: event for event, where in enumerate(self._slot_of_event)} | self.event_at
+        out: dict[tuple[int, int], int] = {}
+        for s in timeline.recipes.rebuildable:
+            if s in self._births:
+                uses = [use for use, _ in self._uses[s]]
+                born = self._births[s][0]
+            else:
+                uses = [self._slot_of_event[event] for event, _ in timeline.unpack_uses.get(s, ())]
+                born = self._slot_of_event[timeline.trace.storages[s].birth] - 1
+            later = [use for use in uses if use > slot]
+            if later and born < slot:
+                event, recipe = event_of_slot[later[0]], recipe_of[s]
+                out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
+        wanted = sorted(out, key=lambda pair: (-out[pair], pair))
+        present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}
+        return [pair for pair in wanted if pair not in present]
+
+    def with_needless(self, slots: Iterable[int]) -> set[int]:
+        """These reruns, and those that nothing needs once they are gone."""
+        gone = set(slots)
+        stack = list(gone)
+        while stack:
+            slot = stack.pop()
+            for s in self._recipes[self.recipe_at[slot]].inputs:
+                births = self._births[s]
+                i = bisect_left(births, slot) - 1
+                while i > 0 and births[i] in gone:
+                    i -= 1
+                if i > 0 and not self._needed(births[i], gone):
+                    gone.add(births[i])
+                    stack.append(births[i])
+        return gone
+
+    def _needed(self, slot: int, gone: set[int]) -> bool:
+        for s in self._recipes[self.recipe_at[slot]].makes:
+            births, uses = self._births[s], self._uses[s]
+            i = bisect_left(births, slot) + 1
+            while i < len(births) and births[i] in gone:
+                i += 1
+            until = births[i] if i < len(births) else _AWAY
+            for j in range(bisect_left(uses, (slot + 1, -1)), len(uses)):
+                use = uses[j][0]
+                if use > until:
+                    break
+                if use not in gone:
+                    return True
+        return False
+
+    def changes(self, gone: set[int]) -> list[tuple[int, int, int]]:
+        """(first slot, last slot + 1, bytes more or less) without these reruns, in order."""
+        timeline = self.timeline
+        affected: set[int] = set()
+        fewer: dict[int, int] = {}
+        for slot in gone:
+            recipe, event = self.recipe_at[slot], self.event_at[slot]
+            affected.update(self._recipes[recipe].makes)
+            affected.update(self._recipes[recipe].inputs)
+            affected.add(timeline.saves_at[event])
+            fewer[event] = fewer.get(event, 0) + 1
+        steps: dict[int, int] = {}
+
+        def add(position: int, size: int) -> None:
+            steps[position] = steps.get(position, 0) + size
+
+        nothing: set[int] = set()
+        for s in affected:
+            if s not in self._births:
+                continue
+            size = self._bytes[s]
+            before = self.lives(s, nothing, {})
+            after = self.lives(s, gone, fewer)
+            if before != after:
+                for birth, end in before:
+                    add(birth + 1, -size)
+                    add(end + 1, size)
+                for birth, end in after:
+                    add(birth + 1, size)
+                    add(end + 1, -size)
+        if timeline.random_events:
+            for recipe in {self.recipe_at[slot] for slot in gone}:
+                for event in timeline.random_events.get(recipe, ()):
+                    last = self._runs_of[recipe][-1]
+                    left = [slot for slot in self._runs_of[recipe] if slot not in gone]
+                    add((left[-1] if left else self._slot_of_event[event] - 1) + 1, -timeline.trace.rng_state_bytes)
+                    add(last + 1, timeline.trace.rng_state_bytes)
+        out = []
+        level = previous = 0
+        for position in sorted(steps):
+            if level and position > previous:
+                out.append((previous, position, level))
+            level += steps[position]
+            previous = position
+        return out
+
+    def lives(self, s: int, gone: set[int], fewer: dict[int, int]) -> list[tuple[int, int]]:
+        """(birth slot, last slot) of each copy of a storage when these reruns are gone."""
+        timeline, where = self.timeline, self._slot_of_event
+        births = [b for b in self._births[s] if b not in gone] if gone else self._births[s]
+        answered = len(births) > 1
+        if not answered:
+            for event, _ in timeline.unpack_uses.get(s, ()):
+                if self._runs_at.get(event, 0) > fewer.get(event, 0):
+                    answered = True
+                    break
+        end = where[timeline.transient_end[s] if answered else timeline.last_end[s]]
+        out = []
+        copy = 0
+        until = births[1] if len(births) > 1 else _AWAY
+        for slot, held in self._uses[s]:
+            if slot in gone:
+                continue
+            while slot > until:
+                out.append((births[copy], end))
+                copy += 1
+                end = births[copy]
+                until = births[copy + 1] if copy + 1 < len(births) else _AWAY
+            end = max(end, held)
+        out.append((births[copy], end))
+        out.extend((b, b) for b in births[copy + 1 :])
+        return out
+
+    def fits(self, changes: Iterable[tuple[int, int, int]], gone: Iterable[int], budget: int) -> bool:
+        """Whether the peak stays within the budget, in which it is now."""
+        totals = self.totals
+        for slot in gone:
+            totals[slot] -= _AWAY
+        fits = all(size <= 0 or int(totals[a:b].max()) + size <= budget for a, b, size in changes)
+        for slot in gone:
+            totals[slot] += _AWAY
+        return fits
+
+    def remove(self, gone: set[int], changes: Iterable[tuple[int, int, int]]) -> None:
+        """Take reruns out; `changes` is what that does."""
+        # What the engine no longer answers for, autograd keeps itself: longer than any unpack asks, so its uses may stay.
+        for a, b, size in changes:
+            self.totals[a:b] += size
+        for slot in gone:
+            self.totals[slot] -= _AWAY
+            recipe = self.recipe_at.pop(slot)
+            self._runs_at[self.event_at.pop(slot)] -= 1
+            self._runs_of[recipe].remove(slot)
+            self.saved_seconds += self.seconds_of[recipe]
+            for s in self._recipes[recipe].makes:
+                self._births[s].remove(slot)
+            for s in self._recipes[recipe].inputs:
+                self._uses[s].remove((slot, slot))

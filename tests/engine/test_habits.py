@@ -1,0 +1,255 @@
+"""Habits of models and losses that break naive recomputation and have no case of their own: the numbers stay plain PyTorch's at every budget.
+
+Backward run twice, gradients of gradients, exceptions, engines inside engines: see `tests/test_api_errors.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit.errors import EngineError
+from models.outcome import measured_peak, outcome_of, plans_between
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 64
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    each = [[nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Tanh()] for _ in range(count)]
+    return nn.Sequential(*(layer for block in each for layer in block))
+
+
+def rows() -> Tensor:
+    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """A backward inside forward, through a graph that is differentiated again (WGAN-GP)."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+
+def input_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    """A backward inside forward whose result is a constant for the loss (FGSM)."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+    return model((x + 0.01 * gradient.sign()).detach()).square().mean()
+
+
+def users_hooks(model: nn.Module, x: Tensor) -> Tensor:
+    """Hooks of the user's own inside: theirs are asked, ours are not."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+        h = model(x).exp()
+    return h.tanh().square().mean()
+
+
+def tensor_hooks(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x)
+    h.register_hook(lambda g: g * 2)
+    h = h.gelu() if hasattr(h, "gelu") else functional.gelu(h)
+    h.register_hook(lambda g: g.clamp(-1, 1))
+    return h.square().mean()
+
+
+def inference_inside(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        scale = model(x).abs().mean(-1, keepdim=True)
+    return (model(x) * scale.clone()).square().mean()
+
+
+def spectrum(model: nn.Module, x: Tensor) -> Tensor:
+    """Complex numbers, conjugates, views of them as real ones."""
+    h = torch.fft.rfft(model(x))
+    return torch.view_as_real(h * h.conj().roll(1, 0)).tanh().square().mean()
+
+
+def mapped(model: nn.Module, x: Tensor) -> Tensor:
+    outer = torch.func.vmap(lambda a, b: torch.outer(a, b).tanh().sum(0))
+    h = model(x)
+    return outer(h, h.roll(1, 0)).square().mean()
+
+
+def many_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x)
+    values, where = h.sort(dim=-1)
+    top, _ = h.topk(4, dim=-1)
+    left, middle, right = values.split([10, 20, WIDTH - 30], dim=-1)
+    spread, mean = torch.std_mean(middle, dim=-1)
+    return (
+        left.exp().mean() + right.tanh().mean() + top.sigmoid().mean() + (spread * mean).mean()
+    ) * where.float().mean()
+
+
+def indexed(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x)
+    h = h[:, x[0] > 0].tanh()  # as many as the batch says; what dropout says would differ from step to step
+    h = h[torch.randint(len(h), (300,))]
+    return h.masked_fill(h < 0.1, 0.5).logsumexp(-1).mean()
+
+
+def checkpointed_again(model: nn.Module, x: Tensor) -> Tensor:
+    """The older checkpoint of torch, which runs forward again inside a backward of its own."""
+    h = x.clone().requires_grad_()
+    for block in model:
+        h = checkpoint(block, h, use_reentrant=True)
+    return h.square().mean()
+
+
+class Nudged(nn.Module):
+    """Writes into a weight in forward, between two uses of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers(2)
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x @ self.weight.detach().clone())
+        with torch.no_grad():
+            self.count += 1
+        return torch.tanh(h @ self.weight) * self.count
+
+
+class Embedded(nn.Module):
+    """A sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH, sparse=True)
+        self.inner = layers(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.table(x.abs().mul(10).long().clamp(max=49)[:, 0])) + x
+
+
+def spectral() -> nn.Module:
+    model = layers()
+    parametrizations.spectral_norm(model[0])  # writes its power iteration into buffers in each forward
+    parametrizations.weight_norm(model[4])
+    return model
+
+
+def hooked() -> nn.Module:
+    model = layers()
+    model[4].register_full_backward_hook(lambda module, down, up: tuple(g * 0.5 for g in down))
+    model[5].register_forward_hook(lambda module, args, out: out + 1)
+    return model
+
+
+Habit = tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]
+HABITS: dict[str, Habit] = {
+    "gradient_penalty": (layers, gradient_penalty),
+    "input_gradient": (layers, input_gradient),
+    "users_hooks": (layers, users_hooks),
+    "tensor_hooks": (layers, tensor_hooks),
+    "module_hooks": (hooked, squares),
+    "inference_inside": (layers, inference_inside),
+    "spectrum": (layers, spectrum),
+    "mapped": (layers, mapped),
+    "many_outputs": (layers, many_outputs),
+    "indexed": (layers, indexed),
+    "checkpoint_reentrant": (layers, checkpointed_again),
+    "nudged": (Nudged, squares),
+    "sparse_gradient": (Embedded, squares),
+    "parametrizations": (spectral, squares),
+}
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to_dense(), b.to_dense()))
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_numbers_stay_those_of_plain_torch(name: str) -> None:
+    build, loss_fn = HABITS[name]
+    model, x = build(), rows()
+    plans = plans_between(model, x, loss_fn, fractions=(1.0, 0.5, 0.0))
+    outcome_of(model, x, loss_fn)
+    reference = outcome_of(model, x, loss_fn)
+    for made in plans:
+        found = outcome_of(model, x, loss_fn, memfit.apply(made, model, loss_fn, None))
+        assert found.departure is None
+        assert same_values(found.loss, reference.loss)
+        assert all(same_values(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True))
+        assert all(same_values(a, b) for a, b in zip(found.buffers, reference.buffers, strict=True))
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_the_peak_is_as_predicted(name: str) -> None:
+    build, loss_fn = HABITS[name]
+    model, x = build(), rows()
+    for made in plans_between(model, x, loss_fn, fractions=(1.0, 0.5, 0.0)):
+        measured = measured_peak(made, model, x, loss_fn)
+        assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005), (
+            made.budget_bytes,
+            made.prediction.peak_operation,
+        )
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said so", "not said"])
+@pytest.mark.parametrize("fraction", [0.6, 0.0])
+def test_gradients_of_gradients_are_right_or_refused(fraction: float, *, said: bool) -> None:
+    model, x = layers(), rows()
+    (made,) = plans_between(model, x, squares, fractions=(fraction,))
+    engine = memfit.apply(made, model, squares, None)
+    parameters = list(model.parameters())
+
+    def twice(around: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        with around:
+            loss = squares(model, x)
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        return torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), parameters)
+
+    right = twice(nullcontext())
+    try:
+        found = twice(engine.forward(retain_graph=said))
+    except EngineError:
+        if said:
+            raise
+        return  # what it says is looked at in tests/test_api_errors.py
+    assert all(same_values(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_an_exception_while_something_is_made_again_leaves_nothing_behind() -> None:
+    model, x = layers(), rows()
+    (made,) = plans_between(model, x, squares, fractions=(0.0,))
+    engine = memfit.apply(made, model, squares, None)
+    right = outcome_of(model, x, squares)
+    torch.manual_seed(7)
+    with engine.forward() as follower:
+        loss = squares(model, x)
+    assert follower is not None
+
+    def out_of_memory(*_: object) -> Tensor:
+        raise MemoryError
+
+    operation = min(follower.tape.noted)
+    _, args, kwargs = follower.tape.noted[operation]
+    follower.tape.noted[operation] = (out_of_memory, args, kwargs)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    del loss
+    model.zero_grad()
+    assert torch.is_grad_enabled()
+    assert outcome_of(model, x, squares).differs(right) is None
+    assert outcome_of(model, x, squares, engine).differs(right) is None

@@ -1,0 +1,57 @@
+"""Plans changed a little at a time come to what replaying them from the start says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memfit.planner.local_search import trim
+from memfit.planner.replay import Replay
+from memfit.planner.timeline import Timeline
+from planner.test_timeline import some_plan
+from planner.traces import drawn, network
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    traces = [
+        drawn(
+            seed, forward=chance.randint(3, 14), rng_bytes=chance.choice((0, 11)), dispatch=chance.choice((0.0, 0.1))
+        ),
+        network(seed, blocks=4, dispatch=chance.choice((0.0, 0.1))),
+    ]
+    for trace in traces:
+        timeline = Timeline(trace)
+        reruns = some_plan(timeline.recipes, chance)
+        # Some needless ones too: any list of reruns is a plan.
+        for event in [e for e in timeline.saves_at if chance.random() < 0.3 and reruns]:
+            again = chance.choice(sorted({r for runs in reruns.values() for r in runs}))
+            if again not in reruns.get(event, []):
+                reruns[event] = [*reruns.get(event, []), again]
+        replay = Replay(timeline, reruns)
+        assert replay.peak_bytes == timeline.evaluate(reruns).peak_bytes
+        while replay.recipe_at:
+            gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
+            changes = replay.changes(gone)
+            before = replay.peak_bytes
+            budget = chance.choice((before, before + 50, before + 500))
+            fits = replay.fits(changes, gone, budget)
+            replay.remove(gone, changes)
+            assert replay.peak_bytes == timeline.evaluate(replay.reruns()).peak_bytes
+            assert fits == (replay.peak_bytes <= budget)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_trimming_saves_seconds_and_stays_within_the_budget(seed: int) -> None:
+    timeline = Timeline(network(seed, blocks=4, dispatch=0.01))
+    chance = random.Random(seed)
+    for _ in range(4):
+        reruns = some_plan(timeline.recipes, chance)
+        before = timeline.evaluate(reruns)
+        for room in (0, 40, 300):
+            after = timeline.evaluate(trim(timeline, reruns, before.peak_bytes + room, 1000))
+            assert after.peak_bytes <= before.peak_bytes + room
+            assert after.extra_seconds <= before.extra_seconds
+        assert not trim(timeline, reruns, max(before.peak_bytes, timeline.plain().peak_bytes), 1000)

@@ -1,0 +1,212 @@
+"""The public functions where they meet: traces kept for later, plans of their own for other batches, budgets at the edge."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
+from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_trace_gives_the_plans_that_the_model_gives(tmp_path: Path) -> None:
+    model, sample = chain(batch_norm=True), rows()
+    trace = memfit.record(model, sample, squared_error, adamw, clip_norm=1.0)
+    trace.save(tmp_path / "trace.gz")
+    loaded = memfit.Trace.load(tmp_path / "trace.gz")
+    assert loaded == trace
+    plain = memfit.replan(loaded, 1 << 40)
+    assert plain.script.plain
+    budget = plain.prediction.plain_peak_bytes * 8 // 10
+    made = memfit.replan(loaded, budget)
+    assert made.prediction.peak_bytes <= budget
+    assert made.clip_norm == 1.0
+    assert made.torch_version == torch.__version__
+    assert set(made.changed_buffers) == {n for n, _ in model.named_buffers()}
+    direct = memfit.plan(model, sample, squared_error, budget, adamw, clip_norm=1.0, fixed={"micro_batches": 1})
+    assert made.prediction.peak_bytes == direct.prediction.peak_bytes
+    engine = memfit.apply(made, model, squared_error, adamw)
+    engine.step(sample)
+    assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+def test_a_trace_of_parts_keeps_to_them() -> None:
+    trace = memfit.record(chain(), rows(16), squared_error, adamw, micro_batches=3)
+    assert (trace.micro_batches, trace.micro_batch_size, trace.weights) == (3, 6, "samples")
+    made = memfit.replan(trace, "1GiB")
+    assert made.choices.micro_batches == 3
+    assert made.choices.weights == "samples"
+
+
+def test_a_batch_that_does_not_split_is_not_recorded_in_parts() -> None:
+    with pytest.raises(SplitError, match="cannot be honoured"):
+        memfit.record(chain(batch_norm=True), rows(16), squared_error, adamw, micro_batches=2)
+
+
+def test_a_loaded_plan_cannot_be_planned_again_and_says_what_can(tmp_path: Path) -> None:
+    plan_at(0.5, chain(), rows()).save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"memfit\.record"):
+        memfit.replan(memfit.Plan.load(tmp_path / "plan.json"), "1GiB")
+
+
+def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.gz"
+    memfit.record(chain(1), rows(8), squared_error, adamw).save(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(PlanFileError, match="not a readable trace"):
+        memfit.Trace.load(path)
+
+
+# -- budgets at the edge ---------------------------------------------------------------------------------------------------
+
+
+def test_the_predicted_plain_peak_is_enough_for_the_plain_step() -> None:
+    model, sample = chain(), rows()
+    plain = memfit.plan(model, sample, squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
+    again = memfit.replan(plain, plain.prediction.plain_peak_bytes)
+    assert again.script.plain
+    assert again.prediction.step_seconds == again.prediction.plain_step_seconds == again.prediction.bound_seconds
+    less = memfit.replan(plain, plain.prediction.plain_peak_bytes - 1)
+    assert not less.script.plain
+    assert less.prediction.bound_seconds <= less.prediction.step_seconds
+
+
+def test_the_budget_is_read_before_the_model_is_run() -> None:
+    def never(model: nn.Module, batch: Any) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(memfit.BudgetError):
+        memfit.plan(chain(), rows(), never, "8 elephants")
+
+
+class Growing(nn.Module):
+    """Takes more every time it runs, which no capture can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.runs = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.zeros(next(self.runs) << 16).add(x.sum())
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_a_model_that_grows_is_not_said_to_fit() -> None:
+    model, sample = Growing(), rows()
+    one, two = (
+        memfit.plan(model, sample, squared_error, "1GiB", adamw, fixed={"micro_batches": 1}).prediction.plain_peak_bytes
+        for _ in range(2)
+    )
+    assert two > one
+    enough_at_first = two + (two - one) + 1024
+    with pytest.raises(InfeasibleError, match="changes from run to run|is too little") as caught:
+        memfit.fit(model, sample, squared_error, enough_at_first, adamw, fixed={"micro_batches": 1})
+    assert caught.value.minimum_bytes is not None
+
+
+# -- batches of other shapes -----------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Runs other operations for narrow batches, as models with a short way for short inputs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 100:
+            x = x.sin().cos()
+        out: Tensor = self.layers(x)
+        return out
+
+
+def gradients(model: nn.Module, batch: Any) -> list[Tensor]:
+    squared_error(model, batch).backward()
+    found = []
+    for p in model.parameters():
+        assert p.grad is not None
+        found.append(p.grad)
+        p.grad = None
+    return found
+
+
+def test_a_batch_that_departs_gets_a_plan_of_its_own() -> None:
+    model = Branching()
+    engine = memfit.apply(plan_at(0.0, model, rows()), model)
+    short = rows(64)
+    with pytest.warns(UserWarning, match="gets a plan of its own"):
+        first = engine.step(short)
+    assert first.departures
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = engine.step(short)
+        assert second.departures == ()
+        assert engine.plan_for(short) is not engine.plan
+        assert engine.plan_for(short).budget_bytes == engine.plan.budget_bytes
+        assert engine.plan_for(rows()) is engine.plan
+        assert engine.step(rows()).departures == ()
+
+
+def test_a_loaded_plan_goes_on_falling_back(tmp_path: Path) -> None:
+    model = Branching()
+    plan_at(0.0, model, rows()).save(tmp_path / "plan.json")
+    engine = memfit.apply(memfit.Plan.load(tmp_path / "plan.json"), model, squared_error, adamw)
+    with pytest.warns(UserWarning, match="kept plain from there on") as told:
+        engine.step(rows(64))
+    assert "plan of its own" not in str(told[0].message)
+    assert engine.step(rows(64)).departures
+
+
+# -- steps that fail -------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Keeps statistics of its own: one buffer written in place, one replaced."""
+
+    steps: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.steps += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        out: Tensor = functional.gelu(self.layer(x))
+        return out
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_step_that_fails_leaves_every_buffer_as_it_was(fraction: float) -> None:
+    model, sample = Counting(), rows()
+    made = plan_at(fraction, model, sample)
+    assert made.changed_buffers == ("steps",)
+    engine = memfit.apply(made, model, squared_error, adamw)
+    engine.step(sample)
+    before = state_of(model, engine.optimizer)
+    spoiled = (sample[0], torch.full_like(sample[1], torch.nan))
+    with pytest.raises(NonFiniteLossError):
+        engine.step(spoiled)
+    assert same(state_of(model, engine.optimizer), before)
+    assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)

@@ -30,6 +30,7 @@ from memfit.trace import BEFORE_STEP, Category, Storage, Trace, digest
 
 # Operations with more input than this are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
+LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
 MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long has been measured
 MOST_REPEATS: Final = 7
 LONG_SECONDS: Final = 0.03  # operations this long are run twice in all
@@ -119,13 +120,14 @@ class CostTable:
         names: dict[str, str] = {}
         made: dict[str, tuple[int, ...]] = {}
         seconds: dict[str, float] = {}
+        shared = Filled(self.device)
         with profiled() as profile:
             for number, (key, call) in enumerate(missing.items()):
                 tell(number)
                 if input_bytes(call) > LARGEST_INPUT_BYTES:
                     continue
                 try:
-                    args, kwargs = _arguments(call, calls, self.device)
+                    args, kwargs = _arguments(call, calls, self.device, shared)
                     times = []
                     # The first run may set things up that stay (the span of a name that counts is its last), and its time with it.
                     for _ in range(2):
@@ -157,7 +159,7 @@ class CostTable:
         for key, sizes in made.items():
             if key not in seconds:
                 try:
-                    args, kwargs = _arguments(missing[key], calls, self.device)
+                    args, kwargs = _arguments(missing[key], calls, self.device, shared)
                     seconds[key] = self._repeated(missing[key], args, kwargs, [])
                 except Exception:  # noqa: BLE001, S112 - as above
                     continue
@@ -169,12 +171,13 @@ class CostTable:
         self, missing: dict[str, CallSpec], calls: dict[str, CallSpec], tell: Callable[[int], None]
     ) -> dict[str, Cost]:
         out: dict[str, Cost] = {}
+        shared = Filled(self.device)
         for number, (key, call) in enumerate(missing.items()):
             tell(number)
             if input_bytes(call) > LARGEST_INPUT_BYTES:
                 continue
             try:
-                args, kwargs = _arguments(call, calls, self.device)
+                args, kwargs = _arguments(call, calls, self.device, shared)
                 _run(call, args, kwargs)
                 torch.cuda.synchronize(self.device)
                 before = torch.cuda.memory_allocated(self.device)
@@ -215,12 +218,12 @@ class CostTable:
         return time.perf_counter() - begin
 
 
-def _arguments(call: CallSpec, calls: dict[str, CallSpec], device: torch.device) -> tuple[Any, Any]:
+def _arguments(call: CallSpec, calls: dict[str, CallSpec], device: torch.device, shared: Filled) -> tuple[Any, Any]:
     """Arguments for one run; opaque buffers come from a real run of the forward kernel."""
-    args, kwargs = build(call, device)
     forward_name = FORWARD_OF.get(str(call.func))
     if forward_name is None:
-        return args, kwargs
+        return build(call, device, shared)
+    args, kwargs = build(call, device)
     shape = _specs(call.args)[0].shape
     forward = next(c for c in calls.values() if str(c.func) == forward_name and _specs(c.args)[0].shape == shape)
     outputs = _run(forward, *build(forward, device))
@@ -271,8 +274,37 @@ def input_bytes(call: CallSpec) -> int:
     return sum(high - low for low, high in spans.values())
 
 
-def build(call: CallSpec, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for one run: integers zero (any index is valid), numbers 0.75."""
+class Filled:
+    """Storages of filled memory that calls read in turn: getting fresh memory from the system takes longer than most operations run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def storage(self, place: int, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
+        """At least `count` elements, the same ones for the same place."""
+        flat = self._flat.get((place, dtype))
+        if flat is None or flat.numel() < count:
+            flat = self._flat[place, dtype] = _filled(count, dtype, self._device)
+        return flat.untyped_storage()
+
+
+def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(count, dtype=dtype, device=device)
+    # Random numbers would take longer to draw than most operations to run.
+    return flat.fill_(0.75) if dtype.is_floating_point else flat.zero_()
+
+
+def build(call: CallSpec, device: torch.device, shared: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one run: integers zero (any index is valid), numbers 0.75.
+
+    Args:
+        call: what to run.
+        device: where.
+        shared: memory to take for arguments that are only read.
+    """
+    if call.written or input_bytes(call) > LARGEST_SHARED_BYTES:
+        shared = None
     specs = _specs((call.args, call.kwargs))
     start: dict[int, int] = {}
     for spec in specs:
@@ -287,12 +319,12 @@ def build(call: CallSpec, device: torch.device) -> tuple[tuple[Any, ...], dict[s
     storages: dict[int, torch.UntypedStorage] = {}
     for place, count in size.items():
         dtype = kind[place]
-        flat = torch.empty(-(-count // dtype.itemsize), dtype=dtype, device=device)
-        if dtype.is_floating_point:
-            flat.fill_(0.75)  # random numbers would take longer to draw than most operations to run
-        else:
-            flat.zero_()
-        storages[place] = flat.untyped_storage()
+        elements = -(-count // dtype.itemsize)
+        storages[place] = (
+            shared.storage(place, dtype, elements)
+            if shared is not None
+            else _filled(elements, dtype, device).untyped_storage()
+        )
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):

@@ -16,7 +16,7 @@ from typing import Any
 import measuring
 
 FOLDER = Path(__file__).resolve().parent
-QUESTIONS = ("exactness", "reference_gpt", "planning", "overhead")
+QUESTIONS = ("exactness", "reference_gpt", "planning", "overhead", "frontier", "fit", "predict", "faults", "zoo")
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 
 
@@ -53,6 +53,7 @@ def pages() -> dict[Path, str]:
         parts += [body, "", section(question), ""]
         if after.strip():
             parts += [after.strip(), ""]
+    parts += [(FOLDER / "gpu" / "README.md").read_text().strip().replace("# ", "## ", 1), ""]
     out[FOLDER.parent / "docs" / "figures.md"] = "\n".join(parts).rstrip() + "\n"
     return out
 

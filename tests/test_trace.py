@@ -56,7 +56,9 @@ def test_seconds_add_up_over_micro_batches() -> None:
 
 
 def test_another_format_is_refused_by_number() -> None:
-    with pytest.raises(PlanFileError, match=f"this trace has format 99, this memfit reads {FORMAT_VERSION}: capture it again"):
+    with pytest.raises(
+        PlanFileError, match=f"this trace has format 99, this memfit reads {FORMAT_VERSION}: capture it again"
+    ):
         Trace.from_json({**trace().to_json(), "format_version": 99})
 
 

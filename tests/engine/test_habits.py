@@ -81,6 +81,13 @@ def spectrum(model: nn.Module, x: Tensor) -> Tensor:
     return torch.view_as_real(h * h.conj().roll(1, 0)).tanh().square().mean()
 
 
+def correlation(model: nn.Module, x: Tensor) -> Tensor:
+    """Spectra multiplied with lazy conjugates, saved as they are: a bit of the tensor, not of its bytes."""
+    h = model(x)
+    power = torch.fft.rfft(h.tanh()) * torch.conj(torch.fft.rfft(h.sin()))
+    return torch.fft.irfft(power).tanh().square().mean()
+
+
 def mapped(model: nn.Module, x: Tensor) -> Tensor:
     outer = torch.func.vmap(lambda a, b: torch.outer(a, b).tanh().sum(0))
     h = model(x)
@@ -164,6 +171,7 @@ HABITS: dict[str, Habit] = {
     "module_hooks": (hooked, squares),
     "inference_inside": (layers, inference_inside),
     "spectrum": (layers, spectrum),
+    "correlation": (layers, correlation),
     "mapped": (layers, mapped),
     "many_outputs": (layers, many_outputs),
     "indexed": (layers, indexed),

@@ -6,12 +6,13 @@ at the end: those which autograd refuses ("modified by an inplace operation") ar
 draws give a valid program, and the valid writes stay in.
 
 torch's OpInfo looks similar but tests one operation at a time. Random programs as a test of program transformations
-are due to Yang, Chen, Eide, Regehr 2011 (Csmith); ours have no control flow.
+are due to Yang, Chen, Eide, Regehr 2011 (Csmith). Ours have no control flow, but for `Branching`: a program whose steps
+differ from each other, as a counter, a value or a draw decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -96,7 +97,11 @@ def _write(f: Callable[[Sequence[Tensor]], object], arity: Literal[1, 2] = 1) ->
 
 
 def _with_part(part: Callable[..., nn.Module], sizes: Callable[[Tensor], tuple[int, ...]]) -> Operation:
-    return Operation(lambda own, xs: (own(xs[0]),), part=part, sizes=sizes)
+    return Operation(lambda own, xs: (own(xs[0]),), part=part, sizes=sizes, fits=_is_float)
+
+
+def _cast(dtype: torch.dtype) -> Operation:
+    return Operation(lambda _, xs: (xs[0].to(dtype),), fits=lambda x: x.dtype != dtype)
 
 
 def _batch_norm(own: nn.Module, xs: Sequence[Tensor]) -> Tensors:
@@ -121,6 +126,12 @@ def _without_gradient(own: nn.Module, xs: Sequence[Tensor]) -> Tensors:
         return (torch.sigmoid(xs[0] * 2),)
 
 
+def _under_autocast(own: nn.Module, xs: Sequence[Tensor]) -> Tensors:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        # Twice the same layer: autocast casts its weight once and keeps the copy until the region ends.
+        return (functional.gelu(own(own(xs[0]))),)
+
+
 def _through_bf16(x: Tensor) -> Tensor:
     return functional.gelu(x.bfloat16()).float()
 
@@ -131,6 +142,10 @@ def _matmul_bf16(a: Tensor, b: Tensor) -> Tensor:
 
 def _last(x: Tensor) -> tuple[int, ...]:
     return (x.shape[-1],)
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.dtype == torch.float32  # as parameters are
 
 
 def _may_double(x: Tensor) -> bool:
@@ -149,7 +164,8 @@ OPERATIONS: dict[str, Operation] = {
     "linear": _with_part(lambda inner: nn.Linear(inner, 8), _last),
     "narrow_linear": _with_part(lambda inner: nn.Linear(inner, 4, bias=False), _last),
     "layer_norm": _with_part(nn.LayerNorm, _last),
-    "batch_norm": Operation(_batch_norm, part=nn.BatchNorm1d, sizes=_last),
+    "batch_norm": Operation(_batch_norm, part=nn.BatchNorm1d, sizes=_last, fits=_is_float),
+    "autocast": Operation(_under_autocast, part=lambda n: nn.Linear(n, n), sizes=_last, fits=_is_float),
     "index_select": Operation(_index_select, part=Pick, sizes=lambda x: (x.shape[0],)),
     "below_max": Operation(_below_max),
     "no_grad": Operation(_without_gradient),
@@ -161,6 +177,9 @@ OPERATIONS: dict[str, Operation] = {
     "clone": _out(torch.clone),
     "detach": _out(torch.detach),
     "bf16": _out(_through_bf16),
+    "to_bf16": _cast(torch.bfloat16),
+    "to_double": _cast(torch.float64),
+    "to_float": _cast(torch.float32),
     "sum_broadcast": _out(lambda x: x + x.sum(-1, keepdim=True) / x.shape[-1]),
     "cumsum": _out(lambda x: x.cumsum(0) / x.shape[0]),
     "transpose": _out(lambda x: x.transpose(-1, -2)),
@@ -170,7 +189,7 @@ OPERATIONS: dict[str, Operation] = {
     "chunk": Operation(lambda _, xs: xs[0].chunk(2, dim=-1), fits=_last_is_even),
     "add": _pair(torch.add),
     "mul": _pair(torch.mul),
-    "matmul": _pair(lambda a, b: a @ b.transpose(-1, -2) / a.shape[-1], fits=_square_is_small),
+    "matmul": _pair(lambda a, b: a @ b.to(a.dtype).transpose(-1, -2) / a.shape[-1], fits=_square_is_small),
     "matmul_bf16": _pair(_matmul_bf16, fits=_square_is_small),
     "cat": _pair(lambda a, b: torch.cat([a, b], dim=-1), fits=_may_double),
     "where": _pair(lambda a, b: torch.where(a > b, a, b * 0.5)),
@@ -182,6 +201,12 @@ OPERATIONS: dict[str, Operation] = {
     "row_copy_": _write(lambda xs: xs[0][0].copy_(xs[1][-1]), arity=2),
     "dropout_": _write(lambda xs: functional.dropout(xs[0], 0.3, training=True, inplace=True)),
 }
+
+# What draws at random gives other numbers in parts than in one piece, however right both are.
+RANDOM = frozenset({"dropout", "dropout_"})
+# What looks from one sample to another, or does not leave samples along the first dimension.
+ACROSS_SAMPLES = frozenset({"batch_norm", "index_select", "below_max", "cumsum", "view", "expand", "row_copy_"})
+WITHIN_SAMPLES = OPERATIONS.keys() - RANDOM - ACROSS_SAMPLES
 
 
 class Program(nn.Module):
@@ -199,18 +224,92 @@ class Program(nn.Module):
     def forward(self, x: Tensor) -> Tensors:
         """Sample of shape SHAPE to the pool's last tensors."""
         pool = [x, self.stem(x)]
-        for instruction, part in zip(self.instructions, self.parts, strict=True):
-            pool += OPERATIONS[instruction.name].run(part, [pool[place] for place in instruction.operands])
+        for number in range(len(self.instructions)):
+            self.run(number, pool)
         return tuple(pool[-LAST:])
+
+    def run(self, number: int, pool: list[Tensor]) -> None:
+        """One instruction; what it makes goes into the pool."""
+        instruction = self.instructions[number]
+        operands = [pool[place] for place in instruction.operands]
+        pool += OPERATIONS[instruction.name].run(self.parts[number], operands)
 
     def __repr__(self) -> str:
         """As Python that makes it again: hypothesis prints this when a program fails."""
         return f"Program({self.instructions!r}, seed={self.seed})"
 
 
+Decision: TypeAlias = Literal["counter", "value", "draw"]
+Change: TypeAlias = Literal["more", "write", "detach", "cast", "shape", "stop", "operand"]
+DECISIONS: tuple[Decision, ...] = ("counter", "value", "draw")
+CHANGES: tuple[Change, ...] = ("more", "write", "detach", "cast", "shape", "stop")
+
+
+class Branching(Program):
+    """A program with a branch: some of its forwards run something else after one of the instructions.
+
+    Args:
+        instructions, seed: as of `Program`.
+        at: number of the instruction.
+        decision: whether to take the branch. "counter": every second forward; "value": of the batch; "draw": at random.
+        change: what the branch does to the newest tensor; "stop": leaves the rest out; "operand": the same operations on
+            another tensor.
+    """
+
+    def __init__(
+        self, instructions: tuple[Instruction, ...], seed: int, at: int, decision: Decision, change: Change
+    ) -> None:
+        super().__init__(instructions, seed)
+        self.at, self.decision, self.change = at, decision, change
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensors:
+        """As of `Program`, but for the branch."""
+        self.forwards += 1
+        pool = [x, self.stem(x)]
+        for number in range(len(self.instructions)):
+            self.run(number, pool)
+            if number == self.at:
+                taken = self._decides(x)
+                if taken and self.change == "stop":
+                    break
+                if self.change == "operand":
+                    pool[-1] = self._one_of_two(pool[-1], taken)
+                elif taken:
+                    pool[-1] = self._changed(pool[-1])
+        return tuple(pool[-LAST:])
+
+    def _decides(self, x: Tensor) -> bool:
+        if self.decision == "counter":
+            return self.forwards % 2 == 0
+        return bool(x[0, 0, 0] > 0) if self.decision == "value" else bool(torch.rand(()) < 0.5)
+
+    def _one_of_two(self, y: Tensor, taken: bool) -> Tensor:  # noqa: FBT001 - the branch
+        """The same operations either way, on another operand."""
+        one, other = torch.tanh(y), torch.sigmoid(y)
+        picked = other if taken else one
+        return torch.sin(torch.exp(picked * 0.5)) * torch.sigmoid(picked)
+
+    def _changed(self, y: Tensor) -> Tensor:
+        if self.change == "more":
+            return torch.tanh(y) * 2
+        if self.change == "write":
+            return y.mul_(0.5)
+        if self.change == "detach":
+            return y.detach()
+        if self.change == "cast":
+            return y.bfloat16().to(y.dtype)
+        # Other shapes on the way, the same at the end.
+        return torch.cat([y, y], dim=-1).sigmoid()[..., : y.shape[-1]]
+
+    def __repr__(self) -> str:
+        """As of `Program`."""
+        return f"Branching({self.instructions!r}, {self.seed}, {self.at}, {self.decision!r}, {self.change!r})"
+
+
 def program_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean of the mean squares of the program's last tensors."""
-    return torch.stack([out.square().mean() for out in model(batch)]).mean()
+    return torch.stack([out.square().mean().float() for out in model(batch)]).mean()
 
 
 def sample_of(seed: int) -> Tensor:
@@ -219,23 +318,45 @@ def sample_of(seed: int) -> Tensor:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> ProgramBuilt:
+def programs(draw: st.DrawFn, names: Collection[str] = OPERATIONS.keys()) -> ProgramBuilt:
     """A program with its sample and loss, on which plain PyTorch's step runs and gives finite numbers.
 
     Dropout draws from the global generator: seed it before each step. Batch norm updates buffers: build `Program(...)`
     anew, or copy it, for each run that is compared.
+
+    Args:
+        draw: hypothesis's own.
+        names: of the operations that may occur.
     """
     seed = draw(st.integers(0, 2**16))
     sample = sample_of(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drawn = _draw_instructions(draw, sample.clone(), seed)
+        drawn = _draw_instructions(draw, sample.clone(), seed, names)
         kept = _strike_out_refused_writes(drawn, sample, seed)
         assume(_gives_finite_numbers(Program(kept, seed), sample))
     return Program(kept, seed), sample, program_loss
 
 
-def _draw_instructions(draw: st.DrawFn, sample: Tensor, seed: int) -> tuple[Instruction, ...]:
+@st.composite
+def branching(draw: st.DrawFn) -> ProgramBuilt:
+    """A program with a branch, either way of which runs; as of `programs`."""
+    made, sample, loss_fn = draw(programs())
+    assume(made.instructions)  # refused writes may have been all there was
+    at = draw(st.integers(0, len(made.instructions) - 1))
+    decision, change = draw(st.sampled_from(DECISIONS)), draw(st.sampled_from(CHANGES))
+    program = Branching(made.instructions, made.seed, at, decision, change)
+    with torch.random.fork_rng():
+        trial = Branching(made.instructions, made.seed, at, "counter", change)
+        for runs_well in (_runs, _gives_finite_numbers):
+            for forwards in (0, 1):  # one way, and the other
+                trial.forwards = forwards
+                assume(runs_well(trial, sample))
+    assume(torch.equal(sample, sample_of(made.seed)))  # the branch may write where a view of the batch is
+    return program, sample, loss_fn
+
+
+def _draw_instructions(draw: st.DrawFn, sample: Tensor, seed: int, names: Collection[str]) -> tuple[Instruction, ...]:
     pool = [sample, Program((), seed).stem(sample)]
     instructions: list[Instruction] = []
     for _ in range(draw(st.integers(1, MAX_INSTRUCTIONS))):
@@ -243,9 +364,8 @@ def _draw_instructions(draw: st.DrawFn, sample: Tensor, seed: int) -> tuple[Inst
         place = len(pool) - 1 - draw(st.integers(0, len(pool) - 1))
         x = pool[place]
         # Writes stand twice: they are where recomputation goes wrong.
-        doubled = (name for name, each in OPERATIONS.items() for _ in range(1 + each.writes))
-        names = [name for name in doubled if _allows(OPERATIONS[name], x, sample)]
-        name = draw(st.sampled_from(names))
+        doubled = (name for name, each in OPERATIONS.items() if name in names for _ in range(1 + each.writes))
+        name = draw(st.sampled_from([name for name in doubled if _allows(OPERATIONS[name], x, sample)]))
         operation = OPERATIONS[name]
         operands = [place]
         if operation.arity == 2:

@@ -74,6 +74,7 @@ class Engine:
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
+        self._halfway = ""  # why no step can go on from here
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -112,7 +113,10 @@ class Engine:
         Raises:
             BatchError: another structure than planned, or larger.
             NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
+            EngineError: an update failed half way, now or before; nothing can go on from there.
         """
+        if self._halfway:
+            raise EngineError(self._halfway)
         plan = self.plan_for(batch)
         signature = batches.signature(batch)
         if signature in self._departed and signature not in self._plans:
@@ -164,7 +168,7 @@ class Engine:
         departures: list[str] = []
         reruns = 0
         value: torch.Tensor | None = None
-        with self._all_or_nothing():
+        with self._all_or_nothing() as undone:
             for index, part in enumerate(parts):
                 weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
                 if weight == 0.0:
@@ -179,23 +183,48 @@ class Engine:
                     if follower.departure is not None:
                         departures.append(follower.departure)
                 del follower, around
-        # The update, and with it the step, happens whole before a waiting interrupt is heard.
-        with _interrupts_wait():
+            # The update, and with it the step, happens whole before a waiting interrupt is heard.
+            with _interrupts_wait():
+                self._update(program)
+                undone.clear()
+                self.steps += 1
+                self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
+
+    def _update(self, program: StepProgram) -> None:
+        before = [(tensor, tensor._version) for tensor in self._updated()]
+        try:
             program.update()
+        except BaseException as error:
+            if any(tensor._version != version for tensor, version in before):
+                self._halfway = (
+                    f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
+                    "load the last snapshot (memfit resume does) and make an engine anew"
+                )
+                raise EngineError(self._halfway) from error
+            raise
+        finally:
             program.clear()
-            self.steps += 1
-            self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
+
+    def _updated(self) -> list[torch.Tensor]:
+        """What an update writes."""
+        found: list[torch.Tensor] = list(self.model.parameters())
+        if self.optimizer is not None:
+            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return found
 
     def _parts(self, plan: Plan, batch: Batch) -> list[Batch]:
         total = batches.size(batch)
         if plan.choices.micro_batches == 1:
             return [batch]
-        largest = plan.choices.micro_batch_size
-        count = -(-total // largest)
+        count = -(-total // plan.choices.micro_batch_size)
+        if batches.signature(batch) == plan.signature:
+            count = plan.choices.micro_batches  # parts may be smaller than they might be: 3 parts of 4 samples
         return batches.split(batch, batches.micro_batch_sizes(total, count))
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self) -> Iterator[list[str]]:
+        """Put back what forward changed when the block fails, unless what it yields was emptied."""
+        undone = ["buffers, gradients, generators"]
         before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
         buffers = dict(self.model.named_buffers())
         for name, copy in self._changed.items():
@@ -204,8 +233,10 @@ class Engine:
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
         try:
-            yield
+            yield undone
         except BaseException:
+            if not undone:
+                raise
             for parameter in self.model.parameters():
                 parameter.grad = None
             for module, name, buffer in before:

@@ -9,6 +9,7 @@ What a rerun reads is noted as *storages and geometry*, never as tensors of the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -25,7 +26,7 @@ from memfit.plans import KEPT, Script
 class Argument:
     """A tensor argument of a rerun: where its bytes are, and how they are looked at."""
 
-    __slots__ = ("base", "dtype", "offset", "place", "shape", "storage", "stride", "version")
+    __slots__ = ("base", "conj", "dtype", "neg", "offset", "place", "shape", "storage", "stride", "version")
 
     def __init__(self, tensor: torch.Tensor, place: int) -> None:
         self.place = place  # number of a storage the engine knows, or -1
@@ -33,6 +34,8 @@ class Argument:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
         self.storage: torch.UntypedStorage | None = None
         self.base: torch.Tensor | None = None
         self.version = 0
@@ -46,7 +49,7 @@ class Argument:
 class Handle:
     """What autograd holds in place of a tensor whose storage the engine answers for."""
 
-    __slots__ = ("dtype", "offset", "save", "shape", "stride", "tape")
+    __slots__ = ("conj", "dtype", "neg", "offset", "save", "shape", "stride", "tape")
 
     def __init__(self, tape: Tape, save: int, tensor: torch.Tensor) -> None:
         self.tape = tape
@@ -55,6 +58,17 @@ class Handle:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+
+def _looked_at(seen: Argument | Handle, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a tensor of this geometry."""
+    tensor = torch.empty(0, dtype=seen.dtype, device=storage.device).set_(storage, seen.offset, seen.shape, seen.stride)
+    # Lazy conjugation and negation are bits of the tensor; the bytes know nothing of them.
+    if seen.conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if seen.neg else tensor
 
 
 _LET_GO: Final = (
@@ -107,7 +121,8 @@ class Tape:
         self.compiled = compiled
         self.retain = retain
         self.live: dict[int, torch.UntypedStorage] = {}
-        self.keys: dict[int, int] = {}
+        # Weak: an address may be used again once a storage is gone, the storage itself may not.
+        self.made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.noted: dict[int, Noted] = {}
         self.states: dict[int, tuple[torch.Tensor, torch.device]] = {}
         self.cursor = 0
@@ -154,9 +169,7 @@ class Tape:
         storage = self.live.get(number)
         if storage is None:
             raise EngineError(_LET_GO)
-        return torch.empty(0, dtype=handle.dtype, device=storage.device).set_(
-            storage, handle.offset, handle.shape, handle.stride
-        )
+        return _looked_at(handle, storage)
 
     def _make(self, number: int) -> None:
         recipe = self.compiled.recipe_of.get(number)
@@ -201,9 +214,7 @@ class Tape:
                         f"a tensor of shape {tuple(value.base.shape)} needed to rebuild what backward reads was changed in place "
                         f"after forward (version {value.base._version}, expected {value.version})"
                     )
-            return torch.empty(0, dtype=value.dtype, device=storage.device).set_(
-                storage, value.offset, value.shape, value.stride
-            )
+            return _looked_at(value, storage)
         if type(value) in (list, tuple):
             return type(value)(self._argument(v) for v in value)
         return value
@@ -273,6 +284,8 @@ class Follower(TorchDispatchMode):
             yield self
         if self.departure is None and self.index != self._count:
             self._depart(f"forward ended after {self.index} operations, the plan has {self._count}")
+        if self.departure is None and self.save != len(self.compiled.script.saves):
+            self._depart(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -291,8 +304,9 @@ class Follower(TorchDispatchMode):
     def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled, tape = self.compiled, self.tape
         places = compiled.recorded[index]
-        if places is not None:
-            self._note(index, func, args, kwargs, places)
+        if places is not None and not self._note(index, func, args, kwargs, places):
+            self._depart(f"operation {index} ({func}) reads other tensors than in the plan")
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         made = compiled.outputs[index]
         if made:
@@ -308,28 +322,37 @@ class Follower(TorchDispatchMode):
                         f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
                     )
                     return result
-                tape.keys[number] = storage._cdata
+                tape.made[number] = weakref.ref(storage)
                 if number in held:
                     tape.live[number] = storage
         return result
 
     def _note(
         self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]
-    ) -> None:
+    ) -> bool:
+        """Write down what a rerun would read; false where it is not what the plan says."""
+        made = self.tape.made
         position = 0
+        as_planned = True
 
         def noted(value: Any) -> Any:
-            nonlocal position
+            nonlocal position, as_planned
             if isinstance(value, torch.Tensor):
-                argument = Argument(value, places[position] if position < len(places) else -1)
+                place = places[position] if position < len(places) else -1
                 position += 1
-                return argument
+                if place >= 0:
+                    known = made.get(place)
+                    if known is None or known() is not value.untyped_storage():
+                        as_planned = False
+                return Argument(value, place)
             if type(value) in (list, tuple):
                 return type(value)(noted(v) for v in value)
             return value
 
         noted_args = [noted(a) for a in args]
         noted_kwargs = {k: noted(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if not as_planned:
+            return False
         for statistics in dispatch.batch_norm_statistics(func, args):
             noted_args[statistics] = None  # a rerun must not update the running statistics a second time
         self.tape.noted[index] = (func, tuple(noted_args), noted_kwargs)
@@ -338,6 +361,7 @@ class Follower(TorchDispatchMode):
             if kwargs.get("device") is not None:
                 device = torch.device(kwargs["device"])
             self.tape.states[index] = (_generator(device).get_state(), device)
+        return True
 
     def _depart(self, why: str) -> None:
         self.departure = why
@@ -353,7 +377,8 @@ class Follower(TorchDispatchMode):
             else:
                 number = saves[save]
                 if number != KEPT:
-                    if tensor.layout is torch.strided and self.tape.keys.get(number) == tensor.untyped_storage()._cdata:
+                    known = self.tape.made.get(number)
+                    if known is not None and tensor.layout is torch.strided and known() is tensor.untyped_storage():
                         return Handle(self.tape, save, tensor)
                     self._depart(f"save {save} is not the tensor of the plan")
         # With hooks on, autograd leaves the check for writes between forward and backward to them.

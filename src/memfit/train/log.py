@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +24,10 @@ NAME: Final = "log.jsonl"
 class Log:
     """The log of a run, open for more lines."""
 
-    def __init__(self, out: Path, step: int) -> None:
-        """Keep the lines up to `step` and go on behind them."""
+    def __init__(self, out: Path, step: int, evaluated: int) -> None:
+        """Keep the lines up to `step` and go on behind them; of evaluations, those up to the one after step `evaluated`."""
         self._file = out / NAME
-        kept = [line for line in read(out) if line["step"] <= step]
+        kept = [line for line in read(out) if line["step"] <= (evaluated if "validation_loss" in line else step)]
         waiting = self._file.with_name(f".{NAME}.partial")
         try:
             waiting.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -60,11 +61,16 @@ class Log:
 
     def sync(self) -> None:
         """See that the lines reach the disk, as the snapshot beside them has."""
-        os.fsync(self._stream.fileno())
+        try:
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
         """No more lines."""
-        self._stream.close()
+        # What could not be written is tried again here, and has been told of.
+        with suppress(OSError):
+            self._stream.close()
 
 
 def read(out: Path) -> Iterator[dict[str, Any]]:

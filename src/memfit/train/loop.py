@@ -122,6 +122,7 @@ class _Run:
     peak_bytes: int | None = None
     saved: Path | None = None
     saved_step: int = -1
+    saved_evaluated: int = -1
 
     def go(self, snapshot: Snapshot | None) -> Outcome:
         if self.engine.optimizer is None:
@@ -132,15 +133,19 @@ class _Run:
         snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
         del content
         self._begin(snapshot)
-        log = Log(self.out, self.step)
+        if self.step:
+            rates.set(self.step - 1)  # as the last step left it: with no step to take, a snapshot must still say so
+        log = Log(self.out, self.step, self.evaluated)
         try:
             with stop_requests(self.display.note) as stop:
                 self.display.begin(self.step, total, self.engine.plan.prediction.peak_bytes)
                 self._steps(total, rates, log, stop)
                 if not stop:
                     self._evaluate(log, stop)
-                if self.saved_step != self.step:
+                if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
+                else:  # the run may have been killed before it got to that
+                    snapshots.prune(self.out, self.settings.keep)
         finally:
             rates.release()
             log.close()
@@ -165,7 +170,7 @@ class _Run:
         if snapshot.folder.resolve().parent == self.out.resolve():
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
-        self.evaluated = loop["evaluated"]
+        self.evaluated = self.saved_evaluated = loop["evaluated"]
 
     def _steps(self, total: int, rates: Rates, log: Log, stop: StopRequest) -> None:
         settings = self.settings
@@ -234,7 +239,7 @@ class _Run:
             loop=loop,
             config=self.config,
         )
-        self.saved_step = self.step
+        self.saved_step, self.saved_evaluated = self.step, self.evaluated
         snapshots.prune(self.out, self.settings.keep)
 
     def _non_finite(self, error: NonFiniteLossError, log: Log) -> NonFiniteLossError:

@@ -102,16 +102,12 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
     config = from_json(data, out)
     if config.out.resolve() != out.resolve():
         raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
-    check_budget(config)
+    plan = None
+    if (config.fit, config.model, config.optim.name) == (before.fit, before.model, before.optim.name):
+        plan = _plan_so_far(snapshot, out, display)
+    check_budget(config, plan)
     assembly = assemble(config, display.stage)
-    if snapshot is None or (config.fit, config.model, config.optim.name) != (
-        before.fit,
-        before.model,
-        before.optim.name,
-    ):
-        engine = _engine(config, assembly, None, display)
-    else:
-        engine = _again(snapshot, config, assembly, display)
+    engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
     return _train(config, assembly, engine, snapshot, display)
 
 
@@ -126,11 +122,23 @@ def _find(path: Path, display: Display) -> tuple[Snapshot | None, Path]:
     return snapshots.latest(path, display.note), path
 
 
-def _again(snapshot: Snapshot, config: Config, assembly: Assembly, display: Display) -> Engine:
-    """An engine that follows the snapshot's plan."""
+def _plan_so_far(snapshot: Snapshot | None, out: Path, display: Display) -> Plan | None:
+    """What the run has followed: another plan might split the batch in another way, which changes the last bits."""
     try:
-        return _engine(config, assembly, Plan.from_json(snapshot.plan), display)
+        if snapshot is not None:
+            return Plan.from_json(snapshot.plan)
+        return Plan.load(out / PLAN_NAME) if (out / PLAN_NAME).exists() else None
     except PlanFileError as error:
+        display.note(f"the saved plan cannot be read ({error}); planning again")
+        return None
+
+
+def _again(plan: Plan, config: Config, assembly: Assembly, display: Display) -> Engine:
+    """An engine that follows the saved plan."""
+    try:
+        return _engine(config, assembly, plan, display)
+    except PlanFileError as error:
+        check_budget(config)  # what was trained under a plan made before may have none
         display.note(f"the saved plan does not apply here ({error}); planning again")
         return _engine(config, assembly, None, display)
 
@@ -181,6 +189,7 @@ def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Disp
 def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
     out = config.out
     snapshots.check_space(out, 0)
+    (out / PLAN_NAME).unlink(missing_ok=True)  # at no time may the plan of other settings lie beside these
     _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
     _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
     if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again

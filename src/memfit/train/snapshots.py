@@ -202,13 +202,13 @@ class _Remembering:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Write, and keep the first error."""
         try:
             return self._stream.write(data)
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C too
             self.error = self.error or error
             raise
 
@@ -217,7 +217,7 @@ class _Remembering:
 
 
 def save(value: Any, stream: BinaryIO) -> None:
-    """`torch.save` into an open file; a full disk is an OSError."""
+    """`torch.save` into an open file; a full disk is an OSError, and Ctrl-C a KeyboardInterrupt."""
     file = _Remembering(stream)
     try:
         torch.save(value, file)  # type: ignore[arg-type]  # it only writes
@@ -349,8 +349,7 @@ def prune(out: Path, keep: int) -> None:
         # Renamed first: a half-removed folder must not look like a damaged snapshot.
         gone = folder.with_name(f".{folder.name}.gone")
         _remove(gone)
-        folder.rename(gone)
-        _remove(gone)
+        _remove(_renamed(folder, gone))
     sweep(out)
 
 
@@ -359,7 +358,7 @@ def sweep(out: Path) -> None:
     for old in out.glob(".step-*.old"):
         final = out / old.name.removeprefix(".").removesuffix(".old")
         if not final.exists():
-            old.rename(final)
+            _renamed(old, final)
     for folder in out.glob(".step-*"):
         _remove(folder)
 
@@ -371,8 +370,15 @@ def set_aside(out: Path, step: int) -> list[Path]:
     for folder in later:
         target = folder.with_name(f"{folder.name}.superseded")
         _remove(target)
-        moved.append(folder.rename(target))
+        moved.append(_renamed(folder, target))
     return moved
+
+
+def _renamed(folder: Path, target: Path) -> Path:
+    try:
+        return folder.rename(target)
+    except OSError as error:
+        raise SnapshotError(f"cannot rename {folder} to {target.name}: {error.strerror or error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- going back

@@ -157,9 +157,9 @@ def _convolutional(asked: Any) -> Any:
     from transformers import ResNetConfig
 
     return ResNetConfig(
-        embedding_size=16,
+        embedding_size=4,  # its maps are the largest, and when they are rebuilt nothing else is left to drop
         hidden_sizes=[16, 24, 32, 40],
-        depths=[1, 1, 1, 1],
+        depths=[2, 2, 1, 1],
         out_indices=list(vars(asked).get("_out_indices") or [1, 2, 3, 4]),
     )
 

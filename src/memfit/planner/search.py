@@ -103,8 +103,8 @@ class Search:
             else:
                 turned_down.append(_slower((seconds, number, found)))
                 break
-            if not found.reruns:
-                break  # more parts can only be slower
+            if number * found.seconds <= (WORTH_MORE_MICRO_BATCHES - 1) * seconds:
+                break  # what more parts could still save is not worth them
         if best is None:
             raise self._infeasible(budget_bytes, turned_down)
         return self.describe(budget_bytes, best[1], best[2], weights if best[1] > 1 else "whole", turned_down)

@@ -16,7 +16,8 @@ ROWS, TOKENS, TARGETS = 8, 24, 12
 FRAMES = 2  # of a video
 SAMPLES = 2000  # of a sound
 IGNORED = -100
-VARIANTS = 4  # in how many forms the same input is offered: what an image or a spectrogram is differs between families
+VARIANTS = 5  # in how many forms the same input is offered: what an image or a spectrogram is differs between families
+TEXT_ONLY = 4  # the last form: where we do not know how a model wants its images, its text part is trained alone
 
 Batch: TypeAlias = dict[str, Any]
 Maker: TypeAlias = Callable[["Setting"], Any]
@@ -93,7 +94,7 @@ def _input_ids(at: Setting) -> Tensor:
         "images",
         "image_grid_thw",
     }
-    if at.image_token is not None and sees & set(at.asked):
+    if at.image_token is not None and sees & set(at.asked) and at.variant != TEXT_ONLY:
         marks = torch.full((ROWS, at.placeholders), at.image_token)
         ids = torch.cat([ids[:, :1], marks, ids[:, 1:]], dim=1)
     return ids
@@ -135,7 +136,7 @@ def _pixel_values(at: Setting) -> Tensor:
     height, width = image_size(at)
     if at.variant == 2 and height < 64 and "image_sizes" not in at.asked:
         height, width = 64, 64
-    shape = (ROWS, _channels(at), height, width)
+    shape: tuple[int, ...] = (ROWS, _channels(at), height, width)
     if (at.variant in {1, 3}) != bool(at.first("num_frames")):
         count = at.first("num_frames", default=1 if at.variant == 1 else FRAMES)
         shape = (ROWS, int(count), *shape[1:])
@@ -243,6 +244,9 @@ MAKERS: dict[str, Maker] = {
 _OFFERED = frozenset(MAKERS) - {"decoder_input_ids", "pixel_mask"}
 
 
+_TEXT = frozenset({"input_ids", "attention_mask", "decoder_input_ids"})
+
+
 def _labels(at: Setting, head: str) -> Batch:
     """Labels as the head of this class name takes them; none where that is a structure of its own."""
     ids = at.made.get("input_ids")
@@ -288,6 +292,8 @@ def batch_of(
     makers = {**MAKERS, **given}
     for name, maker in makers.items():
         if maker is None or name not in asked or (name not in _OFFERED and name not in given):
+            continue
+        if variant == TEXT_ONLY and "input_ids" in asked and name not in _TEXT and name not in given:
             continue
         if name == "input_values" and "input_features" in at.made:
             continue

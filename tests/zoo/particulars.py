@@ -30,7 +30,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chameleon": {"vocab_size": 512, "vocabulary_map": _IMAGE_WORDS},
     "clap": {"audio_config.spec_size": 64, "audio_config.num_mel_bins": 16},
     "cvt": {"depth": (1, 2, 3)},
-    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
@@ -38,6 +38,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "esmc": {"vocab_size": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl": {"text_config.head_dim": 8},
     "informer": _SERIES,
@@ -76,6 +77,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "vitmatte": {"convstream_hidden_sizes": [8, 8, 24], "fusion_hidden_sizes": [32, 16, 8, 8]},
+    "xmod": {"default_language": "en_XX"},
     "time_series_transformer": _SERIES,
 }
 
@@ -99,6 +101,10 @@ INPUTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "deepseek_vl_hybrid": {"high_res_pixel_values": lambda at: torch.randn(ROWS, 3, *image_size(at))},
     "embedding_gemma2": {"pixel_values": None},
+    "seggpt": {
+        "prompt_pixel_values": lambda at: torch.randn(ROWS, 3, *image_size(at)),
+        "prompt_masks": lambda at: torch.randn(ROWS, 3, *image_size(at)),
+    },
     "speech-encoder-decoder": {"input_features": None},
     "timesfm": {"future_values": lambda at: torch.randn(ROWS, at.config.horizon_length)},
     "video_llama_3": {"image_merge_sizes": lambda at: torch.ones(ROWS, dtype=torch.long)},

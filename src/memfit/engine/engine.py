@@ -216,9 +216,8 @@ class Engine:
         total = batches.size(batch)
         if plan.choices.micro_batches == 1:
             return [batch]
-        count = -(-total // plan.choices.micro_batch_size)
-        if batches.signature(batch) == plan.signature:
-            count = plan.choices.micro_batches  # parts may be smaller than they might be: 3 parts of 4 samples
+        largest = plan.choices.micro_batch_size
+        count = -(-total // largest)
         return batches.split(batch, batches.micro_batch_sizes(total, count))
 
     @contextmanager

@@ -66,6 +66,9 @@ def main() -> None:
                 [sys.executable, str(COMMAND), "--out", str(out)], check=False
             )  # 1: something is wrong; the table says what
         rows = [json.loads(line) for line in out.read_text().splitlines()]
+    import torch
+
+    torch.set_num_threads(1)  # as the zoo ran
     measuring.keep("zoo", measuring.machine(), sorted(rows, key=lambda row: str(row["architecture"])))
     print(table(measuring.kept("zoo")))
 

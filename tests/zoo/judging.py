@@ -179,4 +179,7 @@ def where(error: BaseException) -> str:
 
 def grouped(reason: str) -> str:
     """A reason without its numbers, so that the same one counts as the same."""
+    needs = re.search(r"requires the (\w+) library", reason)
+    if needs is not None:
+        return f"needs {needs[1]}, which is not installed"
     return re.sub(r"\d[\d_,.]*", "#", reason)[:160]

@@ -15,7 +15,8 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture import costs as cost_tables
-from memfit.capture.capture import device_of, model_digest
+from memfit.capture.capture import Captured, device_of, model_digest
+from memfit.capture.recorder import Strides
 from memfit.capture.scaled import trustworthy
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.engine import Engine, norm_statistics
@@ -32,6 +33,7 @@ Progress = Callable[[str, float], None]
 Budget = str | int
 
 REPAIR_ROUNDS: Final = 3
+LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
@@ -457,23 +459,31 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    traces: dict[int, Trace] = {}
+    confirmed: list[Captured] = []
+    strides: dict[str, Strides] = {}
 
     def trace_of(number: int) -> Trace:
-        _tell(progress, f"capturing a step ({number} micro-batch{'es' if number > 1 else ''})", 0.1)
-        captured = trustworthy(
-            model,
-            sample,
-            loss_fn,
-            optimizer,
-            clip_norm=clip_norm,
-            micro_batches=number,
-            believed=next(iter(traces.values()), None),
-        )
-        if table is None:
-            costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
-        else:
+        for _ in range(LAYOUT_ROUNDS):
+            _tell(progress, f"capturing a step ({number} micro-batch{'es' if number > 1 else ''})", 0.1)
+            captured = trustworthy(
+                model,
+                sample,
+                loss_fn,
+                optimizer,
+                clip_norm=clip_norm,
+                micro_batches=number,
+                believed=confirmed[0] if confirmed else None,
+                strides=strides,
+            )
+            confirmed.append(captured)
+            if table is None:
+                costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
+                break
             costs, are = table.measure(captured.calls, progress), "measured"
+            known = len(strides)
+            strides.update(cost_tables.wrong_strides(captured, costs))
+            if len(strides) == known:
+                break
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         present = [*model.parameters(), *model.buffers(), *batches.leaves(sample), *_gradients(model)]
         beside = cost_tables.beside_bytes(here, present) if device is None else 0
@@ -485,14 +495,13 @@ def _search(
             allocation_bytes=machine.allocation_bytes,
             beside_bytes=beside,
         )
-        traces[number] = replace(
+        return replace(
             trace,
             rng_state_bytes=RNG_STATE_BYTES.get(here.type, 0),
             dispatch_seconds=ENGINE_SECONDS,
             clip_norm=clip_norm,
             torch_version=torch.__version__,
         )
-        return traces[number]
 
     splitting: list[Splitting] = []
 

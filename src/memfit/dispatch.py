@@ -75,6 +75,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((t, n) for n, t in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 @cache
 def _written_positions(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     positions: list[int] = []

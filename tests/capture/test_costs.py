@@ -136,6 +136,53 @@ def test_predictions_with_hidden_bytes_are_close(name: str) -> None:
     assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
 
 
+class NormAlongChannels(nn.Module):
+    """Convolution, and a layer norm over its channels: backward's fake kernel keeps the input's strides, the real one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(32, 32, 1)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.convolution(x).transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class DepthwiseOnPoints(nn.Module):
+    """Depthwise convolutions of maps of one point, channels last: strides of dimensions of size 1 choose the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+        self.second = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        return nn.functional.gelu(self.second(nn.functional.gelu(self.first(x))))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(
+    ("model", "sample"),
+    [
+        (lambda: nn.Sequential(NormAlongChannels(), NormAlongChannels()), lambda: torch.randn(64, 32, 6)),
+        (DepthwiseOnPoints, lambda: torch.randn(64, 64, 1, 1)),
+    ],
+    ids=["layer norm", "depthwise"],
+)
+def test_results_are_laid_out_as_the_real_kernels_do(
+    model: Callable[[], nn.Module], sample: Callable[[], Tensor], micro_batches: int
+) -> None:
+    built, batch = model(), sample()
+    fixed = {"micro_batches": micro_batches}
+    made = memfit.plan(built, batch, lambda m, b: m(b).square().mean(), 1 << 30, small.adamw, fixed=fixed)
+    assert made.source == "fake"
+    engine = memfit.apply(made, built)
+    engine.step(batch)
+    assert engine.step(batch, meter=True).peak_bytes == made.prediction.peak_bytes
+
+
 # -- the file --------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +263,7 @@ def a_folder_that_may_not_be_written(path: Path) -> None:
         damaged("[]"),
         damaged('{"a": 3}'),
         damaged('{"a": [1, 2]}'),
-        damaged('{"a": [0.1, 0, "x", true]}'),
+        damaged('{"a": [0.1, 0, "x", 3, true]}'),
         a_file_where_the_folder_should_be,
         a_folder_where_the_file_should_be,
         a_folder_that_may_not_be_written,

@@ -312,3 +312,30 @@ def test_a_model_on_meta_is_captured_without_memory() -> None:
     trace = capture(model, torch.empty(2, 1 << 20, device="meta"), mean, small.adamw).trace
     assert sum(s.bytes for s in trace.storages if s.category is Category.PARAMETER) > 32 << 30
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "frozen", "bert_sdpa_bf16", "resnet", "twice", "moe_like", "lstm"])
+def test_a_capture_after_another_needs_no_first_pass(name: str) -> None:
+    model, sample, loss_fn = case(name).build()
+    one = capture(model, sample, loss_fn, small.adamw)
+    assert one.graded is not None
+    usual = capture(model, sample, loss_fn, small.adamw, micro_batches=2)
+    after = capture(model, sample, loss_fn, small.adamw, micro_batches=2, after=one)
+    assert after.trace == usual.trace
+    assert after.calls.keys() == usual.calls.keys()
+
+
+def test_a_model_that_builds_something_once_gets_its_first_pass() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 32)
+            self.table: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.table:
+                self.table[len(x)] = torch.arange(len(x)).float().unsqueeze(1).sin()
+            out: Tensor = self.inner(x) + self.table[len(x)]
+            return out
+
+    assert capture(Caching(), small.rows(16), small.squared_error, None).graded is None

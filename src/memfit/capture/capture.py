@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
-from memfit.capture.recorder import CallSpec, Recorder
+from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent, model_tensors
 from memfit.errors import CaptureError, MemfitError
 from memfit.step import OptimizerFactory, StepProgram
@@ -26,11 +27,20 @@ from memfit.trace import Category, Phase, Trace, digest
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A trace without seconds yet, the distinct calls to time, and whether something saved was written before backward read it."""
+    """A trace without seconds yet, and what else was seen on the way.
+
+    Attributes:
+        trace: the step.
+        calls: the distinct calls to time.
+        overwritten: something saved was written before backward read it.
+        graded: names of the parameters that get gradients, where every forward runs the same operations and all gradients are dense; else None.
+            Then a later capture needs no pass before the one it records.
+    """
 
     trace: Trace
     calls: dict[str, CallSpec]
     overwritten: bool = False
+    graded: frozenset[str] | None = None
 
 
 def model_digest(model: nn.Module) -> str:
@@ -50,6 +60,8 @@ def capture(
     clip_norm: float | None = None,
     micro_batches: int = 1,
     device: torch.device | None = None,
+    after: Captured | None = None,
+    strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     """Write down one optimizer step on fake tensors.
 
@@ -61,6 +73,8 @@ def capture(
         clip_norm: as in `StepProgram`.
         micro_batches: into how many parts the batch is split; the largest part is captured.
         device: where the step is to run; the model's own device when None (the CPU for a meta model).
+        after: an earlier fake capture of this model, split otherwise, whose forward was confirmed.
+        strides: as for `Recorder`.
 
     Raises:
         CaptureError: fake tensors cannot run this model; carries the cause.
@@ -82,7 +96,8 @@ def capture(
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
         parts = _parts(sample, micro_batches)
         with forked_generators(), lent(model, fake), mode:
-            return _record(model, sample, parts, loss_fn, optimizer, clip_norm)
+            graded = after.graded if after is not None else None
+            return _record(model, sample, parts, loss_fn, optimizer, clip_norm, graded=graded, strides=strides)
     except MemfitError:
         raise
     except Exception as error:
@@ -155,6 +170,8 @@ def _record(
     make_optimizer: OptimizerFactory | None,
     clip_norm: float | None,
     source: str = "fake",
+    graded: frozenset[str] | None = None,
+    strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     micro_batches = len(parts)
     program = StepProgram(model, loss_fn, None, clip_norm)
@@ -162,16 +179,23 @@ def _record(
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
     weight = None if micro_batches == 1 else 1.0 / micro_batches
     with _no_collection(), dispatch.ModulePaths(model) as paths:
-        # [1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards.
-        if micro_batches == 1:
-            loss = batches.loss_of(model, sample, loss_fn)
+        # [1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards. Of several micro-batches a whole
+        # pass, so that the recorded one adds to gradients.
+        recorder = Recorder(paths, strides)
+        recorder.recording = False
+        if graded is not None:
+            for name, parameter in model.named_parameters():
+                if micro_batches > 1 and name in graded:
+                    parameter.grad = _as_accumulated(parameter)
+        elif micro_batches == 1:
+            with recorder:
+                loss = batches.loss_of(model, sample, loss_fn)
             del loss
         else:
-            program.forward_backward(parts[0], weight)
-        gc.collect(
-            0
-        )  # cycles of that forward, which may hold activations; all are young, as no collection has run since they were made
-        recorder = Recorder(paths)
+            program.forward_backward(parts[0], weight, recorder)
+        # Cycles of that forward may hold activations; all are young, as no collection has run since they were made.
+        gc.collect(0)
+        recorder.recording = True
         recorder.register(model.parameters(), Category.PARAMETER)
         recorder.register(model.buffers(), Category.BUFFER)
         recorder.register(model_tensors(model), Category.BUFFER)
@@ -189,6 +213,8 @@ def _record(
             buffers = dict(model.named_buffers())
             loss = program.forward_backward(parts[-1], weight, recorder.saving(), after_forward=after_forward)
             pass_events = len(recorder.events)
+            if recorder.unrecorded == [o.name for o in recorder.operations if o.phase is Phase.FORWARD]:
+                graded = _graded(model)
             changed = {
                 name: b.numel() * b.element_size()
                 for name, b in buffers.items()
@@ -232,7 +258,19 @@ def _record(
         changed_buffers=tuple(changed),
         changed_buffer_bytes=sum(changed.values()),
     )
-    return Captured(trace, recorder.calls, recorder.overwritten)
+    return Captured(trace, recorder.calls, recorder.overwritten, graded)
+
+
+def _graded(model: nn.Module) -> frozenset[str] | None:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return frozenset(grads) if all(dispatch.has_storage(g) for g in grads.values()) else None
+
+
+def _as_accumulated(parameter: nn.Parameter) -> torch.Tensor:
+    """A gradient laid out as autograd accumulates it: as its parameter where that is dense, else row by row (`AccumulateGrad`)."""
+    if dispatch.is_dense(parameter):
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

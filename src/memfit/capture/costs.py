@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit import dispatch
 from memfit.capture.capture import Captured, forked_generators
-from memfit.capture.recorder import CallSpec, TensorSpec
+from memfit.capture.recorder import CallSpec, Strides, TensorSpec
 from memfit.machine import Machine
 from memfit.meter import profiled, spans_and_changes
 from memfit.trace import BEFORE_STEP, Category, Storage, Trace, digest
@@ -37,12 +37,12 @@ COUNTS_SECONDS: Final = 20e-6  # shorter operations are all overhead
 LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
 MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long has been measured
 MOST_REPEATS: Final = 7
-LONG_SECONDS: Final = 0.03  # operations this long are run twice in all
-VERY_LONG_SECONDS: Final = 0.1  # and these once: what a first run sets up is small beside them
+VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: what a first run sets up is small beside them
+READING_COUNTS: Final = 0.1  # what spends less of its time on reaching memory is timed with warm caches alone
 PROFILED_SECONDS: Final = (
     0.001  # operations this long are timed under the profiler, whose few microseconds do not count beside them
 )
-FORMAT: Final = 4
+FORMAT: Final = 5
 
 
 # Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
@@ -61,12 +61,14 @@ class Cost:
         seconds: of one run.
         workspace_bytes: allocated while it runs and freed before it returns.
         made_bytes: of the storages it returns, in order; None when not measured.
+        strides: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
     """
 
     seconds: float
     workspace_bytes: int = 0
     made_bytes: tuple[int, ...] | None = None
+    strides: Strides | None = None
     measured: bool = True
 
 
@@ -87,8 +89,14 @@ class CostTable:
         self._costs: dict[str, Cost] = {}
         self._sweep: torch.Tensor | None = None
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            for key, (seconds, workspace, made, measured) in json.loads(self.path.read_text()).items():
-                self._costs[key] = Cost(seconds, workspace, None if made is None else tuple(made), measured)
+            for key, (seconds, workspace, made, strides, measured) in json.loads(self.path.read_text()).items():
+                self._costs[key] = Cost(
+                    seconds,
+                    workspace,
+                    None if made is None else tuple(made),
+                    None if strides is None else tuple(None if s is None else tuple(s) for s in strides),
+                    measured,
+                )
 
     def measure(
         self, calls: dict[str, CallSpec], progress: Callable[[str, float], None] | None = None
@@ -107,7 +115,7 @@ class CostTable:
                 found = (self._on_cuda if self.device.type == "cuda" else self._on_cpu)(missing, calls, tell)
             for key, call in missing.items():
                 cost = found.get(key)
-                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), 0, None, measured=False)
+                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), measured=False)
             self._write()
         return {key: self._costs[digest(key)] for key in calls}
 
@@ -116,7 +124,7 @@ class CostTable:
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            rows = {k: [c.seconds, c.workspace_bytes, c.made_bytes, c.measured] for k, c in self._costs.items()}
+            rows = {k: astuple(c) for k, c in self._costs.items()}
             temporary.write_text(json.dumps(rows))
             temporary.replace(self.path)
 
@@ -125,97 +133,112 @@ class CostTable:
     ) -> dict[str, Cost]:
         """Bytes from a profiled run of each; seconds from the same session for what is long, from unprofiled runs for what is short."""
         names: dict[str, str] = {}
-        made: dict[str, tuple[int, ...]] = {}
-        seconds: dict[str, float] = {}
-        shared = Filled(self.device)
+        found: dict[str, Cost] = {}
+        short: dict[str, CallSpec] = {}
+
+        def look(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
+            tell(len(names))
+            name = f"memfit.cost.{len(names)}"
+            names[name] = key
+            times: list[float] = []
+            made: tuple[int, ...] = ()
+            strides: Strides = ()
+            # The first run may set things up that stay (the span of a name that counts is its last), and its time with it.
+            while len(times) < 2 and not (times and times[0] >= VERY_LONG_SECONDS):
+                begin = clock()
+                with torch.profiler.record_function(name):
+                    result = _run(call, args, kwargs)
+                times.append(clock() - begin)
+                made, strides = _made(result, args, kwargs)
+                del result
+            if min(times) >= PROFILED_SECONDS:
+                found[key] = Cost(self._seconds(call, args, kwargs, made, times), 0, made, strides)
+            else:
+                found[key] = Cost(0.0, 0, made, strides)
+                short[key] = call
+
+        def time_it(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
+            seconds = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
+            found[key] = replace(found[key], seconds=seconds)
+            timed.add(key)
+
         clock = _clock()
+        timed: set[str] = set()
+        shared = Filled(self.device)
         with profiled() as profile:
-            for number, (key, call) in enumerate(missing.items()):
-                tell(number)
-                if input_bytes(call) > LARGEST_INPUT_BYTES:
-                    continue
-                try:
-                    args, kwargs = _arguments(call, calls, self.device, shared)
-                    times = []
-                    # The first run may set things up that stay (the span of a name that counts is its last), and its time with it.
-                    for _ in range(2):
-                        begin = clock()
-                        with torch.profiler.record_function(f"memfit.cost.{number}"):
-                            result = _run(call, args, kwargs)
-                        times.append(clock() - begin)
-                        sizes = _made(result, args, kwargs)
-                        del result
-                        if times[-1] >= VERY_LONG_SECONDS:
-                            break
-                    if min(times) >= PROFILED_SECONDS and _touched(call, sizes) > CACHE_BYTES:
-                        seconds[key] = self._repeated(call, args, kwargs, times)
-                except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
-                    continue
-                names[f"memfit.cost.{number}"] = key
-                made[key] = sizes
-                del args, kwargs
-        workspaces: dict[str, int] = {}
-        for name, changes in spans_and_changes(profile, "memfit.cost.").items():
-            if name not in names:
-                continue
-            total = peak = 0
-            for change in changes:
-                total += change
-                peak = max(peak, total)
-            workspaces[names[name]] = max(0, peak - max(0, total))
-        out: dict[str, Cost] = {}
-        for key, sizes in made.items():
-            if key not in seconds:
-                try:
-                    args, kwargs = _arguments(missing[key], calls, self.device, shared)
-                    warm = self._repeated(missing[key], args, kwargs, [])
-                    cold = warm
-                    if _touched(missing[key], sizes) <= CACHE_BYTES and warm >= COUNTS_SECONDS:
-                        cold = self._after_others(missing[key], args, kwargs)
-                    seconds[key] = (warm + max(warm, cold)) / 2
-                except Exception:  # noqa: BLE001, S112 - as above
-                    continue
-                del args, kwargs
-            out[key] = Cost(seconds[key], workspaces.get(key, 0), sizes)
-        return out
+            self._each(missing, calls, shared, look)
+        self._each(short, calls, shared, time_it)
+        workspaces = {
+            names[name]: _held_within(changes)
+            for name, changes in spans_and_changes(profile, "memfit.cost.").items()
+            if name in names
+        }
+        return {
+            key: replace(cost, workspace_bytes=workspaces.get(key, 0))
+            for key, cost in found.items()
+            if key not in short or key in timed
+        }
 
     def _on_cuda(
         self, missing: dict[str, CallSpec], calls: dict[str, CallSpec], tell: Callable[[int], None]
     ) -> dict[str, Cost]:
-        out: dict[str, Cost] = {}
-        shared = Filled(self.device)
-        for number, (key, call) in enumerate(missing.items()):
-            tell(number)
+        found: dict[str, Cost] = {}
+
+        def look(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
+            tell(len(found))
+            _run(call, args, kwargs)
+            torch.cuda.synchronize(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            result = _run(call, args, kwargs)
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            kept = torch.cuda.memory_allocated(self.device) - before
+            made, strides = _made(result, args, kwargs)
+            del result
+            seconds = self._repeated(call, args, kwargs, [])
+            found[key] = Cost(seconds, max(0, peak - max(0, kept)), made, strides)
+
+        self._each(missing, calls, Filled(self.device), look)
+        return found
+
+    def _each(
+        self,
+        wanted: dict[str, CallSpec],
+        calls: dict[str, CallSpec],
+        shared: Filled,
+        look: Callable[[str, CallSpec, Any, Any], None],
+    ) -> None:
+        """Hand each call to `look` with made-up arguments; one that is too large for that or refuses them is left out, and estimated in the end."""
+        for key, call in wanted.items():
             if input_bytes(call) > LARGEST_INPUT_BYTES:
                 continue
-            try:
+            with suppress(Exception):
                 args, kwargs = _arguments(call, calls, self.device, shared)
-                _run(call, args, kwargs)
-                torch.cuda.synchronize(self.device)
-                before = torch.cuda.memory_allocated(self.device)
-                torch.cuda.reset_peak_memory_stats(self.device)
-                result = _run(call, args, kwargs)
-                torch.cuda.synchronize(self.device)
-                peak = torch.cuda.max_memory_allocated(self.device) - before
-                kept = torch.cuda.memory_allocated(self.device) - before
-                sizes = _made(result, args, kwargs)
-                del result
-                out[key] = Cost(self._repeated(call, args, kwargs, []), max(0, peak - max(0, kept)), sizes)
+                look(key, call, args, kwargs)
                 del args, kwargs
-            except Exception:  # noqa: BLE001, S112 - an operation that refuses made-up inputs is estimated instead
-                continue
-        return out
+
+    def _seconds(self, call: CallSpec, args: Any, kwargs: Any, made: Iterable[int], times: list[float]) -> float:
+        """Seconds of one run on the CPU: the mean of warm and cold caches where they can matter; `times` are of warm runs made already."""
+        warm = self._repeated(call, args, kwargs, times)
+        touched = input_bytes(call) + sum(made)
+        if touched > CACHE_BYTES or warm < COUNTS_SECONDS:
+            return warm
+        reading = present_machine(self.device).roofline_seconds(0.0, touched, half=False)
+        if reading < READING_COUNTS * warm:
+            return warm
+        return (warm + max(warm, self._after_others(call, args, kwargs))) / 2
 
     def _repeated(self, call: CallSpec, args: Any, kwargs: Any, times: list[float]) -> float:
         """The least of several runs, those of `times` included: what else the machine does can only add."""
-        if times and min(times) >= LONG_SECONDS:
-            return min(times)
-        best = list(times)
-        spent = 0.0
-        while len(best) < MOST_REPEATS and (spent < MEASURE_SECONDS or len(best) < 2):
-            best.append(self._once(call, args, kwargs))
-            spent += best[-1]
-        return min(best)
+        times = list(times)
+        while not times or (
+            times[0] < VERY_LONG_SECONDS
+            and len(times) < MOST_REPEATS
+            and (len(times) < 2 or sum(times) < MEASURE_SECONDS)
+        ):
+            times.append(self._once(call, args, kwargs))
+        return min(times)
 
     def _after_others(self, call: CallSpec, args: Any, kwargs: Any) -> float:
         """The least of two runs with nothing in the caches."""
@@ -241,13 +264,18 @@ class CostTable:
         return clock() - begin
 
 
+def _held_within(changes: Iterable[int]) -> int:
+    """Bytes allocated at once beyond what stays, from the changes of one run."""
+    total = peak = 0
+    for change in changes:
+        total += change
+        peak = max(peak, total)
+    return max(0, peak - max(0, total))
+
+
 def _clock() -> Callable[[], float]:
     """Time of this thread alone where it does all the work, so that what else the machine does counts less."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def _touched(call: CallSpec, made: Iterable[int]) -> int:
-    return input_bytes(call) + sum(made)
 
 
 def _arguments(call: CallSpec, calls: dict[str, CallSpec], device: torch.device, shared: Filled) -> tuple[Any, Any]:
@@ -270,13 +298,17 @@ def _run(call: CallSpec, args: Any, kwargs: Any) -> Any:
         return call.func(*args, **kwargs)
 
 
-def _made(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+def _made(result: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], Strides]:
+    """Bytes of the storages a run made, and the strides of the tensors it returned that lie in them."""
     there = dispatch.storages_of(dispatch.tensors_in((args, kwargs)))
     sizes: dict[int, int] = {}
+    strides: list[tuple[int, ...] | None] = []
     for tensor in dispatch.tensors_in(result):
-        if dispatch.has_storage(tensor) and (key := dispatch.storage_key(tensor)) not in there:
-            sizes[key] = tensor.untyped_storage().nbytes()
-    return tuple(sizes.values())
+        new = dispatch.has_storage(tensor) and dispatch.storage_key(tensor) not in there
+        strides.append(tuple(tensor.stride()) if new else None)
+        if new:
+            sizes[dispatch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return tuple(sizes.values()), tuple(strides)
 
 
 def _specs(tree: Any) -> list[TensorSpec]:
@@ -511,6 +543,21 @@ def with_costs(
     )
 
 
+def wrong_strides(captured: Captured, costs: dict[str, Cost]) -> dict[str, Strides]:
+    """Calls of a fake capture whose real kernels lay out their results otherwise, with the real strides.
+
+    Which kernel comes next, and what it takes, depends on the layout; the strides of dimensions of size 1 count too (`suggest_memory_format`).
+    """
+    if captured.trace.source != "fake":
+        return {}
+    found: dict[str, Strides] = {}
+    for key, call in captured.calls.items():
+        real = costs[key].strides
+        if real is not None and len(real) == len(call.strides) and real != call.strides:
+            found[key] = real
+    return found
+
+
 def beside_bytes(device: torch.device, known: Iterable[torch.Tensor]) -> int:
     """Bytes that the CUDA allocator has handed out for other things than these tensors: cuBLAS's workspace, whatever else the process holds; 0 on a CPU."""
     if device.type != "cuda":
@@ -523,4 +570,4 @@ def beside_bytes(device: torch.device, known: Iterable[torch.Tensor]) -> int:
 
 def estimated_costs(calls: dict[str, CallSpec], machine: Machine) -> dict[str, Cost]:
     """Roofline costs of all calls on a machine that is not here."""
-    return {key: Cost(estimated_seconds(call, machine), 0, None, measured=False) for key, call in calls.items()}
+    return {key: Cost(estimated_seconds(call, machine), measured=False) for key, call in calls.items()}

@@ -12,7 +12,7 @@ under the identity of the old storage. [4] The death of that fresh tensor tells 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,8 +26,6 @@ from memfit import dispatch
 from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch._ops import OpOverload
 
 
@@ -43,6 +41,10 @@ class TensorSpec:
     place: int  # which of the operation's distinct input storages it lies in
 
 
+Strides = tuple[tuple[int, ...] | None, ...]
+"""Of each tensor that an operation returns, in elements; None for one that lies in an argument's storage."""
+
+
 @dataclass(slots=True)
 class CallSpec:
     """One call to time: the operation with its arguments, tensors replaced by `TensorSpec`."""
@@ -51,6 +53,7 @@ class CallSpec:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made_bytes: tuple[int, ...] = ()
+    strides: Strides = ()
     written: bool = False
 
 
@@ -92,14 +95,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         paths: tells the module that is running.
+        strides: by call, how real kernels lay out what they return where the fake ones are known to do it otherwise.
 
     In a fake run, operations on tensors that are all real (the batch and what is computed from it alone) are really run, so that branches on their
     values are taken as in training.
     """
 
-    def __init__(self, paths: dispatch.ModulePaths) -> None:
+    def __init__(self, paths: dispatch.ModulePaths, strides: Mapping[str, Strides] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
+        self._strides = strides or {}
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
@@ -109,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, CallSpec] = {}
         self.notes: dict[str, None] = {}
         self.recording = True
+        self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_stand_in = False
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
@@ -181,15 +187,15 @@ class Recorder(TorchDispatchMode):
         if self._making_stand_in:
             return func(*args, **kwargs)
         if not self.recording or not dispatch.is_operation(func):
+            if dispatch.is_operation(func):
+                self.unrecorded.append(str(func))
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a tensor that has no plain storage (sparse or opaque); it is kept"] = None
             inputs = [t for t in inputs if dispatch.has_storage(t)]
         instead = self._in_place_instead(func, args, kwargs) if self.phase is Phase.BACKWARD else None
-        target = None
-        if instead is not None:
-            target = self.storage_id(args[0])
+        target = None if instead is None else self.storage_id(args[0])
         reads = tuple(self.storage_id(t) for t in inputs)
         writes = tuple(
             dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
@@ -206,12 +212,16 @@ class Recorder(TorchDispatchMode):
         index = len(self.operations)
         self.events.append(index)
         result = _run(func, inputs, args, kwargs)
+        if key in self._strides:
+            result = _laid_out(result, iter(self._strides[key]))
         self._now = event
         made: list[int] = []
+        strides: list[tuple[int, ...] | None] = []
         outputs: list[int] = []
         category = Category.ACTIVATION if self.phase is Phase.FORWARD else Category.TEMPORARY
         in_place = _returns_what_it_writes(func)
         for out in dispatch.tensors_in(result):
+            strides.append(None)
             if in_place and dispatch.has_storage(out) and dispatch.storage_key(out) not in self._ids:
                 # A fake value written into a real tensor (one computed from the batch alone): torch returns a fake copy, the step makes none.
                 outputs.append(-1)
@@ -227,8 +237,10 @@ class Recorder(TorchDispatchMode):
             elif dispatch.storage_key(out) in self._ids:
                 sid = self._ids[dispatch.storage_key(out)]
                 outputs.append(made.index(sid) if sid in made else -1)
+                strides[-1] = tuple(out.stride()) if sid in made else None
             else:
                 outputs.append(len(made))
+                strides[-1] = tuple(out.stride())
                 made.append(self._add(out, category, self.module, event))
         for s in writes:
             self._last_write[s] = event
@@ -236,6 +248,7 @@ class Recorder(TorchDispatchMode):
         self._made_under_node.update(made)
         if key not in self.calls:
             call.made_bytes = tuple(self.storages[s].bytes for s in made)
+            call.strides = tuple(strides)
             call.written = bool(writes)
             self.calls[key] = call
         self.operations.append(
@@ -280,7 +293,7 @@ class Recorder(TorchDispatchMode):
             done = self._node_holds and not self._unpacked_under_node
             if not done and (known in self._read_under_node or known in self._made_under_node):
                 return None
-            return torch.ops.aten.add_.Tensor if _dense(old) and _held_once(old) else None
+            return torch.ops.aten.add_.Tensor if dispatch.is_dense(old) and _held_once(old) else None
         if known not in self._made_under_node or isinstance(node, torch.autograd.function.FunctionCtx):
             return None
         instead = _WRITES_INTO_ITS_OWN.get(func)
@@ -525,16 +538,6 @@ def _storage_held_once(tensor: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((t, n) for n, t in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 # Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.
 LARGEST_REAL_CONSTANT_BYTES: Final = 64 << 20
 
@@ -553,6 +556,18 @@ def _run(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kw
             return result
     with _disable_current_modes():
         return func(*args, **kwargs)
+
+
+def _laid_out(result: Any, strides: Iterator[tuple[int, ...] | None]) -> Any:
+    """Fake results of an operation with the strides that its real kernel gives."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_laid_out(item, strides) for item in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    wanted = next(strides)
+    if wanted is None or wanted == tuple(result.stride()) or not isinstance(result, FakeTensor):
+        return result
+    return torch.empty_strided(tuple(result.shape), wanted, dtype=result.dtype, device=result.device)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -7,7 +7,7 @@ shapes and integer arguments are affine in the number of samples, so two sizes g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import Captured, capture, capture_real, forked_generators
-from memfit.capture.recorder import CallSpec, TensorSpec
+from memfit.capture.recorder import CallSpec, Strides, TensorSpec
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError
 from memfit.step import OptimizerFactory
@@ -224,7 +224,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
 
     kwargs = {k: at(v, b.kwargs.get(k)) for k, v in a.kwargs.items()}
     made: Sequence[int] = at(a.made_bytes, b.made_bytes)
-    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), a.written)
+    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.strides, b.strides), a.written)
 
 
 def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> None:
@@ -250,12 +250,23 @@ def _believable(
     *,
     clip_norm: float | None = None,
     micro_batches: int = 1,
-    believed: Trace | None = None,
+    believed: Captured | None = None,
+    strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     """Fake where the real model shows the same operations, real and scaled elsewhere."""
     on_meta = any(p.device.type == "meta" for p in model.parameters())
+    believed = believed if believed is not None and believed.trace.source == "fake" else None
     try:
-        fake = capture(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
+        fake = capture(
+            model,
+            sample,
+            loss_fn,
+            optimizer,
+            clip_norm=clip_norm,
+            micro_batches=micro_batches,
+            after=believed,
+            strides=strides,
+        )
     except CaptureError as error:
         if on_meta:
             raise
@@ -264,7 +275,7 @@ def _believable(
         if on_meta:
             note = "the model is on the meta device: the capture could not be checked against a real run"
             return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
-        if believed is not None and believed.source == "fake" and forward_names(believed) == forward_names(fake.trace):
+        if believed is not None and forward_names(believed.trace) == forward_names(fake.trace):
             return fake
         short = shortened(rows_of(sample, min(2, batches.size(sample))))
         if short is not None:
@@ -297,20 +308,28 @@ def trustworthy(
     *,
     clip_norm: float | None = None,
     micro_batches: int = 1,
-    believed: Trace | None = None,
+    believed: Captured | None = None,
+    strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, micro_batches: as in `capture`.
-        believed: an earlier trace of this model whose forward was confirmed; the same operations need no second confirmation.
+        model, sample, loss_fn, optimizer, clip_norm, micro_batches, strides: as in `capture`.
+        believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
 
     Raises:
         CaptureError: neither way works.
         Exception: the user's own, when the step itself fails.
     """
     captured = _believable(
-        model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, believed=believed
+        model,
+        sample,
+        loss_fn,
+        optimizer,
+        clip_norm=clip_norm,
+        micro_batches=micro_batches,
+        believed=believed,
+        strides=strides,
     )
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn)

@@ -16,7 +16,18 @@ from typing import Any
 import measuring
 
 FOLDER = Path(__file__).resolve().parent
-QUESTIONS = ("exactness", "reference_gpt", "planning", "overhead", "frontier", "fit", "predict", "faults", "zoo")
+QUESTIONS = (
+    "exactness",
+    "reference_gpt",
+    "planning",
+    "growth",
+    "overhead",
+    "frontier",
+    "fit",
+    "predict",
+    "faults",
+    "zoo",
+)
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 
 

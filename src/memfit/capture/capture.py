@@ -20,7 +20,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder
 from memfit.capture.standins import lent, model_tensors
 from memfit.errors import CaptureError, MemfitError
-from memfit.step import OptimizerFactory, StepProgram
+from memfit.step import OptimizerFactory, StepProgram, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
 
@@ -201,7 +201,7 @@ def _record(
                 recorder.recording = False
                 program.optimizer.step()
                 recorder.recording = True
-                recorder.register(_state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
+                recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
             recorder.phase = Phase.CLIP
             clip_optimizer = program.optimizer
             program.optimizer = None
@@ -233,7 +233,3 @@ def _record(
         changed_buffer_bytes=sum(changed.values()),
     )
     return Captured(trace, recorder.calls, recorder.overwritten)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -20,7 +20,7 @@ from memfit.capture.capture import device_of, model_digest
 from memfit.capture.scaled import trustworthy
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.engine import Engine, norm_statistics
-from memfit.errors import BudgetError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
+from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
@@ -540,8 +540,6 @@ def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
 
 __all__ = [
     "Budget",
-    "BudgetError",
-    "Engine",
     "Progress",
     "apply",
     "fit",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from memfit import api
+from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report
@@ -282,7 +283,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome
     ]
     points: tuple[FrontierPoint, ...] = ()
     if config.report.frontier:
-        points = tuple(map(point, _frontier(config, assembly, display)))
+        points = frontier_points(_frontier(config, assembly, display))
     report: Report = engine.report(config.model.hf or config.model.python or "memfit")
     report = replace(
         report,
@@ -342,9 +343,3 @@ def _frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
         points=points, **plan_arguments(config), device=device, progress=display.stage,
     )  # fmt: skip
-
-
-def point(plan: Plan) -> FrontierPoint:
-    """A plan as a point of the frontier."""
-    p = plan.prediction
-    return FrontierPoint(plan.budget_bytes, p.peak_bytes, p.step_seconds, p.bound_seconds, plan.choices.micro_batches)

@@ -196,11 +196,12 @@ class Engine:
             program.update()
         except BaseException as error:
             if any(tensor._version != version for tensor, version in before):
-                self._halfway = (
+                halfway = (
                     f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
                     "load the last snapshot (memfit resume does) and make an engine anew"
                 )
-                raise EngineError(self._halfway) from error
+                self._halfway = halfway
+                raise EngineError(halfway) from error
             raise
         finally:
             program.clear()

@@ -31,8 +31,9 @@ bench: $(VENV)/.data ## Measure memfit against its rivals on this machine.
 docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples run.
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-nightly: check $(VENV)/.data ## All tests, those that take minutes too.
+nightly: check $(VENV)/.data ## All tests, those that take minutes too; then the whole zoo and many faults.
 	$(BIN)/python -m pytest -q
+	$(BIN)/python bench/run.py zoo faults
 
 clean: ## Remove what the other verbs leave behind, except .venv.
 	rm -rf build dist out .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -15,17 +15,25 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import measuring
 import torch
+from overhead.chain import chain_and_batch, engines_between, plainly, planned
 from torch import nn
 
 import memfit
 from memfit.meter import metered
+from memfit.step import state_tensors
+
+measuring.with_tests_models()
 
 WHOLE_SECONDS = 530.0
 GIB = 1 << 30
@@ -186,34 +194,10 @@ def images(setting: Setting) -> tuple[nn.Module, Any, Any]:
 # -- questions: each yields rows --------------------------------------------------------------------------------------------
 
 
-def numbers(model: nn.Module, sample: Any, loss_fn: Any, engine: Any = None) -> list[torch.Tensor | None]:
-    """Loss and gradients of one forward and backward from the same seed."""
-    from memfit import batches
-
-    torch.manual_seed(7)
-    before = [b.clone() for b in model.buffers()]
-    with engine.forward() if engine is not None else contextlib.nullcontext():
-        loss = batches.loss_of(model, sample, loss_fn)
-    loss.backward()
-    found = [loss.detach().clone(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
-    found += [b.clone() for b in model.buffers()]
-    for p in model.parameters():
-        p.grad = None
-    with torch.no_grad():
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
-    return found
-
-
-def equal(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
-    return all(
-        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
 def exactness(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
     """Loss, gradients and buffers bit-equal to plain at budgets from plain to the smallest; plain against itself first."""
+    from models.outcome import outcome_of, plans_between
+
     size = (4, 32) if setting.tiny else (8, 128)
     for name, built in (
         ("bert", lambda: (*bert(setting, *size), None)),
@@ -225,23 +209,20 @@ def exactness(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
         setting.fresh()
         model, sample, loss_fn = built()
         # cuDNN and atomics may pick other orders of addition from run to run: then nothing can be bit-equal, plain to plain included.
-        numbers(model, sample, loss_fn)
-        reference = numbers(model, sample, loss_fn)
-        repeats = equal(reference, numbers(model, sample, loss_fn))
-        plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
-        high, low = plain.prediction.plain_peak_bytes, plain.runtime.search.smallest()[0]
-        for share in (0.75, 0.4, 0.0):
-            made = memfit.replan(plain, round(low + share * (high - low)))
-            engine = memfit.apply(made, model, loss_fn, None)
-            found = numbers(model, sample, loss_fn, engine)
+        outcome_of(model, sample, loss_fn)
+        reference = outcome_of(model, sample, loss_fn)
+        repeats = reference.differs(outcome_of(model, sample, loss_fn)) is None
+        shares = (0.75, 0.4, 0.0)
+        for share, made in zip(shares, plans_between(model, sample, loss_fn, adamw, shares), strict=True):
+            found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn))
             yield {
                 "model": name,
                 "share": share,
                 "plain_repeats": repeats,
-                "equal": equal(reference, found),
+                "equal": reference.differs(found) is None,
                 "reruns": made.script.reruns,
             }
-        del model, sample, engine, reference, found, plain, made
+        del model, sample, reference, found, made
 
 
 def predict(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
@@ -262,26 +243,33 @@ def predict(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
         high, low = plain.prediction.plain_peak_bytes, plain.runtime.search.smallest()[0]
         for share in (1.0, 0.5, 0.0):
             made = memfit.replan(plain, round(low + share * (high - low)))
-            setting.fresh()
-            engine = memfit.apply(made, model, loss_fn)
-            engine.step(sample)
-            engine.step(sample)
-            record = engine.step(sample, meter=True)
-            seconds = setting.timed(partial(engine.step, sample), 5)
+            row = planned_row(setting, made, model, sample)
             yield {
                 "model": name,
                 "share": share,
                 "planning_seconds": planning,
-                "budget_bytes": made.budget_bytes,
-                "predicted_bytes": made.prediction.peak_bytes,
-                "allocated_bytes": record.peak_bytes,
-                "error": made.prediction.peak_bytes / (record.peak_bytes or 1) - 1,
                 "predicted_seconds": made.prediction.step_seconds,
-                "seconds": seconds,
-                "departures": list(record.departures),
+                "error": row["predicted_bytes"] / row["allocated_bytes"] - 1,
+                **row,
             }
-            del engine, made
+            del made
         del model, sample, plain
+
+
+def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: Any) -> dict[str, Any]:
+    """Peak and seconds of a step under a plan of this process."""
+    setting.fresh()
+    engine = memfit.apply(made, model)
+    engine.step(sample)
+    engine.step(sample)
+    record = engine.step(sample, meter=True)
+    return {
+        "budget_bytes": made.budget_bytes,
+        "predicted_bytes": made.prediction.peak_bytes,
+        "allocated_bytes": record.peak_bytes,
+        "departures": list(record.departures),
+        "seconds": setting.timed(partial(engine.step, sample), 5),
+    }
 
 
 def plain_row(setting: Setting, model: nn.Module, sample: Any, arrange: Any, repeats: int = 5) -> dict[str, Any]:
@@ -298,8 +286,8 @@ def plain_row(setting: Setting, model: nn.Module, sample: Any, arrange: Any, rep
     step()
     step()
     setting.fresh()
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    with metered([*model.parameters(), *model.buffers(), *sample.values(), *state], setting.device) as reading:
+    present = [*model.parameters(), *model.buffers(), *sample.values(), *state_tensors(optimizer)]
+    with metered(present, setting.device) as reading:
         step()
     return {
         "allocated_bytes": reading.peak_bytes,
@@ -352,24 +340,15 @@ def rivals(
             }
             continue
         made = memfit.replan(plain, budget)
-        setting.fresh()
-        engine = memfit.apply(made, model)
-        engine.step(sample)
-        engine.step(sample)
-        record = engine.step(sample, meter=True)
-        seconds = setting.timed(partial(engine.step, sample), 5)
         yield {
             "model": name,
             "row": f"memfit at {what}",
-            "budget_bytes": budget,
-            "predicted_bytes": made.prediction.peak_bytes,
-            "allocated_bytes": record.peak_bytes,
-            "seconds": seconds,
+            **planned_row(setting, made, model, sample),
             "predicted_slowdown": made.prediction.slowdown,
             "gap": made.gap,
             "reruns": made.script.reruns,
         }
-        del engine, made
+        del made
 
 
 def frontier_bert(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
@@ -452,50 +431,21 @@ def largest_batch(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
 
 def overhead(setting: Setting, clock: Clock) -> Iterator[dict[str, Any]]:
     """Host time added to each forward operation, on tensors so small that the device waits for the host."""
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(100))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.sin(torch.tanh(layer(x)) * 0.5) + x
-            return x
-
     del clock
-    with torch.device(setting.device):
-        model, batch = Chain(), torch.rand(16, 8)
-
-    def loss_fn(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = m(b).pow(2).mean()
-        return out
-
-    plain = memfit.plan(model, batch, loss_fn, 1 << 40, None, fixed={"micro_batches": 1})
-    operations = plain.runtime.search.solver(1).trace.forward_operations
-    low, high = plain.runtime.search.smallest()[0], plain.prediction.plain_peak_bytes
-
-    def plainly() -> None:
-        loss_fn(model, batch).backward()
-        model.zero_grad(set_to_none=True)
-
-    for share in (0.9, 0.5, 0.0):
-        made = memfit.replan(plain, round(low + share * (high - low)))
-        engine = memfit.apply(made, model)
-
-        def planned(e: Any = engine) -> None:
-            with e.forward():
-                loss = loss_fn(model, batch)
-            loss.backward()
-            model.zero_grad(set_to_none=True)
-
-        for run in (plainly, planned):
+    with setting.device:
+        model, batch = chain_and_batch()
+    shares = (0.9, 0.5, 0.0)
+    operations, engines = engines_between(model, batch, shares)
+    plain = plainly(model, batch)
+    for share, engine in zip(shares, engines, strict=True):
+        under_plan = planned(engine, batch)
+        for run in (plain, under_plan):
             setting.timed(run, 5)
-        base, here = setting.timed(plainly, 50), setting.timed(planned, 50)
+        base, here = setting.timed(plain, 50), setting.timed(under_plan, 50)
         yield {
             "share": share,
             "operations": operations,
-            "reruns": made.script.reruns,
+            "reruns": engine.plan.script.reruns,
             "plain_seconds": base,
             "seconds": here,
             "added_microseconds_per_operation": 1e6 * (here - base) / operations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -59,7 +60,7 @@ def row_of(blocks: int) -> dict[str, Any]:
     marks.append(time.process_time())
     made = memfit.replan(trace, round(low * (1 - SHARE) + _held(trace) * SHARE))
     marks.append(time.process_time())
-    captured, plain, planned = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    captured, plain, planned = (b - a for a, b in itertools.pairwise(marks))
     return {
         "blocks": blocks,
         "operations": len(trace.operations),

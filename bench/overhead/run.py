@@ -13,25 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measuring
 import torch
-from torch import nn
+from overhead.chain import chain_and_batch, engines_between, loss_of, plainly, planned
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import memfit
-
-LAYERS = 100
-
-
-class Chain(nn.Module):
-    """Matrix product, addition, activation, over and over, on tensors so small that only overhead counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.sin(torch.tanh(layer(x)) * 0.5) + x
-        return x
+SHARES = {"a tenth dropped": 0.9, "half dropped": 0.5, "smallest": 0.0}
 
 
 class Nothing(TorchDispatchMode):
@@ -39,10 +24,6 @@ class Nothing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).pow(2).mean()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -69,44 +50,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, batch = Chain(), torch.rand(16, 8)
-    plain = memfit.plan(model, batch, loss_of, 1 << 40, None, fixed={"micro_batches": 1})
-    operations = plain.runtime.search.solver(1).trace.forward_operations
-    low = plain.runtime.search.smallest()[0]
-    high = plain.prediction.plain_peak_bytes
-    engines: dict[str, Any] = {}
-    for name, share in (("a tenth dropped", 0.9), ("half dropped", 0.5), ("smallest", 0.0)):
-        made = memfit.replan(plain, round(low + (high - low) * share))
-        engines[name] = memfit.apply(made, model)
-
-    def clear() -> None:
-        for p in model.parameters():
-            p.grad = None
-
-    def plainly() -> None:
-        loss_of(model, batch).backward()
-        clear()
+    model, batch = chain_and_batch()
+    operations, made = engines_between(model, batch, tuple(SHARES.values()))
+    engines = dict(zip(SHARES, made, strict=True))
 
     def under_a_mode() -> None:
         with Nothing():
             loss = loss_of(model, batch)
         loss.backward()
-        clear()
-
-    def planned(engine: Any) -> Callable[[], None]:
-        def run() -> None:
-            with engine.forward():
-                loss = loss_of(model, batch)
-            loss.backward()
-            clear()
-
-        return run
+        model.zero_grad(set_to_none=True)
 
     rows: dict[str, Callable[[], None]] = {
-        "plain": plainly,
+        "plain": plainly(model, batch),
         "a dispatch mode that does nothing": under_a_mode,
-        **{f"plan, {name}": planned(engine) for name, engine in engines.items()},
+        **{f"plan, {name}": planned(engine, batch) for name, engine in engines.items()},
     }
     for run in rows.values():
         for _ in range(5):

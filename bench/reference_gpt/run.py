@@ -48,14 +48,12 @@ class Plain:
         self.optimizer.zero_grad(set_to_none=True)
 
     def peak(self) -> int:
-        import torch
-
         from memfit import batches
         from memfit.meter import metered
+        from memfit.step import state_tensors
 
         present = [*self.model.parameters(), *self.model.buffers(), *batches.leaves(self.sample)]
-        present += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        with metered(present) as reading:
+        with metered([*present, *state_tensors(self.optimizer)]) as reading:
             self.step()
         return reading.peak_bytes
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memfit import batches
 from memfit.meter import metered
+from memfit.step import state_tensors
 
 from .subjects import Built, Subject
 from .work import Work, counted
@@ -72,8 +73,8 @@ class Rival:
 
     def present(self) -> list[Tensor]:
         """Parameters, buffers, the batch, the optimizer's state."""
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *batches.leaves(self.sample), *state]
+        kept = [*self.model.parameters(), *self.model.buffers(), *batches.leaves(self.sample)]
+        return [*kept, *state_tensors(self.optimizer)]
 
 
 def first_gradients(arranged: Arrangement) -> tuple[list[Tensor], float]:

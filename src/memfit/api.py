@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from memfit.capture.recorder import Strides
 from memfit.capture.scaled import trustworthy
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.engine import Engine, norm_statistics
-from memfit.errors import BudgetError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
+from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
@@ -127,8 +128,12 @@ def record(
     """
     fixed = {"micro_batches": micro_batches}
     search = _search(model, sample, loss_fn, optimizer, None, (), (), fixed, clip_norm, device, progress)
-    weights = search.weights()[0] if micro_batches > 1 else "whole"
-    return replace(search.solver(micro_batches).trace, weights=weights or "whole")
+    trace = search.solver(micro_batches).trace
+    if micro_batches == 1:
+        return trace
+    weights, _ = search.weights()
+    assert weights is not None, "a fixed number of parts is refused before, where the batch does not split"
+    return replace(trace, weights=weights)
 
 
 def replan(made: Plan | Trace, budget: Budget) -> Plan:
@@ -144,9 +149,8 @@ def replan(made: Plan | Trace, budget: Budget) -> Plan:
     """
     budget_bytes = parse_bytes(budget)
     if isinstance(made, Trace):
-        samples = (
-            made.micro_batch_size * made.micro_batches
-        )  # of the largest parts; only a free search would need the true number
+        # The last part is the largest, so there may be fewer samples; only a search for the number of parts would need them exactly.
+        samples = made.micro_batch_size * made.micro_batches
         search = Search(lambda _: made, samples, lambda: (made.weights, ""), made.micro_batches)
         return search.plan(budget_bytes)
     if not isinstance(made.runtime, Runtime):
@@ -250,18 +254,21 @@ def apply(
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
     engine = Engine(plan, model, loss_fn, chosen)
     if runtime is not None:
-        factory = None if chosen is None else (runtime.optimizer or default_optimizer)
-
-        def for_batch(batch: Batch) -> Plan:
-            return _plan(
-                model, batch, loss_fn, plan.budget_bytes, factory, fixed=runtime.fixed, clip_norm=plan.clip_norm
-            )
-
-        engine.planner = for_batch
+        engine.planner = _planner_of(engine, runtime)
     return engine
 
 
-_plan = plan  # `apply` has an argument of this name
+def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
+    """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
+    return partial(
+        plan,
+        engine.model,
+        loss_fn=engine.loss_fn,
+        budget=engine.plan.budget_bytes,
+        optimizer=None if engine.optimizer is None else (runtime.optimizer or default_optimizer),
+        fixed=runtime.fixed,
+        clip_norm=engine.plan.clip_norm,
+    )
 
 
 def fit(
@@ -542,8 +549,6 @@ def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
 
 __all__ = [
     "Budget",
-    "BudgetError",
-    "Engine",
     "Progress",
     "apply",
     "fit",

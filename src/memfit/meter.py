@@ -33,7 +33,6 @@ class Reading:
         peak_bytes: largest number of bytes held at once, base included.
         reserved_bytes: on CUDA, the allocator's reserve at its largest; on the CPU the same as `peak_bytes`.
         seconds: wall time of the stretch, the meter's own cost included.
-        cpu_seconds: processor time of this process, likewise.
         changes: on the CPU, the size of each allocation (positive) and release (negative), in order.
     """
 
@@ -41,7 +40,6 @@ class Reading:
     peak_bytes: int = 0
     reserved_bytes: int = 0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
     changes: list[int] = field(default_factory=list)
 
 
@@ -59,7 +57,7 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         k: s.nbytes() for k, s in dispatch.storages_of(t for t in present if t.device.type == where.type).items()
     }
     reading.base_bytes = sum(storages.values())
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         before = torch.cuda.memory_allocated(where)
@@ -82,7 +80,6 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
         reading.reserved_bytes = reading.peak_bytes
     reading.seconds = time.perf_counter() - start
-    reading.cpu_seconds = time.process_time() - cpu_start
 
 
 @contextmanager

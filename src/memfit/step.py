@@ -18,6 +18,11 @@ from memfit.errors import NonFiniteLossError
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors an optimizer keeps from step to step; none before its first step."""
+    return [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+
+
 @dataclass(slots=True)
 class StepProgram:
     """A model with its loss, optimizer and clipping.

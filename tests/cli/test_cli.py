@@ -118,6 +118,15 @@ def test_a_plan_is_explained_and_saved(capsys: pytest.CaptureFixture[str], api: 
     assert explained.data["peak_bytes"] == 2**19
 
 
+def test_a_plan_and_its_trace_are_made_of_one_model(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    ran = Ran(capsys, "plan", config, "--save-trace", "trace.json.gz")
+
+    (first, (recorded, *_), _), (second, (planned, *_), _) = api.calls
+    assert (first, second, recorded) == ("record", "plan", planned)
+    assert ran.out.count("a word from the user's model") == 1
+    assert Path("trace.json.gz").exists()
+
+
 def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
     ran = Ran(capsys, "plan", config, "--json")
 

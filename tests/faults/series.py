@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from faults.runs import DONE, INTERRUPTED, KILLED, End, Tally, Workplace, fill, interrupt, kill
+from faults.runs import DONE, INTERRUPTED, KILLED, End, Fault, Tally, Workplace, fill, interrupt, kill
 from memfit.errors import SnapshotError
 from memfit.train import snapshots
 
@@ -19,41 +19,50 @@ FILES = ("model.pt", "optimizer.pt", "loop.pt", "snapshot.json")
 
 def killed(place: Workplace, tries: int, draw: Random) -> Tally:
     """Process killed (kill -9), at moments and at times, of `train` and of the `resume` after it, again and again, then to the end."""
-    tally = Tally("kill -9")
-    for number in range(tries):
-        out = place.folder / f"killed-{number}"
-        kills, wrong = 0, None
-        for _ in range(draw.randint(1, MOST_FAULTS)):
-            end = (
-                place.go_on(out, at=place.draw(draw), fault=kill)
-                if draw.random() < 0.7
-                else place.go_on(out, after_s=draw.random() * place.seconds)
-            )
-            if end.status != KILLED:
-                wrong = wrong or _unless(end, DONE)
-                break
-            kills += 1
-        tally.add(kills, wrong or _finish(place, out))
-    return tally
+
+    def wrong(_out: Path, end: End) -> str | None:
+        return _unless(end, KILLED)
+
+    return _stopped(place, "kill -9", tries, "killed", draw, kill, signal.SIGKILL, wrong)
 
 
 def interrupted(place: Workplace, tries: int, draw: Random) -> Tally:
     """Ctrl-C at moments and at times; a snapshot of the last whole step has to be there once training had begun."""
-    tally = Tally("Ctrl-C")
-    for number in range(tries):
-        out = place.folder / f"interrupted-{number}"
-        count, wrong = 0, None
+
+    def wrong(out: Path, end: End) -> str | None:
+        return _unless(end, INTERRUPTED) or _stopped_whole(out, end)
+
+    return _stopped(place, "Ctrl-C", tries, "interrupted", draw, interrupt, signal.SIGINT, wrong)
+
+
+def _stopped(
+    place: Workplace,
+    name: str,
+    tries: int,
+    folder: str,
+    draw: Random,
+    fault: Fault,
+    number: int,
+    wrong_with: Callable[[Path, End], str | None],
+) -> Tally:
+    """Stopped by a fault at a moment, or by a signal with this number after a time, up to MOST_FAULTS times; then to the end."""
+    tally = Tally(name)
+    for attempt in range(tries):
+        out = place.folder / f"{folder}-{attempt}"
+        stops, wrong = 0, None
         for _ in range(draw.randint(1, MOST_FAULTS)):
             end = (
-                place.go_on(out, at=place.draw(draw), fault=interrupt)
+                place.go_on(out, at=place.draw(draw), fault=fault)
                 if draw.random() < 0.7
-                else place.go_on(out, after_s=draw.random() * place.seconds, number=signal.SIGINT)
+                else place.go_on(out, after_s=draw.random() * place.seconds, number=number)
             )
             if end.status == DONE:
                 break
-            count += 1
-            wrong = wrong or _unless(end, INTERRUPTED) or _stopped_whole(out, end)
-        tally.add(count, wrong or _finish(place, out))
+            stops += 1
+            wrong = wrong_with(out, end)
+            if wrong is not None:
+                break
+        tally.add(stops, wrong or _finish(place, out))
     return tally
 
 

@@ -78,6 +78,10 @@ class Api(SimpleNamespace):
         self._called("plan", model, sample, budget, **named)
         return plan()
 
+    def record(self, model: nn.Module, sample: Any, loss_fn: Any, optimizer: Any, **named: Any) -> SimpleNamespace:
+        self._called("record", model, sample, **named)
+        return SimpleNamespace(save=lambda path: path.write_text("a trace", encoding="utf-8"))
+
     def frontier(self, model: nn.Module, sample: Any, loss_fn: Any, optimizer: Any, **named: Any) -> tuple[Plan, ...]:
         self._called("frontier", model, sample, **named)
         return tuple(plan(2**20 >> i, peak_bytes=2**19 >> i) for i in range(named["points"]))

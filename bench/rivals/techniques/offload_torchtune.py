@@ -1,34 +1,27 @@
-"""torchtune OffloadActivations: saved tensors are copied to host memory on a stream of their own. There is nothing to copy where the model is on the CPU."""
+"""torchtune OffloadActivations: saved tensors are copied to host memory on a stream of their own."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from contextlib import AbstractContextManager
 
-from memfit import batches
-from rivals.arrangement import Arrange, Loss
-from rivals.subjects import Built, Subject
+from torch import nn
+
+from rivals.arrangement import Arrange
+from rivals.offloading import everything, obstacle
+from rivals.subjects import Subject
+
+__all__ = ["INSTALL", "NAME", "NOTE", "PACKAGE", "obstacle", "settings"]
 
 NAME = "torchtune OffloadActivations"
 PACKAGE, INSTALL = "torchtune", "torchtune==0.6.1"
 NOTE = "Needs an accelerator."
 
 
-def obstacle(_subject: Subject) -> str | None:
-    return None if torch.accelerator.is_available() else "moves activations off an accelerator; there is none here"
-
-
 def settings(_subject: Subject) -> list[tuple[str, Arrange]]:
-    return [("everything", _arrange)]
+    return everything(_offloading)
 
 
-def _arrange(_subject: Subject, built: Built) -> Loss:
+def _offloading(model: nn.Module) -> AbstractContextManager[object]:
     from torchtune.training._activation_offloading import get_act_offloading_ctx_manager
 
-    around = get_act_offloading_ctx_manager(built[0], enable_activation_offloading=True)
-
-    def loss() -> Tensor:
-        with around:
-            return batches.loss_of(*built)
-
-    return loss
+    return get_act_offloading_ctx_manager(model, enable_activation_offloading=True)

@@ -21,7 +21,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent, model_tensors
 from memfit.errors import CaptureError, MemfitError
-from memfit.step import OptimizerFactory, StepProgram
+from memfit.step import OptimizerFactory, StepProgram, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
 
@@ -227,7 +227,7 @@ def _record(
                 recorder.recording = False
                 program.optimizer.step()
                 recorder.recording = True
-                recorder.register(_state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
+                recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
             recorder.phase = Phase.CLIP
             clip_optimizer = program.optimizer
             program.optimizer = None
@@ -262,6 +262,7 @@ def _record(
 
 
 def _graded(model: nn.Module) -> frozenset[str] | None:
+    """Names of the parameters that have gradients; None where one of them is sparse."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return frozenset(grads) if all(dispatch.has_storage(g) for g in grads.values()) else None
 
@@ -271,7 +272,3 @@ def _as_accumulated(parameter: nn.Parameter) -> torch.Tensor:
     if dispatch.is_dense(parameter):
         return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -15,6 +15,7 @@ from memfit.errors import ConfigError
 
 if TYPE_CHECKING:
     from memfit.plans import Plan
+    from memfit.report import FrontierPoint
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -36,18 +37,19 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.points < 2:
         raise ConfigError(f"--points {arguments.points}: a frontier has at least 2")
     config = read_config(arguments)
+    from memfit.api import frontier_points
     from memfit.report import Report
     from memfit.train import progress
-    from memfit.train.run import make_frontier, point
+    from memfit.train.run import make_frontier
 
     display = progress.display()
     try:
         plans = make_frontier(config, arguments.device, display, arguments.points)
     finally:
         display.close()
-    points = tuple(point(plan) for plan in plans)
+    points = frontier_points(plans)
     data: dict[str, Any] = {"verb": "frontier", "points": [asdict(p) for p in points]}
-    text = table(plans)
+    text = table(plans[0], points)
     if arguments.html is not None:
         from memfit.views import write_report
 
@@ -74,14 +76,13 @@ def chosen(plans: Sequence[Plan], budget: str | int | None) -> Plan:
     return max(plans, key=lambda plan: plan.prediction.peak_bytes)
 
 
-def table(plans: Sequence[Plan]) -> str:
-    """The plans as text."""
+def table(plain: Plan, points: Sequence[FrontierPoint]) -> str:
+    """The points as text, compared with the plain plan."""
     from rich.console import Console
 
-    from memfit.train.run import point
     from memfit.views import frontier_table
 
     console = Console(file=io.StringIO(), width=max(80, shutil.get_terminal_size((100, 24)).columns), color_system=None)
     with console.capture() as capture:
-        console.print(frontier_table(plans[0], [point(plan) for plan in plans]))
+        console.print(frontier_table(plain, points))
     return capture.get().rstrip()

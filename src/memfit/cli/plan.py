@@ -45,14 +45,16 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.run import check_budget, make_plan, make_trace
+    from memfit.train.run import assembled, check_budget, make_plan, make_trace
 
     check_budget(config)
     display = progress.display()
     try:
+        assembly = assembled(config, display, arguments.device)
         if arguments.save_trace is not None:
-            _written(make_trace(config, arguments.device, display).save, arguments.save_trace, "trace")
-        plan = make_plan(config, arguments.device, display)
+            trace = make_trace(config, assembly, arguments.device, display)
+            _written(trace.save, arguments.save_trace, "trace")
+        plan = make_plan(config, assembly, arguments.device, display)
     finally:
         display.close()
     return _answer(plan, arguments)

@@ -26,7 +26,7 @@ from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
-from memfit.step import StepProgram
+from memfit.step import StepProgram, state_tensors
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -117,10 +117,10 @@ class Engine:
         """
         if self._halfway:
             raise EngineError(self._halfway)
-        plan = self.plan_for(batch)
         signature = batches.signature(batch)
+        plan = self._plan_for(signature)
         if signature in self._departed and signature not in self._plans:
-            plan = self._planned_anew(batch, plan)
+            plan = self._planned_anew(batch, signature, plan)
         started = time.perf_counter()
         self.reading = None
         if meter:
@@ -147,15 +147,15 @@ class Engine:
                 )
         return record
 
-    def _planned_anew(self, batch: Batch, known: Plan) -> Plan:
+    def _planned_anew(self, batch: Batch, signature: str, known: Plan) -> Plan:
         """A plan for this very shape, whose forward runs other operations than the plan it would fall under; the known plan where none can be made."""
-        self._departed.discard(batches.signature(batch))
+        self._departed.discard(signature)
         assert self.planner is not None
         try:
             made = self.planner(batch)
         except (CaptureError, InfeasibleError) as error:
-            warnings.warn(f"no plan of its own for batches [{batches.signature(batch)}]: {error}", stacklevel=3)
-            made = replace(known, signature=batches.signature(batch))
+            warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=3)
+            made = replace(known, signature=signature)
         self.add(made)
         return made
 
@@ -168,7 +168,7 @@ class Engine:
         departures: list[str] = []
         reruns = 0
         value: torch.Tensor | None = None
-        with self._all_or_nothing() as undone:
+        with self._all_or_nothing() as keep:
             for index, part in enumerate(parts):
                 weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
                 if weight == 0.0:
@@ -186,7 +186,7 @@ class Engine:
             # The update, and with it the step, happens whole before a waiting interrupt is heard.
             with _interrupts_wait():
                 self._update(program)
-                undone.clear()
+                keep()
                 self.steps += 1
                 self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
 
@@ -196,21 +196,20 @@ class Engine:
             program.update()
         except BaseException as error:
             if any(tensor._version != version for tensor, version in before):
-                self._halfway = (
+                halfway = (
                     f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
                     "load the last snapshot (memfit resume does) and make an engine anew"
                 )
-                raise EngineError(self._halfway) from error
+                self._halfway = halfway
+                raise EngineError(halfway) from error
             raise
         finally:
             program.clear()
 
     def _updated(self) -> list[torch.Tensor]:
         """What an update writes."""
-        found: list[torch.Tensor] = list(self.model.parameters())
-        if self.optimizer is not None:
-            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        return found
+        state = state_tensors(self.optimizer) if self.optimizer is not None else []
+        return [*self.model.parameters(), *state]
 
     def _parts(self, plan: Plan, batch: Batch) -> list[Batch]:
         total = batches.size(batch)
@@ -221,9 +220,14 @@ class Engine:
         return batches.split(batch, batches.micro_batch_sizes(total, count))
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[list[str]]:
-        """Put back what forward changed when the block fails, unless what it yields was emptied."""
-        undone = ["buffers, gradients, generators"]
+    def _all_or_nothing(self) -> Iterator[Callable[[], None]]:
+        """Put back buffers, gradients and generators when the block fails before it has called what it is given."""
+        kept = False
+
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+
         before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
         buffers = dict(self.model.named_buffers())
         for name, copy in self._changed.items():
@@ -232,9 +236,9 @@ class Engine:
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
         try:
-            yield undone
+            yield keep
         except BaseException:
-            if not undone:
+            if kept:
                 raise
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -271,7 +275,9 @@ class Engine:
         Raises:
             BatchError: no plan is for such a batch.
         """
-        signature = batches.signature(batch)
+        return self._plan_for(batches.signature(batch))
+
+    def _plan_for(self, signature: str) -> Plan:
         if signature in self._plans:
             return self._plans[signature]
         fitting = [p for s, p in self._plans.items() if batches.fits_within(signature, s)]
@@ -290,11 +296,9 @@ class Engine:
 
     def present(self, batch: Batch) -> list[torch.Tensor]:
         """Tensors that are there before a step and count against the budget."""
-        found = [*self.model.parameters(), *self.model.buffers(), *self._changed.values(), *batches.leaves(batch)]
-        found += [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self.optimizer is not None:
-            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        return found
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch)]
+        return [*self._updated(), *beside, *gradients]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from memfit import api
+from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report
@@ -71,7 +72,7 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
         )
     check_budget(config, plan)
     snapshots.check_space(out, 0)
-    assembly = assemble(config, display.stage)
+    assembly = assembled(config, display)
     engine = _engine(config, assembly, plan, display)
     return _train(config, assembly, engine, None, display)
 
@@ -106,7 +107,7 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
     if (config.fit, config.model, config.optim.name) == (before.fit, before.model, before.optim.name):
         plan = _plan_so_far(snapshot, out, display)
     check_budget(config, plan)
-    assembly = assemble(config, display.stage)
+    assembly = assembled(config, display)
     engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
     return _train(config, assembly, engine, snapshot, display)
 
@@ -162,6 +163,23 @@ def check_budget(config: Config, plan: Plan | None = None) -> None:
         )
 
 
+def assembled(config: Config, display: Display, device: str | None = None) -> Assembly:
+    """What a configuration describes, its notes told.
+
+    Args:
+        config: of the run.
+        display: where to tell about it.
+        device: name of one that is not here, to plan for; then the weights are not needed, and a Hugging Face model gets none.
+
+    Raises:
+        ConfigError, InputError: as for `assemble`.
+    """
+    assembly = assemble(config, display.stage, weights=device is None)
+    for note in assembly.notes:
+        display.note(note)
+    return assembly
+
+
 def plan_arguments(config: Config) -> dict[str, Any]:
     """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget."""
     fit = config.fit
@@ -175,8 +193,6 @@ def plan_arguments(config: Config) -> dict[str, Any]:
 
 
 def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Display) -> Engine:
-    for note in assembly.notes:
-        display.note(note)
     if plan is not None:
         return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer)
     assert config.fit.budget is not None
@@ -267,7 +283,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome
     ]
     points: tuple[FrontierPoint, ...] = ()
     if config.report.frontier:
-        points = tuple(map(point, _frontier(config, assembly, display)))
+        points = frontier_points(_frontier(config, assembly, display))
     report: Report = engine.report(config.model.hf or config.model.python or "memfit")
     report = replace(
         report,
@@ -296,11 +312,8 @@ def _rehearsal(out: Path) -> Rehearsal | None:
         return None
 
 
-def make_plan(config: Config, device: str | None, display: Display) -> Plan:
+def make_plan(config: Config, assembly: Assembly, device: str | None, display: Display) -> Plan:
     """Only plan, for this computer or, by name, for a device that is not here."""
-    assembly = assemble(config, display.stage, weights=device is None)
-    for note in assembly.notes:
-        display.note(note)
     assert config.fit.budget is not None
     return api.plan(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
@@ -308,9 +321,8 @@ def make_plan(config: Config, device: str | None, display: Display) -> Plan:
     )  # fmt: skip
 
 
-def make_trace(config: Config, device: str | None, display: Display) -> Trace:
+def make_trace(config: Config, assembly: Assembly, device: str | None, display: Display) -> Trace:
     """One step written down, to plan from later without the model."""
-    assembly = assemble(config, display.stage, weights=device is None)
     fixed = config.fit.fixed or {}
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
@@ -320,9 +332,7 @@ def make_trace(config: Config, device: str | None, display: Display) -> Trace:
 
 def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
     """Plans from plain down to the smallest budget, likewise."""
-    assembly = assemble(config, display.stage, weights=device is None)
-    for note in assembly.notes:
-        display.note(note)
+    assembly = assembled(config, display, device)
     return _frontier(config, assembly, display, points, device)
 
 
@@ -333,9 +343,3 @@ def _frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
         points=points, **plan_arguments(config), device=device, progress=display.stage,
     )  # fmt: skip
-
-
-def point(plan: Plan) -> FrontierPoint:
-    """A plan as a point of the frontier."""
-    p = plan.prediction
-    return FrontierPoint(plan.budget_bytes, p.peak_bytes, p.step_seconds, p.bound_seconds, plan.choices.micro_batches)

@@ -6,9 +6,11 @@ python bench/predict/run.py [--models gpt,vit] [--missing] [--quick]
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import measuring
 from rivals import asking
 
 QUESTION = "predict"
+PATIENCE_SECONDS = 180  # for one estimate; some walk over all storages at every operation
 SHARES = (1.0, 0.5, 0.0)  # of the way from the smallest plan to plain; 1.0 is plain itself
 QUICK_OPTIMIZERS = ("SGD", "AdamW, fused")
 
@@ -97,15 +100,34 @@ def _others(subject: Any, optimizer: str) -> list[Row]:
         row["reason"] = discovery.absent(each)
         if row["reason"] is None:
             try:
-                row["predicted_bytes"] = each.estimate(subject, optimizer)
+                with _patience():
+                    row["predicted_bytes"] = each.estimate(subject, optimizer)
             except NotEstimated as answer:
                 row["reason"] = str(answer)
+            except TimeoutError:
+                row["reason"] = f"no answer in {PATIENCE_SECONDS // 60} minutes"
             except Exception as error:  # noqa: BLE001, an estimator that fails is a finding, not an end
                 row["reason"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
         row["seconds"] = time.perf_counter() - begin
         rows.append(row)
         say(f"  {each.NAME}: {row.get('predicted_bytes', row['reason'])}")
     return rows
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """TimeoutError where the block takes too long."""
+
+    def too_long(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

@@ -80,7 +80,9 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
             if collecting:
                 gc.enable()
         died = any(reference() is None for reference in watched)
-        reading.changes = [size for _, size in sorted(_changes(profile) + (_releases(profile) if died else []), key=_when)]
+        reading.changes = [
+            size for _, size in sorted(_changes(profile) + (_releases(profile) if died else []), key=_when)
+        ]
         reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
         reading.reserved_bytes = reading.peak_bytes
     reading.seconds = time.perf_counter() - start

@@ -333,4 +333,16 @@ def trustworthy(
     )
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn)
-    return captured
+    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample), micro_batches))
+
+
+def _in_the_parts_that_run(trace: Trace, samples: int, asked: int) -> Trace:
+    """The trace with the true number of passes: the engine runs as few parts as do, since smaller ones hold no fewer bytes and take longer."""
+    runs = -(-samples // trace.micro_batch_size) if asked > 1 else 1
+    if runs == asked:
+        return trace
+    note = (
+        f"{samples} samples in {asked} parts come to at most {trace.micro_batch_size} at a time, "
+        f"so they are run in {runs} parts: as many bytes, fewer passes"
+    )
+    return replace(trace, micro_batches=runs, notes=(*trace.notes, note))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch._C._profiler import _EventType
+from torch._C._profiler import _EventType, _RecordFunctionFast
 
 from memfit import dispatch
 
@@ -92,7 +92,7 @@ _RELEASE: Final = "memfit released "
 
 
 def _mark_release(size: int, _: object) -> None:
-    with torch._C._profiler._RecordFunctionFast(f"{_RELEASE}{size}"):
+    with _RecordFunctionFast(f"{_RELEASE}{size}"):
         pass
 
 

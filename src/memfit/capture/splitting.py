@@ -191,7 +191,8 @@ def _gradient(
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
-    with lent(model, wide if in_float64 else own), watch, _InFloat64() if in_float64 else nullcontext():
+    widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
+    with lent(model, wide if in_float64 else own), watch, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
         found = torch.autograd.grad(loss, compared, allow_unused=True)

@@ -51,6 +51,21 @@ def test_a_trace_of_parts_keeps_to_them() -> None:
     assert made.choices.weights == "samples"
 
 
+def test_more_parts_than_their_size_asks_for_are_said_and_counted_as_they_run() -> None:
+    """Four samples in three parts: two parts of two hold as much, so two are run."""
+    model, sample = chain(), rows(4)
+    three, two = (memfit.plan(model, sample, squared_error, 1 << 40, adamw, fixed={"micro_batches": n}) for n in (3, 2))
+    note = "4 samples in 3 parts come to at most 2 at a time, so they are run in 2 parts: as many bytes, fewer passes"
+    assert f"Note: {note}" in three.explain()
+    assert note not in two.notes
+    engine = memfit.apply(three, model)
+    assert engine.step(sample).micro_batches == 2
+    assert engine.step(sample, meter=True).peak_bytes == three.prediction.peak_bytes == two.prediction.peak_bytes
+    assert three.prediction.plain_step_seconds == pytest.approx(two.prediction.plain_step_seconds)
+    trace = memfit.record(model, sample, squared_error, adamw, micro_batches=3)
+    assert trace.micro_batches == memfit.replan(trace, "1GiB").choices.micro_batches == 2
+
+
 def test_a_batch_that_does_not_split_is_not_recorded_in_parts() -> None:
     with pytest.raises(SplitError, match="cannot be honoured"):
         memfit.record(chain(batch_norm=True), rows(16), squared_error, adamw, micro_batches=2)

@@ -52,6 +52,17 @@ def test_releases_of_what_was_there_before_do_not_count() -> None:
     del new
 
 
+def test_releases_of_what_was_named_as_present_count() -> None:
+    named = [floats(100_000), floats(100)]
+    with metered(iter([*named])) as reading:
+        named[0] = floats(10)  # made while the old one is still there
+        new = floats(20)
+    assert reading.base_bytes == 400_400
+    assert reading.changes == [40, -400_000, 80]
+    assert reading.peak_bytes == 400_440
+    del new
+
+
 def test_nothing_made_is_the_base() -> None:
     weight = floats(100)
     with metered([weight]) as reading:

@@ -11,13 +11,15 @@ import itertools
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
-from torch._C._profiler import _EventType
+from torch._C._profiler import _EventType, _RecordFunctionFast
 
 from memfit import dispatch
 
@@ -33,7 +35,7 @@ class Reading:
         peak_bytes: largest number of bytes held at once, base included.
         reserved_bytes: on CUDA, the allocator's reserve at its largest; on the CPU the same as `peak_bytes`.
         seconds: wall time of the stretch, the meter's own cost included.
-        changes: on the CPU, the size of each allocation (positive) and release (negative), in order.
+        changes: on the CPU, the size of each allocation (positive) and release (negative), in order; releases of what was named as present too.
     """
 
     base_bytes: int = 0
@@ -53,10 +55,11 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
     """
     reading = Reading()
     where = device or torch.device("cpu")
-    storages = {
-        k: s.nbytes() for k, s in dispatch.storages_of(t for t in present if t.device.type == where.type).items()
-    }
-    reading.base_bytes = sum(storages.values())
+    storages = dispatch.storages_of(t for t in present if t.device.type == where.type)
+    reading.base_bytes = sum(s.nbytes() for s in storages.values())
+    # The profiler does not see the end of what was made before it. Weak, and nothing else is held: what the block lets go must be able to die.
+    watched = [weakref.ref(s, partial(_mark_release, s.nbytes())) for s in storages.values()]
+    del present, storages
     start = time.perf_counter()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
@@ -76,10 +79,31 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         finally:
             if collecting:
                 gc.enable()
-        reading.changes = [size for _, size in _changes(profile)]
+        died = any(reference() is None for reference in watched)
+        reading.changes = [
+            size for _, size in sorted(_changes(profile) + (_releases(profile) if died else []), key=_when)
+        ]
         reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
         reading.reserved_bytes = reading.peak_bytes
     reading.seconds = time.perf_counter() - start
+
+
+_RELEASE: Final = "memfit released "
+
+
+def _mark_release(size: int, _: object) -> None:
+    with _RecordFunctionFast(f"{_RELEASE}{size}"):
+        pass
+
+
+def _releases(profile: Any) -> list[tuple[int, int]]:
+    """(time in ns, bytes) of each marked release."""
+    names = ((e.start_ns(), e.name()) for e in profile.profiler.kineto_results.events())
+    return [(when, -int(name.removeprefix(_RELEASE))) for when, name in names if name.startswith(_RELEASE)]
+
+
+def _when(change: tuple[int, int]) -> int:
+    return change[0]
 
 
 @contextmanager

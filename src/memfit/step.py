@@ -90,3 +90,18 @@ class StepProgram:
     def trainable(self) -> list[torch.nn.Parameter]:
         """Parameters that receive gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, alone or in a list, besides parameters and buffers: there before a step, and counted in it."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in {"_parameters", "_buffers", "_modules"}:
+                continue
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor) and id(item) not in known:
+                    known.add(id(item))
+                    found.append(item)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -232,3 +233,54 @@ def test_a_model_that_needs_the_whole_batch_is_looked_at_whole() -> None:
     assert captured.trace.source == "fake"
     with pytest.raises(IndexError):  # what fails on the whole batch is the user's own error
         trustworthy(TableForTheBatch(32), x, loss, None)
+
+
+def tables(entries: int | None) -> nn.Module:
+    """A model with a table built once for each shape, in a cache that all models share."""
+
+    @functools.lru_cache(maxsize=entries)
+    def table(length: int, width: int) -> Tensor:
+        return torch.arange(width).float().cos().repeat(length, 1)
+
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small.chain(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x * table(*x.shape))
+            return y
+
+    return Tabled()
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used before"])
+@pytest.mark.parametrize("entries", [1, None])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_what_is_cached_for_each_shape_is_there_in_the_first_step(
+    micro_batches: int, entries: int | None, *, used: bool
+) -> None:
+    model, sample = tables(entries), small.rows(64)
+    if used:
+        for count in (2, 4, 64):
+            small.squared_error(model, small.rows(count))
+    plain = memfit.plan(
+        model, sample, small.squared_error, 1 << 40, small.adamw, fixed={"micro_batches": micro_batches}
+    )
+    made = memfit.replan(plain, plain.runtime.search.smallest()[0])
+    engine = memfit.apply(made, model)
+    for _ in range(3):
+        record = engine.step(sample)
+        assert record.departures == ()
+        assert record.reruns > 0
+
+
+def test_numbers_of_parts_that_are_weighed_one_after_the_other_are_captured_alike() -> None:
+    """The second capture takes no first pass where the first one needed none, and has to build its table."""
+    model, sample = tables(None), small.rows(64)
+    for count in (2, 64):
+        small.squared_error(model, small.rows(count))
+    first = trustworthy(model, sample, small.squared_error, small.adamw)
+    assert first.graded is not None
+    second = trustworthy(model, sample, small.squared_error, small.adamw, micro_batches=2, believed=first)
+    assert module.forward_names(first.trace) == module.forward_names(second.trace)

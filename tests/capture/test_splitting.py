@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
 import small
 from memfit import batches
+from memfit.capture import splitting
 from memfit.capture.splitting import find_splitting
 from models import CASES, Case
 
@@ -57,6 +61,159 @@ def test_gradients_of_nothing_cannot_be_compared() -> None:
     found = find_splitting(small.chain(1), small.rows(8), lambda m, b: 0 * small.squared_error(m, b))
     assert found.weights is None
     assert "nothing can be compared" in found.reason
+
+
+# -- in doubt ---------------------------------------------------------------------------------------------------------------
+
+
+class Looking(nn.Module):
+    """A layer, and as much of a batch norm as wanted; whatever else a test puts between."""
+
+    def __init__(self, strength: float, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.BatchNorm1d(8), nn.Linear(32, 32)
+        self.strength, self.between = strength, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.between(self.first(x))
+        if self.strength:
+            h = h + self.strength * self.norm(h.reshape(-1, 8)).view(h.shape)
+        y: Tensor = self.last(h)
+        return y
+
+
+def cancelling(count: int = 4) -> tuple[Tensor, Tensor]:
+    """Samples whose gradients nearly add up to nothing, so that rounding is a large share of what is left."""
+    x, y = small.rows(count)
+    x[1::2], y[1::2] = x[::2], -y[::2] * (1 + 1e-4)
+    return x, y
+
+
+def product(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return (model(x) * y).mean()
+
+
+def in_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing ran in float64."""
+    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: None)
+
+
+@pytest.mark.parametrize("strength", [2e-5, 5e-5, 1e-4])
+def test_a_batch_norm_of_little_effect_is_found(strength: float) -> None:
+    model = Looking(strength)
+    before = small.state_of(model)
+    found = find_splitting(model, small.rows(8), small.squared_error)
+    assert found.weights is None
+    assert 1e-5 < found.error < 1e-4
+    assert "do not add up" in found.reason
+    assert small.same(small.state_of(model), before)
+
+
+@given(st.floats(-5.0, 0.0))
+def test_a_batch_norm_of_any_effect_is_found(exponent: float) -> None:
+    assert find_splitting(Looking(10**exponent), small.rows(8), small.squared_error).weights is None
+
+
+@given(st.floats(-5.0, 0.0))
+def test_what_splits_is_accepted_if_ill_conditioned(exponent: float) -> None:
+    """The share of the gradients that is left over, down to where fp32 has lost most digits."""
+    x, y = small.rows(4)
+    x[1::2], y[1::2] = x[::2], -y[::2] * (1 + 10**exponent)
+    assert find_splitting(Looking(0.0), (x, y), product).weights == "samples"
+
+
+def test_an_ill_conditioned_program_that_splits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = Looking(0.0), cancelling()
+    found = find_splitting(model, sample, product)
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+    in_own_precision(monkeypatch)
+    alone = find_splitting(model, sample, product)
+    assert alone.weights is None
+    assert alone.error > splitting.TOLERANCE_UNTOLD
+
+
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda h: torch.tanh(h).float(),
+    "softmax in float": lambda h: functional.softmax(h, dim=-1, dtype=torch.float32),
+    "a constant of its own": lambda h: h * torch.linspace(0, 1, 32) + torch.zeros(32, dtype=torch.float32),
+    "written into": lambda h: torch.zeros(len(h), 32).index_put_((torch.arange(len(h)),), torch.tanh(h)),
+    "complex": lambda h: torch.view_as_real(torch.fft.fft(torch.view_as_complex(h.view(-1, 16, 2).float()))).flatten(1),
+    "drawn": lambda h: h + torch.randn(32) * torch.rand_like(h),
+}
+
+
+@pytest.mark.parametrize("between", CASTS.values(), ids=CASTS)
+def test_programs_that_name_a_precision_are_run_in_float64(between: Callable[[Tensor], Tensor]) -> None:
+    found = find_splitting(Looking(0.0, between), cancelling(), product)
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+
+
+def test_autocast_is_decided_in_float64() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return small.squared_error(model, batch)
+
+    found = find_splitting(Looking(0.0), small.rows(8), loss_fn)
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+    assert find_splitting(Looking(1e-3), small.rows(8), loss_fn).weights is None  # less than bfloat16 rounds
+
+
+def test_casts_to_16_bits_are_decided_in_float64() -> None:
+    found = find_splitting(Looking(0.0, lambda h: torch.tanh(h.half()).to(h.dtype)), small.rows(8), small.squared_error)
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+
+
+def test_models_of_16_bits_are_decided_in_float64() -> None:
+    x, y = small.rows(8)
+    sample = (x.bfloat16(), y.bfloat16())
+    found = find_splitting(Looking(0.0).bfloat16(), sample, small.squared_error)
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+    assert find_splitting(Looking(1e-2).bfloat16(), sample, small.squared_error).weights is None
+
+
+def test_tensors_a_loss_closes_over_are_run_in_float64() -> None:
+    mask = torch.linspace(0.1, 1.0, 32)
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    found = find_splitting(
+        Looking(0.0), cancelling(), lambda m, b: (functional.linear(m(b[0]), weight) * b[1] * mask).mean()
+    )
+    assert found.weights == "samples"
+    assert found.error < 1e-9
+
+
+def _bits(h: Tensor) -> Tensor:
+    return torch.tanh(h) * (h.detach().view(torch.int32) > -(2**31))
+
+
+def test_what_cannot_run_in_float64_is_held_to_the_promise() -> None:
+    """No second chance for the ill-conditioned, nor for a batch norm of little effect."""
+    assert find_splitting(Looking(0.0, _bits), small.rows(8), small.squared_error).weights == "samples"
+    assert find_splitting(Looking(0.0, _bits), cancelling(), product).weights is None
+    assert find_splitting(Looking(5e-5, _bits), small.rows(8), small.squared_error).weights is None
+    # Where 16-bit operations run, all that is known is that wrong weights are off by more.
+    rough = find_splitting(Looking(0.0, lambda h: _bits(h).bfloat16().float()), small.rows(8), small.squared_error)
+    assert rough.weights == "samples"
+    assert 1e-4 < rough.error < splitting.LOW_PRECISION_TOLERANCE
+
+
+def test_of_large_models_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "LARGE_MODEL_PARAMETERS", 1000)
+    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: pytest.fail("a copy in float64"))
+    assert find_splitting(Looking(0.0), small.rows(8), small.squared_error).weights == "samples"
+    assert find_splitting(Looking(5e-5), small.rows(8), small.squared_error).weights is None
+
+
+def test_without_doubt_nothing_is_compared_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: pytest.fail("compared again"))
+    assert find_splitting(small.chain(2), small.rows(8), small.squared_error).weights == "samples"
+    assert find_splitting(small.chain(2, batch_norm=True), small.rows(8), small.squared_error).weights is None
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------------

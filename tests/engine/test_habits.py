@@ -213,6 +213,30 @@ def test_the_peak_is_as_predicted(name: str) -> None:
         )
 
 
+class Holding(nn.Module):
+    """Tensors as plain attributes, alone and in a list; one may be another in each forward."""
+
+    def __init__(self, *, renewed: bool) -> None:
+        super().__init__()
+        self.renewed = renewed
+        self.inner = layers(2)
+        self.table, self.tables = torch.ones(300, WIDTH), [torch.ones(500, WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.renewed:
+            self.table = self.inner[0](x).detach()
+        return self.inner(x) * self.table.mean(0) * self.tables[0].mean(0)
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_tensors_that_modules_hold_as_attributes_count(fraction: float, *, renewed: bool) -> None:
+    model, x = Holding(renewed=renewed), rows()
+    (made,) = plans_between(model, x, squares, fractions=(fraction,))
+    assert made.prediction.peak_bytes > 4 * WIDTH * (256 + 500)
+    assert measured_peak(made, model, x, squares) == made.prediction.peak_bytes
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["said so", "not said"])
 @pytest.mark.parametrize("fraction", [0.6, 0.0])
 def test_gradients_of_gradients_are_right_or_refused(fraction: float, *, said: bool) -> None:

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
-from memfit.capture.standins import lent, model_tensors
+from memfit.capture.standins import lent
 from memfit.errors import CaptureError, MemfitError
-from memfit.step import OptimizerFactory, StepProgram, state_tensors
+from memfit.step import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
 

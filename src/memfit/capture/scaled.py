@@ -256,17 +256,23 @@ def _believable(
     """Fake where the real model shows the same operations, real and scaled elsewhere."""
     on_meta = any(p.device.type == "meta" for p in model.parameters())
     believed = believed if believed is not None and believed.trace.source == "fake" else None
-    try:
-        fake = capture(
+
+    def on_fakes(after: Captured | None = None) -> Captured:
+        return capture(
             model,
             sample,
             loss_fn,
             optimizer,
             clip_norm=clip_norm,
             micro_batches=micro_batches,
-            after=believed,
+            after=after,
             strides=strides,
         )
+
+    try:
+        fake = on_fakes(believed)
+        if believed is not None and forward_names(believed.trace) != forward_names(fake.trace):
+            fake = on_fakes()  # what is built once for each shape was recorded, perhaps: this time it is there
     except CaptureError as error:
         if on_meta:
             raise
@@ -288,7 +294,9 @@ def _believable(
             return fake
         real = real_forward_names(model, few, loss_fn, twice=True)
         if real == forward_names(fake.trace):
-            return fake
+            # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
+            # batch's own back (what is made of constants is real in it), so that the first step finds it.
+            return on_fakes()
         again = capture(model, few, loss_fn, None)
         if real == forward_names(again.trace):
             return fake
@@ -333,4 +341,16 @@ def trustworthy(
     )
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn)
-    return captured
+    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample), micro_batches))
+
+
+def _in_the_parts_that_run(trace: Trace, samples: int, asked: int) -> Trace:
+    """The trace with the true number of passes: the engine runs as few parts as do, since smaller ones hold no fewer bytes and take longer."""
+    runs = -(-samples // trace.micro_batch_size) if asked > 1 else 1
+    if runs == asked:
+        return trace
+    note = (
+        f"{samples} samples in {asked} parts come to at most {trace.micro_batch_size} at a time, "
+        f"so they are run in {runs} parts: as many bytes, fewer passes"
+    )
+    return replace(trace, micro_batches=runs, notes=(*trace.notes, note))

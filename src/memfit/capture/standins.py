@@ -72,18 +72,3 @@ def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> 
         # torch.nn.RNNBase keeps its weights once more, in lists.
         return [_exchange(v, exchanged) for v in value]
     return value
-
-
-def model_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, besides parameters and buffers."""
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found: list[torch.Tensor] = []
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in {"_parameters", "_buffers", "_modules"}:
-                continue
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor) and id(item) not in known:
-                    known.add(id(item))
-                    found.append(item)
-    return found

@@ -26,7 +26,7 @@ from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
-from memfit.step import StepProgram, state_tensors
+from memfit.step import StepProgram, model_tensors, state_tensors
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -297,7 +297,7 @@ class Engine:
     def present(self, batch: Batch) -> list[torch.Tensor]:
         """Tensors that are there before a step and count against the budget."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch)]
+        beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch), *model_tensors(self.model)]
         return [*self._updated(), *beside, *gradients]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:

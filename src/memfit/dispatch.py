@@ -85,6 +85,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+# Whether an argument, or an item of a list among them, needs a gradient; one call into C, since the engine asks it for each operation.
+wants_gradient = torch._C._any_requires_grad  # noqa: SLF001
+
+
 @cache
 def _written_positions(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     positions: list[int] = []

@@ -16,7 +16,7 @@ from typing import Any, Final
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -51,6 +51,7 @@ class Script:
         random: recorded operations that draw random numbers -> the step after which their generator state is let go.
         saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
+        wanted: of each forward operation, whether one of its arguments needs a gradient.
     """
 
     operations: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Script:
     random: Mapping[int, int] = field(default_factory=dict)
     saves: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
+    wanted: tuple[bool, ...] = ()
 
     @property
     def plain(self) -> bool:
@@ -86,6 +88,7 @@ class Script:
             "steps": [
                 [s.save, [list(r) for r in s.runs], [list(r) for r in s.releases], list(s.after)] for s in self.steps
             ],
+            "wanted": "".join("01"[w] for w in self.wanted),
         }
 
     @classmethod
@@ -112,8 +115,11 @@ class Script:
                 )
                 for save, runs, releases, after in data["steps"]
             ),
+            tuple(w == "1" for w in data["wanted"]),
         )
         count = len(operations)
+        if len(script.wanted) != count:
+            raise ValueError(f"{len(script.wanted)} operations are told whether they need gradients, of {count}")
         known = {s for made in script.makes.values() for _, s, _ in made}
         for operation in (*script.makes, *script.recorded, *script.random):
             if not 0 <= operation < count:

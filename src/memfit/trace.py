@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from memfit.errors import PlanFileError
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 BEFORE_STEP: Final = -1
 
 
@@ -80,6 +80,7 @@ class Operation:
         rerunnable: running it twice on the same inputs gives the same outputs and has no other effect (batch norm's statistics are handled by the engine).
         key: names all operations that cost the same (name, shapes, dtypes, layout); one measurement serves them.
         outputs: for each tensor output, the position in `makes` of its storage, or -1 when it aliases one that was there.
+        wanted: in forward, whether one of its arguments needs a gradient.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Operation:
     rerunnable: bool
     key: str
     outputs: tuple[int, ...] = ()
+    wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +236,9 @@ class Trace:
                     rerunnable,
                     names[key],
                     tuple(outputs),
+                    wanted,
                 )
-                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs in columns(
+                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted in columns(
                     ops, Operation
                 )
             )

@@ -208,6 +208,7 @@ class Recorder(TorchDispatchMode):
         key, call = self._describe(described, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs)
+        wanted = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)
         self.events.append(index)
@@ -265,6 +266,7 @@ class Recorder(TorchDispatchMode):
                 rerunnable,
                 key,
                 tuple(outputs),
+                wanted,
             )
         )
         return result

@@ -76,6 +76,8 @@ _LET_GO: Final = (
     "`with engine.forward(retain_graph=True)`"
 )
 
+_wants_gradient = dispatch.wants_gradient
+
 Noted = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
@@ -276,6 +278,7 @@ class Follower(TorchDispatchMode):
         self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
         self._count = compiled.count
+        self._wanted = compiled.script.wanted
 
     @contextmanager
     def following(self) -> Iterator[Follower]:
@@ -293,6 +296,10 @@ class Follower(TorchDispatchMode):
         index = self.index
         if index < self._count and func is self._functions[index] and self.departure is None:
             self.index = index + 1
+            if _wants_gradient(*args) is not self._wanted[index]:
+                more = "no gradient" if self._wanted[index] else "a gradient"
+                self._depart(f"operation {index} ({func}) needs {more} for what it reads, unlike in the plan")
+                return func(*args, **kwargs) if kwargs else func(*args)
             if not self._acts[index]:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})

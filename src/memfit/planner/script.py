@@ -112,4 +112,5 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         random,
         tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
         tuple(steps),
+        tuple(trace.operations[op].wanted for op in forward),
     )

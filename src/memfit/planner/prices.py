@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from memfit.planner.chains import CellChain
 from memfit.planner.local_search import exchange, shake, shrink, trim
-from memfit.planner.mincut import minimum_cut
+from memfit.planner.mincut import PricedNetwork
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.segments import Boundary, boundaries, windows
@@ -81,13 +81,31 @@ class Solution:
 
 @dataclass(slots=True)
 class _Layout:
-    """One way to cut forward into windows."""
+    """One way to cut forward into windows.
+
+    Attributes:
+        cells: in a window; 0 where everything is one window.
+        cuts: the events after which a window ends.
+        boundary_storages: those that cross from one window into others.
+        forced: those of them that backward reads; they are kept.
+        held: what `Solver._held` says of this layout, once it was asked.
+    """
 
     cells: int
+    cuts: list[int]
     window_of_event: dict[int, int] | None
     boundary_storages: frozenset[int]
-    first_unpack: dict[int, int] = field(default_factory=dict)
+    forced: frozenset[int]
     held: tuple[Any, Any, Any] | None = None
+
+    @property
+    def windows(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+    def window_of(self, events: Any) -> Any:
+        """The windows of events of forward, as `segments.windows` counts them."""
+        return np.searchsorted(np.array(self.cuts, dtype=np.int64), events)
 
 
 class Solver:
@@ -100,7 +118,6 @@ class Solver:
         self.droppable = frozenset(self.recipes.saved & self.recipes.rebuildable)
         self.plain = Solution({}, timeline.plain())
         self.cuts: list[Boundary] = boundaries(self.recipes)
-        self.evaluations = 0
         self._cells: CellChain | None = None
         self._know_smallest = False
         self._front = _Front()
@@ -109,15 +126,19 @@ class Solver:
         self._bounds: dict[int, float] = {}
         self._tight: list[tuple[Solution, _Layout]] = []
         self._cut_at: dict[tuple[int, tuple[tuple[int, float], ...], float], Solution] = {}
+        self._solution_of: dict[tuple[int, bytes], Solution] = {}
         self._enumerated = False
         self._few = False  # all plans that follow the rule of scheduling are in the front
         trace = self.trace
-        self._first_read: dict[int, int] = {}
-        self._save_event: dict[int, int] = {}
+        first_read: dict[int, int] = {}
+        save_event: dict[int, int] = {}
         for save in trace.saves:
             for event, _ in save.unpacks:
-                self._first_read[save.storage] = min(self._first_read.get(save.storage, event), event)
-                self._save_event[save.storage] = max(self._save_event.get(save.storage, -1), save.by)
+                first_read[save.storage] = min(first_read.get(save.storage, event), event)
+                save_event[save.storage] = max(save_event.get(save.storage, -1), save.by)
+        # (event, operation whose backward asks) of every unpack.
+        unpacks = [(event, save.by) for save in trace.saves for event, _ in save.unpacks]
+        self._unpacks = np.array(unpacks, dtype=np.int64).reshape(-1, 2)
         # Storages the cut decides about: everything rebuildable that a dropped storage may need.
         nodes: list[int] = []
         seen: set[int] = set()
@@ -133,105 +154,100 @@ class Solver:
             )
         nodes.sort()
         self.nodes = nodes
-        self._number = {s: i for i, s in enumerate(nodes)}
+        number = {s: i for i, s in enumerate(nodes)}
         recipes = sorted({self.recipes.recipe_of[s] for s in nodes})
-        self._recipe_number = {r: len(nodes) + i for i, r in enumerate(recipes)}
-        self._recipe_list = recipes
-        self._recipe_of_node = [self._recipe_number[self.recipes.recipe_of[s]] for s in nodes]
+        recipe_number = {r: len(nodes) + i for i, r in enumerate(recipes)}
+        recipe_of_node = [recipe_number[self.recipes.recipe_of[s]] for s in nodes]
+        self._keep_arcs = list(enumerate(recipe_of_node))
         self._input_arcs = [
-            (self._recipe_number[r], self._number[s], inf)
-            for r in recipes
-            for s in self.recipes.recipes[r].inputs
-            if s in self._number
+            (recipe_number[r], number[s], inf) for r in recipes for s in self.recipes.recipes[r].inputs if s in number
         ]
         dispatch = trace.dispatch_seconds
         self._run_seconds = [
             self.recipes.recipes[r].seconds + dispatch * len(self.recipes.recipes[r].operations) for r in recipes
         ]
+        self._networks: dict[frozenset[int], PricedNetwork] = {}
+        # The same in columns, a row for each node.
+        end = self.timeline.events + 1
+        self._node = np.array(nodes, dtype=np.int64)
+        self._recipe_of_node = np.array(recipe_of_node, dtype=np.int64)
+        self._node_droppable = np.array([s in self.droppable for s in nodes], dtype=bool)
+        self._node_saved = np.array([s in self.recipes.saved for s in nodes], dtype=bool)
+        self._node_bytes = np.array([trace.storages[s].bytes for s in nodes], dtype=np.int64)
+        self._node_birth = np.array([trace.storages[s].birth for s in nodes], dtype=np.int64)
+        self._node_death = np.array([trace.storages[s].death for s in nodes], dtype=np.int64)
+        self._node_plain_end = np.array([self.timeline.plain_end[s] for s in nodes], dtype=np.int64)
+        self._node_first_read = np.array([first_read.get(s, end) for s in nodes], dtype=np.int64)
+        # The operation whose window a storage belongs to: the last whose backward reads it, else the one that made it.
+        self._node_by = np.array([save_event.get(s, trace.storages[s].birth) for s in nodes], dtype=np.int64)
+        reads = [
+            (i, event, release) for i, s in enumerate(nodes) for event, release in self.timeline.unpack_uses.get(s, ())
+        ]
+        self._reads = np.array(reads, dtype=np.int64).reshape(-1, 3)
 
     # -- the cut -------------------------------------------------------------------------------------------------------------
 
     def layout(self, cells: int) -> _Layout:
         """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt."""
         if cells == 0 or not self.cuts:
-            made = _Layout(0, None, frozenset())
-        else:
-            chosen = self.cuts[cells - 1 :: cells]
-            made = _Layout(
-                cells,
-                windows(chosen, self.trace.forward_events),
-                frozenset(s for b in chosen for s in b.storages),
-            )
-        for save in self.trace.saves:
-            window = made.window_of_event[save.by] if made.window_of_event is not None else 0
-            for event, _ in save.unpacks:
-                made.first_unpack[window] = min(made.first_unpack.get(window, event), event)
-        return made
+            return _Layout(0, [], None, frozenset(), frozenset())
+        chosen = self.cuts[cells - 1 :: cells]
+        crossing = frozenset(s for b in chosen for s in b.storages)
+        return _Layout(
+            cells,
+            [b.event for b in chosen],
+            windows(chosen, self.trace.forward_events),
+            crossing,
+            crossing & self.recipes.saved,
+        )
 
-    def _keep_prices(self, layout: _Layout, cumulative: Any) -> list[float]:
-        """What it costs to hold each storage from when it would die until its window is rebuilt."""
+    def _keep_prices(self, layout: _Layout, cumulative: Any) -> Any:
+        """What it costs to hold each storage from when it would die until its window is rebuilt; boundaries are held anyway."""
         if layout.held is None:
             layout.held = self._held(layout)
         first, until, sizes = layout.held
-        return list(np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0).tolist())
+        return np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0)
 
     def _held(self, layout: _Layout) -> tuple[Any, Any, Any]:
         """For each storage, from which event until before which it would be held, and its bytes."""
-        trace = self.trace
-        first, until, sizes = [], [], []
-        for s in self.nodes:
-            storage = trace.storages[s]
-            where = self._save_event.get(s, storage.birth)
-            window = layout.window_of_event[where] if layout.window_of_event is not None else 0
-            end = layout.first_unpack.get(window, trace.forward_events)
-            until.append(min(end, self._first_read.get(s, end)))
-            first.append(min(max(storage.death, storage.birth) + 1, self.timeline.events + 1))
-            sizes.append(storage.bytes)
-        return np.array(first, dtype=np.int64), np.array(until, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        never = self.timeline.events + 1
+        events, by = self._unpacks.T
+        begins = np.full(layout.windows, never)
+        np.minimum.at(begins, layout.window_of(by), events)
+        begins[begins == never] = self.trace.forward_events
+        until = np.minimum(begins[layout.window_of(self._node_by)], self._node_first_read)
+        first = np.minimum(np.maximum(self._node_death, self._node_birth) + 1, never)
+        return first, until, np.where(np.isin(self._node, sorted(layout.forced)), 0, self._node_bytes)
 
-    def cut(self, layout: _Layout, prices: Any, forced: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Dropped storages, and transients to hold, at prices per byte and event; `forced` storages are kept."""
+    def cut(self, layout: _Layout, prices: Any) -> Solution:
+        """The plan of the cheapest cut at prices per byte and event; the boundaries of a layout are kept."""
         cumulative = np.concatenate([[0.0], np.cumsum(prices)])
-        side, _ = self._minimum(self._keep_prices(layout, cumulative), forced)
-        dropped = {s for s in self.droppable if side[self._recipe_number[self.recipes.recipe_of[s]]]}
-        dropped -= set(forced)
+        sides, _ = self._network(self.droppable).cut(self._keep_prices(layout, cumulative))
+        again = sides[self._recipe_of_node]
+        dropped = self._node_droppable & again
         # A recipe that runs anyway rebuilds all it makes, but what is cheaper kept stays kept: dropped only where the cut ran the recipe for it.
-        transients = {
-            s
-            for s in self.nodes
-            if s not in self.recipes.saved
-            and side[self._number[s]]
-            and not side[self._recipe_number[self.recipes.recipe_of[s]]]
-        }
-        return frozenset(dropped), frozenset(transients)
+        held = ~self._node_saved & sides[: len(self.nodes)] & ~again
+        # Neighbouring prices often give one cut.
+        key = layout.cells, np.packbits([dropped, held]).tobytes()
+        if key not in self._solution_of:
+            self._solution_of[key] = self.solution(
+                layout, set(self._node[dropped].tolist()) - layout.forced, self._node[held].tolist()
+            )
+        return self._solution_of[key]
 
-    def _minimum(
-        self, keep: list[float], forced: Collection[int], needed: Collection[int] | None = None
-    ) -> tuple[list[bool], float]:
-        needed = self.droppable if needed is None else needed
-        count = len(self.nodes) + len(self._recipe_list)
-        source = [0.0] * count
-        sink = [0.0] * len(self.nodes) + self._run_seconds
-        arcs: list[tuple[int, int, float]] = []
-        for i, (s, recipe) in enumerate(zip(self.nodes, self._recipe_of_node, strict=True)):
-            if s in forced:
-                continue
-            if s in needed:
-                source[i] = inf
-            arcs.append((i, recipe, keep[i]))
-        if forced:
-            arcs += [arc for arc in self._input_arcs if self.nodes[arc[1]] not in forced]
-        else:
-            arcs += self._input_arcs
-        found = minimum_cut(source, sink, arcs)
-        return list(found.on_source_side), found.value
+    def _network(self, needed: frozenset[int]) -> PricedNetwork:
+        """Nodes are the storages, then their recipes; backward reads the needed storages."""
+        if needed not in self._networks:
+            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * len(self._run_seconds)
+            sink = [0.0] * len(self.nodes) + self._run_seconds
+            self._networks[needed] = PricedNetwork(source, sink, self._input_arcs, self._keep_arcs)
+        return self._networks[needed]
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 
     def solution(self, layout: _Layout, dropped: Collection[int], transients: Collection[int]) -> Solution:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
-        self.evaluations += 1
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
 
     def window_sizes(self) -> list[int]:
@@ -308,7 +324,6 @@ class Solver:
 
     def _keep(self, reruns: Reruns) -> Solution:
         """Replay a plan, and remember it."""
-        self.evaluations += 1
         evaluation = self.timeline.evaluate(reruns)
         again = {s for runs in reruns.values() for r in runs for s in self.recipes.recipes[r].makes}
         found = Solution(reruns, evaluation, self.droppable & again)
@@ -345,7 +360,6 @@ class Solver:
                 key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
                 if key not in seen:
                     seen.add(key)
-                    self.evaluations += 1
                     self._front.add(
                         Solution(
                             reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
@@ -378,10 +392,13 @@ class Solver:
     def _by_prices(self, layout: _Layout, budget: int) -> None:
         """Bisect the price, then price the moments that stay too full."""
         weights = {self.plain.evaluation.peak_event: 1.0}
-        last = inf
+        last, before = inf, None
         for _ in range(ROUNDS):
             fitting, worst = self._bisect(layout, weights, budget, BISECTIONS)
             if fitting is not None:
+                if fitting is before:
+                    break
+                before = fitting
                 took = self._trimmed(fitting, budget).seconds
                 if took >= last:
                     break
@@ -413,9 +430,7 @@ class Solver:
         key = (layout.cells, tuple(sorted(weights.items())), price)
         found = self._cut_at.get(key)
         if found is None:
-            forced = layout.boundary_storages & self.recipes.saved
-            dropped, transients = self.cut(layout, self._prices(weights, price), forced)
-            found = self._cut_at[key] = self.solution(layout, dropped, transients)
+            found = self._cut_at[key] = self.cut(layout, self._prices(weights, price))
             self._front.add(found)
         return found
 
@@ -503,31 +518,21 @@ class Solver:
         bytes if it is there, its recipe's seconds if it is not, and the rest is a minimum cut. The dual is concave in the price and every cut
         is a tangent to it, so the next price is where the two nearest tangents meet (Kelley 1960 in one dimension).
         """
-        trace = self.trace
         floor = int(self.plain.evaluation.levels[moment])
-        chargeable: list[int] = []
-        needed: set[int] = set()
-        for s in self.nodes:
-            storage = trace.storages[s]
-            gone = storage.birth <= moment and storage.death < moment
-            reads = self.timeline.unpack_uses.get(s, [])
-            held_by_a_read = any(event <= moment <= release for event, release in reads)
-            size = storage.bytes if gone and not held_by_a_read else 0
-            chargeable.append(size)
-            if s in self.droppable:
-                if size and self.timeline.plain_end[s] >= moment:
-                    floor -= storage.bytes
-                if any(event > moment for event, _ in reads):
-                    needed.add(s)
+        nodes, events, releases = self._reads.T
+        held_by_a_read = np.zeros(len(self.nodes), dtype=bool)
+        held_by_a_read[nodes[(events <= moment) & (moment <= releases)]] = True
+        gone = (self._node_birth <= moment) & (self._node_death < moment)
+        chargeable = np.where(gone & ~held_by_a_read, self._node_bytes, 0)
+        floor -= int(chargeable[self._node_droppable & (self._node_plain_end >= moment)].sum())
+        needed = np.zeros(len(self.nodes), dtype=bool)
+        needed[nodes[events > moment]] = True
+        network = self._network(frozenset(self._node[needed & self._node_droppable].tolist()))
 
         def tangent(price: float) -> tuple[float, float]:
             """The dual at a price, and its slope there."""
-            side, value = self._minimum([price * size for size in chargeable], (), needed)
-            held = sum(
-                size
-                for i, (recipe, size) in enumerate(zip(self._recipe_of_node, chargeable, strict=True))
-                if side[i] and not side[recipe]
-            )
+            sides, value = network.cut(price * chargeable)
+            held = int(chargeable[sides[: len(self.nodes)] & ~sides[self._recipe_of_node]].sum())
             return value + price * (floor - budget), held + floor - budget
 
         best = known

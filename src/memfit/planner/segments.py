@@ -51,14 +51,26 @@ def boundaries(recipes: Recipes) -> list[Boundary]:
             crossing[birth] += trace.storages[s].bytes
             crossing[last] -= trace.storages[s].bytes
     crossing = np.cumsum(crossing)[:end]
-    spans = sorted((trace.storages[s].birth, last_read[s], s) for s in recipes.managed if s in last_read)
     found = {e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))}
     # Where a single storage crosses, nothing else can be needed from before: a boundary however the bytes around it lie.
     births = {trace.storages[s].birth for s in recipes.managed}
     found |= {e for e in births if crossing[e] > 0 and _crossed_by_one(recipes, e, int(crossing[e]), last_read)}
-    return [
-        Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in sorted(found)
-    ]
+    return _named(recipes, sorted(found), last_read, crossing)
+
+
+def _named(recipes: Recipes, events: list[int], last_read: dict[int, int], crossing: Any) -> list[Boundary]:
+    """The boundaries after these events, with what crosses them."""
+    spans = sorted((recipes.trace.storages[s].birth, s) for s in recipes.managed if s in last_read)
+    out = []
+    alive: list[int] = []
+    at = 0
+    for e in events:
+        while at < len(spans) and spans[at][0] <= e:
+            alive.append(spans[at][1])
+            at += 1
+        alive = [s for s in alive if last_read[s] > e]
+        out.append(Boundary(e, tuple(alive), int(crossing[e])))
+    return out
 
 
 def _crossed_by_one(recipes: Recipes, event: int, crossing_bytes: int, last_read: dict[int, int]) -> bool:

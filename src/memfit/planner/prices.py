@@ -37,7 +37,8 @@ GLANCES: Final = 6  # prices at which a layout is looked at before it is taken o
 CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enough
 FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
-CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a step
+CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a pass,
+NEAR_TIGHTEST: Final = 1.3  # and a budget is less than this times what windows can be brought to
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
@@ -123,6 +124,7 @@ class Solver:
         self._front = _Front()
         self._front.add(self.plain)
         self._solved: set[int] = set()
+        self._floor = int(timeline.floor().max())
         self._bounds: dict[int, float] = {}
         self._tight: list[tuple[Solution, _Layout]] = []
         self._cut_at: dict[tuple[int, tuple[tuple[int, float], ...], float], Solution] = {}
@@ -275,6 +277,9 @@ class Solver:
         return self._front.best(budget_bytes)
 
     def _search(self, budget: int) -> None:
+        if budget < self._floor:
+            self.smallest()  # what no plan fits into is not searched
+            return
         self._enumerate()
         target = self.bound(budget) + CLOSE * self.trace.pass_seconds
         if self._few:
@@ -295,8 +300,9 @@ class Solver:
             if self._good(budget, target):
                 return
         best = self._front.best(budget)
-        few = len(self.cuts) <= FEW_CELLS
-        if few or best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
+        near = budget < NEAR_TIGHTEST * min(tight.peak for tight, _ in self._tightest())
+        dear = best is None or (near and best.seconds > CHAINS_WORTH * self.trace.pass_seconds)
+        if dear or len(self.cuts) <= FEW_CELLS:
             self._by_chains(budget)
         if self._front.best(budget) is None:
             self.smallest()

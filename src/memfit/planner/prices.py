@@ -15,7 +15,7 @@ torch.compile's partitioner (Horace He, 2022), which minimises saved bytes, not 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
@@ -27,7 +27,7 @@ from memfit.planner.local_search import exchange, shake, shrink, trim
 from memfit.planner.mincut import PricedNetwork
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.segments import Boundary, boundaries, windows
+from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.planner.timeline import Evaluation, Reruns, Timeline
 
 BISECTIONS: Final = 9
@@ -42,6 +42,9 @@ NEAR_TIGHTEST: Final = 1.3  # and a budget is less than this times what windows 
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
+OTHER_KINDS: Final = (
+    0.03  # plans of other kinds are improved too when they are within this part of a pass of the fastest
+)
 FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
 MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
 SHRINK_TRIES: Final = 1500
@@ -86,6 +89,7 @@ class _Layout:
 
     Attributes:
         cells: in a window; 0 where everything is one window.
+        around: lasting storages were left out when the boundaries were looked for.
         cuts: the events after which a window ends.
         boundary_storages: those that cross from one window into others.
         forced: those of them that backward reads; they are kept.
@@ -93,7 +97,8 @@ class _Layout:
     """
 
     cells: int
-    cuts: list[int]
+    around: bool
+    cuts: tuple[int, ...]
     window_of_event: dict[int, int] | None
     boundary_storages: frozenset[int]
     forced: frozenset[int]
@@ -119,16 +124,22 @@ class Solver:
         self.droppable = frozenset(self.recipes.saved & self.recipes.rebuildable)
         self.plain = Solution({}, timeline.plain())
         self.cuts: list[Boundary] = boundaries(self.recipes)
+        # Where something lasts, boundaries around it are tried as well.
+        around = lasting(self.recipes)
+        self.cuts_around = boundaries(self.recipes, around) if around else []
+        if [b.event for b in self.cuts_around] == [b.event for b in self.cuts]:
+            self.cuts_around = []
         self._cells: CellChain | None = None
         self._know_smallest = False
+        self._narrow: list[Solution] = []  # what the search for the smallest came to
         self._front = _Front()
         self._front.add(self.plain)
         self._solved: set[int] = set()
         self._floor = int(timeline.floor().max())
         self._bounds: dict[int, float] = {}
         self._tight: list[tuple[Solution, _Layout]] = []
-        self._cut_at: dict[tuple[int, tuple[tuple[int, float], ...], float], Solution] = {}
-        self._solution_of: dict[tuple[int, bytes], Solution] = {}
+        self._cut_at: dict[tuple[tuple[int, ...], tuple[tuple[int, float], ...], float], Solution] = {}
+        self._solution_of: dict[tuple[tuple[int, ...], bytes], Solution] = {}
         self._enumerated = False
         self._few = False  # all plans that follow the rule of scheduling are in the front
         trace = self.trace
@@ -189,19 +200,31 @@ class Solver:
 
     # -- the cut -------------------------------------------------------------------------------------------------------------
 
-    def layout(self, cells: int) -> _Layout:
-        """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt."""
-        if cells == 0 or not self.cuts:
-            return _Layout(0, [], None, frozenset(), frozenset())
-        chosen = self.cuts[cells - 1 :: cells]
+    def layout(self, cells: int, *, around: bool = False) -> _Layout:
+        """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt.
+
+        Args:
+            cells: in a window.
+            around: between boundaries that lasting storages may cross, which are held.
+        """
+        cuts = self.cuts_around if around else self.cuts
+        if cells == 0 or not cuts:
+            return _Layout(0, False, (), None, frozenset(), frozenset())
+        chosen = cuts[cells - 1 :: cells]
         crossing = frozenset(s for b in chosen for s in b.storages)
         return _Layout(
             cells,
-            [b.event for b in chosen],
+            around,
+            tuple(b.event for b in chosen),
             windows(chosen, self.trace.forward_events),
             crossing,
             crossing & self.recipes.saved,
         )
+
+    def layouts(self) -> list[_Layout]:
+        """All layouts worth trying."""
+        out = [self.layout(size) for size in _window_sizes(len(self.cuts))]
+        return out + [self.layout(size, around=True) for size in _window_sizes(len(self.cuts_around))[1:]]
 
     def _keep_prices(self, layout: _Layout, cumulative: Any) -> Any:
         """What it costs to hold each storage from when it would die until its window is rebuilt; boundaries are held anyway."""
@@ -230,7 +253,7 @@ class Solver:
         # A recipe that runs anyway rebuilds all it makes, but what is cheaper kept stays kept: dropped only where the cut ran the recipe for it.
         held = ~self._node_saved & sides[: len(self.nodes)] & ~again
         # Neighbouring prices often give one cut.
-        key = layout.cells, np.packbits([dropped, held]).tobytes()
+        key = layout.cuts, np.packbits([dropped, held]).tobytes()
         if key not in self._solution_of:
             self._solution_of[key] = self.solution(
                 layout, set(self._node[dropped].tolist()) - layout.forced, self._node[held].tolist()
@@ -251,16 +274,6 @@ class Solver:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
-
-    def window_sizes(self) -> list[int]:
-        """Window sizes worth trying, in cells."""
-        count = len(self.cuts)
-        sizes = [0]
-        size = 1
-        while size <= max(1, count // 2) and count:
-            sizes.append(size)
-            size = size + 1 if size < 4 else (size * 3 + 1) // 2
-        return sizes
 
     def solve(self, budget_bytes: int) -> Solution | None:
         """The fastest plan found that fits; None when none was found.
@@ -284,44 +297,65 @@ class Solver:
         target = self.bound(budget) + CLOSE * self.trace.pass_seconds
         if self._few:
             self._by_chains(budget)
-            self._improve(budget)
+            self._improve(budget, [])
             return
         if self._good(budget, target):
             return
         # A few prices tell which layouts suit this budget; those are looked at closely.
-        promising = []
+        promising: list[tuple[float, int, _Layout]] = []
         plain = {self.plain.evaluation.peak_event: 1.0}
         for tight, layout in self._tightest():
             if tight.peak <= budget:
                 fitting, worst = self._bisect(layout, plain, budget, GLANCES)
                 promising.append((_between(fitting or tight, worst, budget), layout.cells, layout))
-        for _, _, layout in sorted(promising, key=lambda p: p[:2])[:LAYOUTS]:
-            self._by_prices(layout, budget)
-            if self._good(budget, target):
-                return
-        best = self._front.best(budget)
-        near = budget < NEAR_TIGHTEST * min(tight.peak for tight, _ in self._tightest())
-        dear = best is None or (near and best.seconds > CHAINS_WORTH * self.trace.pass_seconds)
-        if dear or len(self.cuts) <= FEW_CELLS:
-            self._by_chains(budget)
-        if self._front.best(budget) is None:
+        promising.sort(key=lambda p: p[:2])
+        starts: list[Solution] = []  # the fastest of each kind
+        for around in (False, True):
+            kind: list[Solution] = []
+            for _, _, layout in [p for p in promising if p[2].around is around][:LAYOUTS]:
+                kind += self._by_prices(layout, budget)
+                if self._good(budget, target):
+                    return
+            starts += sorted(kind, key=lambda s: s.seconds)[:1]
+        tightest = min(tight.peak for tight, _ in self._tightest())
+        if self._dear(budget, tightest) or len(self.cuts) <= FEW_CELLS:
+            starts += self._by_chains(budget)
+        if self._dear(budget, tightest) and self._worth_shaking(self._front.best(budget), budget):
             self.smallest()
-        self._improve(budget)
+            best = self._front.best(budget)
+            narrow = sorted((s for s in self._narrow if s.peak <= budget), key=lambda s: s.seconds)[:1]
+            starts += [self._trimmed(s, budget) for s in ([best, *narrow] if best is not None else narrow)]
+        self._improve(budget, starts)
+
+    def _dear(self, budget: int, tightest: int) -> bool:
+        """Whether windows serve a budget badly: none fits, or they come near to the least they can do and cost much."""
+        best = self._front.best(budget)
+        return best is None or (
+            budget < NEAR_TIGHTEST * tightest and best.seconds > CHAINS_WORTH * self.trace.pass_seconds
+        )
+
+    def _worth_shaking(self, solution: Solution | None, budget: int) -> bool:
+        """Whether a plan is far from the bound, and not so long that searching around it would take too long."""
+        return solution is None or (
+            solution.seconds > self.bound(budget) + FAR * self.trace.pass_seconds and _runs(solution) <= MOST_SHAKEN
+        )
 
     def _good(self, budget: int, target: float) -> bool:
         best = self._front.best(budget)
         return best is not None and best.seconds <= target
 
-    def _improve(self, budget: int) -> None:
-        """Local search from the fastest plan."""
+    def _improve(self, budget: int, starts: Sequence[Solution]) -> None:
+        """Local search from the fastest plan, and from the fastest of other kinds that come near it: greedy steps end where they begin."""
         best = self._front.best(budget)
         if best is None:
             return
-        best = self._trimmed(best, budget)
-        if len(self.nodes) <= FEW_STORAGES:
-            self._keep(exchange(self.timeline, best.reruns, budget, EXCHANGE_TRIES))
-        elif best.seconds > self.bound(budget) + FAR * self.trace.pass_seconds and _runs(best) <= MOST_SHAKEN:
-            self._keep(shake(self.timeline, best.reruns, budget, SHAKES))
+        near = best.seconds + OTHER_KINDS * self.trace.pass_seconds
+        for start in {id(s): s for s in (best, *starts) if s.seconds <= near}.values():
+            trimmed = self._trimmed(start, budget)
+            if len(self.nodes) <= FEW_STORAGES:
+                self._keep(exchange(self.timeline, trimmed.reruns, budget, EXCHANGE_TRIES))
+            elif self._worth_shaking(trimmed, budget):
+                self._keep(shake(self.timeline, trimmed.reruns, budget, SHAKES))
 
     def _trimmed(self, solution: Solution, budget: int) -> Solution:
         if _runs(solution) > MOST_RUNS:
@@ -338,8 +372,7 @@ class Solver:
 
     def _tightest(self) -> list[tuple[Solution, _Layout]]:
         if not self._tight:
-            for size in self.window_sizes():
-                layout = self.layout(size)
+            for layout in self.layouts():
                 self._tight.append((self.tightest(layout), layout))
         return self._tight
 
@@ -348,17 +381,21 @@ class Solver:
         if self._enumerated:
             return
         self._enumerated = True
+        layouts = self.layouts()
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        self._few = self._enumerate_in([layout for layout in layouts if not layout.around], seen)
+        if self._few:
+            self._enumerate_in([layout for layout in layouts if layout.around], seen)
+
+    def _enumerate_in(self, layouts: Sequence[_Layout], seen: set[tuple[tuple[int, ...], ...]]) -> bool:
+        """Every plan in these layouts that is not among those seen; False where they are too many."""
         droppable = sorted(self.droppable)
         transients = [s for s in self.nodes if s not in self.recipes.saved]
-        sizes = self.window_sizes()
-        if len(sizes) << (len(droppable) + len(transients)) > EVERY_PLAN:
+        if len(layouts) << (len(droppable) + len(transients)) > EVERY_PLAN:
             transients = []
-        if len(sizes) << len(droppable) > EVERY_PLAN:
-            return
-        self._few = True
-        seen: set[tuple[tuple[int, ...], ...]] = set()
-        for size in sizes:
-            layout = self.layout(size)
+        if len(layouts) << len(droppable) > EVERY_PLAN:
+            return False
+        for layout in layouts:
             for number in range(1 << (len(droppable) + len(transients))):
                 chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
                 dropped, held = chosen & self.droppable, chosen - self.droppable
@@ -371,17 +408,15 @@ class Solver:
                             reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
                         )
                     )
+        return True
 
-    def _by_chains(self, budget: int) -> None:
+    def _by_chains(self, budget: int) -> list[Solution]:
+        """The fastest of the nested sweeps that fit, trimmed; none where nothing fits."""
         if self._chain.length < 3:
-            return
-        best = None
-        for reruns in self._chain.schedules(budget, lambda plan: self.timeline.peak(plan) <= budget):
-            found = self._keep(reruns)
-            if found.peak <= budget:
-                best = _better(best, found, budget)
-        if best is not None:
-            self._trimmed(best, budget)
+            return []
+        schedules = self._chain.schedules(budget, lambda plan: self.timeline.peak(plan) <= budget)
+        fitting = [found for found in map(self._keep, schedules) if found.peak <= budget]
+        return [self._trimmed(min(fitting, key=lambda s: (s.seconds, s.peak)), budget)] if fitting else []
 
     @property
     def _chain(self) -> CellChain:
@@ -395,25 +430,26 @@ class Solver:
         self._front.add(found)
         return found
 
-    def _by_prices(self, layout: _Layout, budget: int) -> None:
-        """Bisect the price, then price the moments that stay too full."""
+    def _by_prices(self, layout: _Layout, budget: int) -> list[Solution]:
+        """Bisect the price, then price the moments that stay too full. Returns the plans found, trimmed."""
         weights = {self.plain.evaluation.peak_event: 1.0}
-        last, before = inf, None
+        before: Solution | None = None
+        found: list[Solution] = []
         for _ in range(ROUNDS):
             fitting, worst = self._bisect(layout, weights, budget, BISECTIONS)
             if fitting is not None:
                 if fitting is before:
                     break
                 before = fitting
-                took = self._trimmed(fitting, budget).seconds
-                if took >= last:
+                found.append(self._trimmed(fitting, budget))
+                if found[-1].seconds >= min((f.seconds for f in found[:-1]), default=inf):
                     break
-                last = took
             if worst is None:
                 break
             event = worst.evaluation.peak_event
             # The moment that kept a plan from fitting gets a price of its own; if it has one, more of it.
             weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
+        return found
 
     def _bisect(
         self, layout: _Layout, weights: dict[int, float], budget: int, steps: int
@@ -433,7 +469,7 @@ class Solver:
 
     def _at_price(self, layout: _Layout, weights: dict[int, float], price: float) -> Solution:
         """The plan of a cut. Budgets share their first cuts, so each is made once."""
-        key = (layout.cells, tuple(sorted(weights.items())), price)
+        key = (layout.cuts, tuple(sorted(weights.items())), price)
         found = self._cut_at.get(key)
         if found is None:
             found = self._cut_at[key] = self.cut(layout, self._prices(weights, price))
@@ -464,28 +500,35 @@ class Solver:
 
     def _find_smallest(self) -> None:
         self._enumerate()
+        starts: list[Solution] = []  # the smallest of each kind
         if not self._few:
-            for tight in sorted((t for t, _ in self._tightest()), key=lambda t: t.peak)[:SHRUNK_LAYOUTS]:
-                self._shrunk(tight)
-        self._smallest_by_chains()
-        best = self._front.smallest()
-        self._shrunk(best)
+            for around in (False, True):
+                tightest = [tight for tight, layout in self._tightest() if layout.around is around]
+                shrunk = [self._shrunk(tight) for tight in sorted(tightest, key=lambda t: t.peak)[:SHRUNK_LAYOUTS]]
+                starts += sorted(shrunk, key=lambda s: s.peak)[:1]
+        starts += self._smallest_by_chains()
+        for start in {id(s): s for s in (*starts, self._front.smallest())}.values():
+            self._shrunk(start)
         best = self._front.smallest()
         self._trimmed(best, best.peak)
 
-    def _shrunk(self, solution: Solution) -> None:
-        if _runs(solution) <= MOST_RUNS:
-            self._keep(shrink(self.timeline, solution.reruns, SHRINK_TRIES // _repeats(solution)))
+    def _shrunk(self, solution: Solution) -> Solution:
+        if _runs(solution) > MOST_RUNS:
+            return solution
+        self._narrow.append(self._keep(shrink(self.timeline, solution.reruns, SHRINK_TRIES // _repeats(solution))))
+        return self._narrow[-1]
 
-    def _smallest_by_chains(self) -> None:
+    def _smallest_by_chains(self) -> list[Solution]:
+        """The smallest plan of nested sweeps; none where there is nothing to nest."""
         if self._chain.length < 3:
-            return
-        improved = True
-        while improved:
-            before = self._front.smallest().peak
-            for reruns in self._chain.smallest_schedules(before):
-                self._keep(reruns)
-            improved = before - self._front.smallest().peak > STEP * before
+            return []
+        known, best = self._front.smallest().peak, None
+        while True:
+            found = [self._keep(reruns) for reruns in self._chain.smallest_schedules(known)]
+            best = min([best, *found] if best is not None else found, key=lambda s: s.peak, default=None)
+            if best is None or known - best.peak <= STEP * known:
+                return [best] if best is not None else []
+            known = best.peak
 
     # -- the bound -----------------------------------------------------------------------------------------------------------
 
@@ -613,9 +656,11 @@ def _runs(solution: Solution) -> int:
     return sum(map(len, solution.reruns.values()))
 
 
-def _better(a: Solution | None, b: Solution, budget: int) -> Solution | None:
-    if b.peak > budget:
-        return a
-    if a is None or (b.seconds, b.peak) < (a.seconds, a.peak):
-        return b
-    return a
+def _window_sizes(count: int) -> list[int]:
+    """Window sizes worth trying, in cells, where there are so many boundaries; 0 stands for all."""
+    sizes = [0]
+    size = 1
+    while size <= max(1, count // 2) and count:
+        sizes.append(size)
+        size = size + 1 if size < 4 else (size * 3 + 1) // 2
+    return sizes

@@ -38,7 +38,7 @@ CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enoug
 FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
 CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a pass,
-NEAR_TIGHTEST: Final = 1.3  # and a budget is less than this times what windows can be brought to
+NEAR_TIGHTEST: Final = 0.12  # and a budget is above the least that windows can do by less than this part of the way to plain
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
@@ -317,22 +317,21 @@ class Solver:
                 if self._good(budget, target):
                     return
             starts += sorted(kind, key=lambda s: s.seconds)[:1]
-        tightest = min(tight.peak for tight, _ in self._tightest())
-        if self._dear(budget, tightest) or len(self.cuts) <= FEW_CELLS:
+        if self._dear(budget) or len(self.cuts) <= FEW_CELLS:
             starts += self._by_chains(budget)
-        if self._dear(budget, tightest) and self._worth_shaking(self._front.best(budget), budget):
+        if self._dear(budget) and self._worth_shaking(self._front.best(budget), budget):
             self.smallest()
             best = self._front.best(budget)
             narrow = sorted((s for s in self._narrow if s.peak <= budget), key=lambda s: s.seconds)[:1]
             starts += [self._trimmed(s, budget) for s in ([best, *narrow] if best is not None else narrow)]
         self._improve(budget, starts)
 
-    def _dear(self, budget: int, tightest: int) -> bool:
+    def _dear(self, budget: int) -> bool:
         """Whether windows serve a budget badly: none fits, or they come near to the least they can do and cost much."""
         best = self._front.best(budget)
-        return best is None or (
-            budget < NEAR_TIGHTEST * tightest and best.seconds > CHAINS_WORTH * self.trace.pass_seconds
-        )
+        tightest = min(tight.peak for tight, layout in self._tightest() if not layout.around)
+        near = budget < tightest + NEAR_TIGHTEST * (self.plain.peak - tightest)
+        return best is None or (near and best.seconds > CHAINS_WORTH * self.trace.pass_seconds)
 
     def _worth_shaking(self, solution: Solution | None, budget: int) -> bool:
         """Whether a plan is far from the bound, and not so long that searching around it would take too long."""

@@ -38,7 +38,9 @@ CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enoug
 FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
 CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a pass,
-NEAR_TIGHTEST: Final = 0.12  # and a budget is above the least that windows can do by less than this part of the way to plain
+NEAR_TIGHTEST: Final = (
+    0.12  # and a budget is above the least that windows can do by less than this part of the way to plain
+)
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
@@ -49,6 +51,7 @@ FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
 MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
 SHRINK_TRIES: Final = 1500
 SHRUNK_LAYOUTS: Final = 3
+MIXINGS: Final = 7
 MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
 STEP: Final = 0.002  # a smallest plan smaller by less than this part is not worth another round
 EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
@@ -349,7 +352,7 @@ class Solver:
         if best is None:
             return
         near = best.seconds + OTHER_KINDS * self.trace.pass_seconds
-        for start in {id(s): s for s in (best, *starts) if s.seconds <= near}.values():
+        for start in {s.seconds: s for s in (*starts, best) if s.seconds <= near}.values():
             trimmed = self._trimmed(start, budget)
             if len(self.nodes) <= FEW_STORAGES:
                 self._keep(exchange(self.timeline, trimmed.reruns, budget, EXCHANGE_TRIES))
@@ -440,6 +443,8 @@ class Solver:
                 if fitting is before:
                     break
                 before = fitting
+                if worst is not None and _runs(fitting) > MOST_SHAKEN:
+                    fitting = self._mixed(layout, fitting, worst, budget)
                 found.append(self._trimmed(fitting, budget))
                 if found[-1].seconds >= min((f.seconds for f in found[:-1]), default=inf):
                     break
@@ -449,6 +454,27 @@ class Solver:
             # The moment that kept a plan from fitting gets a price of its own; if it has one, more of it.
             weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
         return found
+
+    def _mixed(self, layout: _Layout, fitting: Solution, larger: Solution, budget: int) -> Solution:
+        """Of a plan that fits and a larger one: the first's decisions in the first part of forward, the other's in the rest.
+
+        Where many blocks are alike one price decides alike about all of them; so a long plan is brought near the budget at once, and trimming has less to do.
+        """
+        low, high, best = 0, len(self.nodes), fitting
+        for _ in range(MIXINGS):
+            middle = (low + high) // 2
+            head, rest = set(self.nodes[:middle]), set(self.nodes[middle:])
+            found = self.solution(
+                layout,
+                (fitting.dropped & head) | (larger.dropped & rest),
+                (fitting.transients & head) | (larger.transients & rest),
+            )
+            if found.peak <= budget:
+                high, best = middle, found
+                self._front.add(found)
+            else:
+                low = middle
+        return best
 
     def _bisect(
         self, layout: _Layout, weights: dict[int, float], budget: int, steps: int

@@ -9,12 +9,13 @@ from itertools import product
 from math import inf, isinf
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.planner import mincut
-from memfit.planner.mincut import minimum_cut
+from memfit.planner.mincut import PricedNetwork, minimum_cut
 
 
 @dataclass
@@ -141,6 +142,61 @@ def test_unit_and_order_of_arcs_do_not_matter(network: Network, scale: float, se
     assert scaled.cut().value == pytest.approx(cut.value * scale, rel=1e-12, abs=0)
     # The sides may differ: rounding splits ties, as 0.3 + 0.6 is not 0.9. They cost the same.
     assert network.cost(scaled.cut().on_source_side) == cut.value
+
+
+@settings(deadline=None)
+@given(network=networks(max_nodes=9), copies=st.integers(1, 3), data=st.data())
+def test_a_network_at_prices_is_cut_as_if_it_were_new(network: Network, copies: int, data: st.DataObject) -> None:
+    """Several copies of one graph, joined nowhere, some of whose arcs have other capacities at each cut."""
+    num_nodes, stays = len(network.source), [data.draw(st.booleans()) or isinf(c) for *_, c in network.arcs]
+    source, sink = network.source * copies, network.sink * copies
+    arcs = [
+        (u + i * num_nodes, v + i * num_nodes, c)
+        for i in range(copies)
+        for (u, v, c), stay in zip(network.arcs, stays, strict=True)
+        if stay
+    ]
+    priced = [
+        (u + i * num_nodes, v + i * num_nodes)
+        for i in range(copies)
+        for (u, v, _), stay in zip(network.arcs, stays, strict=True)
+        if not stay
+    ]
+    try:
+        at_prices = PricedNetwork(source, sink, arcs, priced)
+    except ValueError:
+        with pytest.raises(ValueError, match="infinite"):
+            network.cut()
+        return
+    for _ in range(3):
+        # Few values, so that some copies are alike and others are not.
+        capacities = data.draw(st.lists(st.sampled_from((0.0, 1.0, 7.0)), min_size=len(priced), max_size=len(priced)))
+        whole = minimum_cut(source, sink, arcs + [(u, v, c) for (u, v), c in zip(priced, capacities, strict=True)])
+        sides, value = at_prices.cut(np.array(capacities))
+        assert value == whole.value
+        assert sides.tolist() == whole.on_source_side
+
+
+def test_blocks_that_are_alike_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 200
+    # Of each three nodes the first is pinned, and the other two hang together.
+    source = [inf, 0.0, 0.0] * blocks
+    sink = [0.0, 0.0, 2.0] * blocks
+    arcs = [(3 * i + 2, 3 * i + 1, inf) for i in range(blocks)]
+    priced = [(3 * i + j, 3 * i + 2) for i in range(blocks) for j in (0, 1)]
+    network = PricedNetwork(source, sink, arcs, priced)
+    asked: list[int] = []
+
+    def counted(source: list[float], *rest: object) -> mincut.Cut:
+        asked.append(len(source))
+        return minimum_cut(source, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mincut, "minimum_cut", counted)
+    capacities = np.array([3.0 if i % 10 else 1.0 for i in range(blocks) for _ in range(2)])
+    sides, value = network.cut(capacities)
+    assert asked == [4]  # two free nodes, at two prices
+    assert value == sum(2.0 if i % 10 else 1.0 for i in range(blocks))
+    assert sides[2::3].tolist() == [bool(i % 10) for i in range(blocks)]
 
 
 @pytest.mark.parametrize("price", [0.3, 3.0, 30.0, 300.0])

@@ -10,7 +10,7 @@ from memfit.planner.prices import Solver
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
 from memfit.trace import Trace
-from planner.traces import drawn, layers, network
+from planner.traces import drawn, encoder_decoder, layers, network
 
 FRACTIONS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
 
@@ -22,8 +22,8 @@ def every_plan(solver: Solver) -> list[tuple[int, float]]:
     if len(droppable) + len(transients) > 11:
         transients = []
     found: dict[tuple[tuple[int, ...], ...], tuple[int, float]] = {(): (solver.plain.peak, 0.0)}
-    for cells in solver.window_sizes():
-        windows = solver.layout(cells).window_of_event
+    for layout in solver.layouts():
+        windows = layout.window_of_event
         for number in range(1 << (len(droppable) + len(transients))):
             chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
             reruns = reruns_for(solver.recipes, chosen & solver.droppable, windows, chosen - solver.droppable)
@@ -106,6 +106,18 @@ def test_the_smallest_plan_is_the_smallest_there_is_on_small_graphs() -> None:
         assert solver.solve(smallest - 1) is None
 
 
+def test_a_decoder_is_rebuilt_block_by_block_though_all_of_it_reads_the_encoder() -> None:
+    solver = Solver(Timeline(encoder_decoder(8)))
+    size = {s: st.bytes for s, st in enumerate(solver.trace.storages)}
+    smallest = solver.smallest()
+    # What a block saves, what it is made from, the streams between the blocks, both lasting storages, gradients, and the batch.
+    assert smallest.peak <= 4 * 400 + 2 * 8 * 100 + 9 * 100
+    # Windows between boundaries that nothing may cross rebuild the decoder at once: eight blocks at four large storages each.
+    whole = min(solver.tightest(layout).peak for layout in solver.layouts() if not layout.around)
+    assert whole > smallest.peak + 4 * max(size.values())
+    assert solver.plain.peak > whole
+
+
 def test_a_budget_that_some_plan_fits_is_not_refused() -> None:
     for trace, plans in graphs():
         assert Solver(Timeline(trace)).solve(plans[0][0]) is not None
@@ -139,7 +151,7 @@ def test_plans_of_larger_graphs_lie_between_bound_and_rules() -> None:
     for trace in larger():
         solver = Solver(Timeline(trace))
         smallest, plain = solver.smallest().peak, solver.plain.peak
-        rules = [solver.tightest(solver.layout(size)) for size in solver.window_sizes()]
+        rules = [solver.tightest(layout) for layout in solver.layouts()]
         for share in (0.25, 0.5, 0.75):
             budget = int(smallest + share * (plain - smallest))
             found = solver.solve(budget)

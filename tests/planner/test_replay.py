@@ -43,6 +43,27 @@ def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) 
             assert fits == (replay.peak_bytes <= budget)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_move_that_is_remembered_is_what_it_would_be_now(seed: int) -> None:
+    chance = random.Random(seed)
+    remembered = 0
+    for trace in (drawn(seed, forward=14, rng_bytes=chance.choice((0, 11))), network(seed, blocks=5)):
+        timeline = Timeline(trace)
+        replay = Replay(timeline, some_plan(timeline.recipes, chance))
+        groups = [(slot,) for slot in replay.recipe_at]
+        while replay.recipe_at:
+            groups = [group for group in groups if group[0] in replay.recipe_at]
+            for group in groups:
+                known = replay._moves.get(group)
+                move = replay.move(group)
+                remembered += move is known
+                assert move.gone == replay.with_needless(group)
+                assert move.changes == replay.changes(move.gone)
+            move = replay.move(chance.choice(groups))
+            replay.remove(move.gone, move.changes)
+    assert remembered or len(groups) < 2
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_trimming_saves_seconds_and_stays_within_the_budget(seed: int) -> None:
     timeline = Timeline(network(seed, blocks=4, dispatch=0.01))

@@ -11,10 +11,10 @@ from torch import nn
 import small
 from memfit.capture.capture import capture
 from memfit.planner.recipes import Recipes
-from memfit.planner.segments import Boundary, boundaries, windows
+from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.trace import Trace
 from models import build_chain, build_gpt, case
-from planner.traces import Writer, drawn
+from planner.traces import Writer, drawn, encoder_decoder
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -104,11 +104,51 @@ def test_a_boundary_names_exactly_what_crosses_it() -> None:
     assert not [b for b in found if b.event % 3 == 1]  # two tensors cross there
 
 
+def test_a_decoder_is_cut_around_what_all_of_it_reads() -> None:
+    trace = encoder_decoder(5)
+    recipes = Recipes(trace)
+    modules = [trace.operations[op].module for op in trace.events[: trace.forward_events]]
+    ends = {e for e, name in enumerate(modules) if name.startswith("decoder") and name not in modules[e + 1 :]}
+    assert len(ends) == 5
+    around = lasting(recipes)
+    # The encoder's output and the bias; not the stream, which each block makes anew.
+    assert len(around) == 2
+    assert not ends - {max(ends)} & {b.event for b in boundaries(recipes)}
+    found = {b.event: b for b in boundaries(recipes, around)}
+    assert ends - {max(ends)} <= found.keys()
+    for e in ends - {max(ends)}:
+        assert set(found[e].storages) == {*around, *trace.operations[trace.events[e]].makes}
+        assert found[e].crossing_bytes == 300
+    assert {b.event for b in boundaries(recipes)} <= found.keys()
+
+
+def test_nothing_lasts_in_a_deep_chain() -> None:
+    trace = capture(*build_chain(12, 16, 64), None).trace
+    assert not lasting(Recipes(trace))
+
+
+def test_the_decoder_of_t5_is_cut_around_the_output_of_the_encoder() -> None:
+    trace = capture(*case("t5").build(), None).trace
+    recipes = Recipes(trace)
+
+    def inside(found: list[Boundary]) -> set[str]:
+        modules = {trace.operations[trace.events[b.event]].module for b in found}
+        return {m for m in modules if m.startswith("decoder.block")}
+
+    # The last read of the encoder's output is in the second block's attention.
+    before = inside(boundaries(recipes))
+    assert all(m.startswith(("decoder.block.1.layer.1", "decoder.block.1.layer.2")) for m in before)
+    # The stream is a boundary after each attention.
+    around = inside(boundaries(recipes, lasting(recipes)))
+    assert {f"decoder.block.{i}.layer.{j}" for i in (0, 1) for j in (0, 1)} <= around
+
+
+@pytest.mark.parametrize("around", ["nothing", "what lasts"])
 @pytest.mark.parametrize("seed", range(40))
-def test_what_a_boundary_says_is_what_later_operations_read(seed: int) -> None:
+def test_what_a_boundary_says_is_what_later_operations_read(seed: int, around: str) -> None:
     trace = drawn(seed, forward=20)
     recipes = Recipes(trace)
-    for b in boundaries(recipes):
+    for b in boundaries(recipes, lasting(recipes) if around == "what lasts" else ()):
         later = {
             s
             for e in range(b.event + 1, trace.forward_events)

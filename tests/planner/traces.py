@@ -178,6 +178,40 @@ def layers(count: int, size: int = 100, *, inner: int = 300, seconds: float = 1.
     return w.trace()
 
 
+def encoder_decoder(blocks: int, *, stream: int = 100, inner: int = 400) -> Trace:
+    """Blocks with a residual connection; the second half also reads what the first half came to, and a bias made once."""
+    w = Writer()
+    weight = w.before(10)
+    saves: list[int] = []
+
+    def block(x: int, memory: Sequence[int], module: str) -> int:
+        saves.append(w.save(x))
+        h = w.one((x, weight), inner, module=module)
+        for other in memory:
+            saves.append(w.save(other))
+            h = w.one((h, other), inner, module=module)
+        saves.append(w.save(h))
+        g = w.one((h,), inner, module=module)
+        saves.append(w.save(g))
+        return w.one((w.one((g, weight), stream, module=module), x), stream, module=module)
+
+    x = w.one((w.before(stream, Category.BATCH), weight), stream)
+    for number in range(blocks):
+        x = block(x, (), f"encoder.{number}")
+    memory = x
+    bias = w.one((weight,), stream)
+    x = w.one((w.before(stream, Category.BATCH), weight), stream)
+    for number in range(blocks):
+        x = block(x, (memory, bias), f"decoder.{number}")
+    w.backward()
+    gradient = w.one((x,), stream)
+    for save in reversed(saves):
+        gradient = w.one((gradient, w.unpack(save)), stream)
+    w.update()
+    w.run((gradient,), writes=(weight,))
+    return w.trace()
+
+
 def drawn(
     seed: int,
     *,

@@ -255,7 +255,7 @@ class CellChain:
         fixed = kept | (set(self.recipes.managed) - self.recipes.rebuildable)
         available: set[int] = set()
 
-        def rebuild(wanted: set[int], cell: int) -> list[int]:
+        def rebuild(wanted: set[int]) -> list[int]:
             needed: set[int] = set()
             stack = [s for s in wanted if s not in fixed]
             while stack:
@@ -263,16 +263,9 @@ class CellChain:
                 if recipe in needed:
                     continue
                 needed.add(recipe)
-                stack.extend(
-                    i
-                    for i in table[recipe].inputs
-                    if i not in fixed and i not in available and i not in self.entry[cell]
-                )
                 # An entry that is nowhere is rebuilt with the cell.
-                stack.extend(
-                    i for i in table[recipe].inputs if i in self.entry[cell] and i not in fixed and i not in available
-                )
-            runs = sorted(needed, key=lambda r: table[r].operations[-1])
+                stack += [i for i in table[recipe].inputs if i not in fixed and i not in available]
+            runs = sorted(needed, key=self.recipes.last_operation.__getitem__)
             for recipe in runs:
                 available.update(s for s in table[recipe].makes if s not in fixed)
             return runs
@@ -288,17 +281,17 @@ class CellChain:
                     if cell + 1 < self.length:
                         available -= self.entry[cell + 1]
                 case OperationKind.FORWARD_ALL:
-                    runs = rebuild(self.inner[cell], cell)
+                    runs = rebuild(self.inner[cell])
                     # Its output is made again only for a cell that runs next; backward of this cell reads its inner storages alone.
                     following = operations[index + 1] if index + 1 < len(operations) else operation
                     if following.kind is not OperationKind.BACKWARD and following.stage == cell + 1:
                         missing = {s for s in self.entry[cell + 1] if s not in available}
-                        runs += [r for r in rebuild(missing & unsaved_or_dropped, cell) if r not in runs]
+                        runs += [r for r in rebuild(missing & unsaved_or_dropped) if r not in runs]
                     pending.extend(runs)
                 case OperationKind.FORWARD_CHECKPOINT | OperationKind.FORWARD_NONE:
                     if cell + 1 < self.length:
                         missing = self.entry[cell + 1] - available
-                        runs = rebuild(missing, cell)
+                        runs = rebuild(missing)
                         pending.extend(runs)
                         # Only the boundary is remembered; what was made on the way is not.
                         available -= {s for r in runs for s in table[r].makes} - self.entry[cell + 1] - self.entry[cell]

@@ -29,25 +29,22 @@ def trim(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[in
     while tries > 0:
         scored = []
         for number, group in enumerate(groups[: max(tries, 1)]):
-            gone = replay.with_needless(group)
-            changes = replay.changes(gone)
-            size = max((size for _, _, size in changes), default=0)
-            held = sum((b - a) * size for a, b, size in changes)
-            seconds = sum(replay.seconds_of[replay.recipe_at[slot]] for slot in gone)
-            scored.append((-seconds / size if size > 0 else -inf, held, number, gone, changes))
+            move = replay.move(group)
+            size = max((size for _, _, size in move.changes), default=0)
+            held = sum((b - a) * size for a, b, size in move.changes)
+            scored.append((-move.seconds / size if size > 0 else -inf, held, number, move))
         tries -= len(scored)
-        scored.sort()
+        scored.sort(key=lambda score: score[:3])
         taken = False
-        for _, _, number, gone, changes in scored:
-            move = gone, changes
+        for _, _, number, move in scored:
+            now = move
             if taken:
-                still_there = [slot for slot in groups[number] if slot in replay.recipe_at]
+                still_there = tuple(slot for slot in groups[number] if slot in replay.recipe_at)
                 if not still_there:
                     continue
-                again = replay.with_needless(still_there)
-                move = again, replay.changes(again)
-            if replay.fits(move[1], move[0], budget):
-                replay.remove(*move)
+                now = replay.move(still_there)
+            if replay.fits(now.changes, now.gone, budget):
+                replay.remove(now.gone, now.changes)
                 taken = True
         if not taken:
             break
@@ -144,15 +141,14 @@ def shrink(timeline: Timeline, reruns: Reruns, tries: int) -> dict[int, list[int
             groups = [(slot,) for slot in sorted(replay.recipe_at)]
             for group in [*groups, *map(tuple, replay.runs_by_event())]:
                 tries -= 1
-                gone = replay.with_needless(group)
-                changes = replay.changes(gone)
-                there = sum(size for a, b, size in changes if a <= top < b)
-                if (there < 0 or top in gone) and replay.fits(changes, gone, peak - 1):
-                    lower = gone, changes
+                move = replay.move(group)
+                there = sum(size for a, b, size in move.changes if a <= top < b)
+                if (there < 0 or top in move.gone) and replay.fits(move.changes, move.gone, peak - 1):
+                    lower = move
                     break
             if lower is None:
                 break
-            replay.remove(*lower)
+            replay.remove(lower.gone, lower.changes)
         current = replay.reruns()
         for event, recipe in replay.held_over(top):
             tries -= 1

@@ -15,8 +15,8 @@ torch.compile's partitioner (Horace He, 2022), which minimises saved bytes, not 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
@@ -24,10 +24,10 @@ import numpy as np
 
 from memfit.planner.chains import CellChain
 from memfit.planner.local_search import exchange, shake, shrink, trim
-from memfit.planner.mincut import minimum_cut
+from memfit.planner.mincut import PricedNetwork
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.segments import Boundary, boundaries, windows
+from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.planner.timeline import Evaluation, Reruns, Timeline
 
 BISECTIONS: Final = 9
@@ -37,14 +37,21 @@ GLANCES: Final = 6  # prices at which a layout is looked at before it is taken o
 CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enough
 FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
-CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a step
+CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a pass,
+NEAR_TIGHTEST: Final = (
+    0.12  # and a budget is above the least that windows can do by less than this part of the way to plain
+)
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
+OTHER_KINDS: Final = (
+    0.03  # plans of other kinds are improved too when they are within this part of a pass of the fastest
+)
 FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
 MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
 SHRINK_TRIES: Final = 1500
 SHRUNK_LAYOUTS: Final = 3
+MIXINGS: Final = 7
 MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
 STEP: Final = 0.002  # a smallest plan smaller by less than this part is not worth another round
 EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
@@ -81,13 +88,33 @@ class Solution:
 
 @dataclass(slots=True)
 class _Layout:
-    """One way to cut forward into windows."""
+    """One way to cut forward into windows.
+
+    Attributes:
+        cells: in a window; 0 where everything is one window.
+        around: lasting storages were left out when the boundaries were looked for.
+        cuts: the events after which a window ends.
+        boundary_storages: those that cross from one window into others.
+        forced: those of them that backward reads; they are kept.
+        held: what `Solver._held` says of this layout, once it was asked.
+    """
 
     cells: int
+    around: bool
+    cuts: tuple[int, ...]
     window_of_event: dict[int, int] | None
     boundary_storages: frozenset[int]
-    first_unpack: dict[int, int] = field(default_factory=dict)
+    forced: frozenset[int]
     held: tuple[Any, Any, Any] | None = None
+
+    @property
+    def windows(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+    def window_of(self, events: Any) -> Any:
+        """The windows of events of forward, as `segments.windows` counts them."""
+        return np.searchsorted(np.array(self.cuts, dtype=np.int64), events)
 
 
 class Solver:
@@ -100,24 +127,34 @@ class Solver:
         self.droppable = frozenset(self.recipes.saved & self.recipes.rebuildable)
         self.plain = Solution({}, timeline.plain())
         self.cuts: list[Boundary] = boundaries(self.recipes)
-        self.evaluations = 0
+        # Where something lasts, boundaries around it are tried as well.
+        around = lasting(self.recipes)
+        self.cuts_around = boundaries(self.recipes, around) if around else []
+        if [b.event for b in self.cuts_around] == [b.event for b in self.cuts]:
+            self.cuts_around = []
         self._cells: CellChain | None = None
         self._know_smallest = False
+        self._narrow: list[Solution] = []  # what the search for the smallest came to
         self._front = _Front()
         self._front.add(self.plain)
         self._solved: set[int] = set()
+        self._floor = int(timeline.floor().max())
         self._bounds: dict[int, float] = {}
         self._tight: list[tuple[Solution, _Layout]] = []
-        self._cut_at: dict[tuple[int, tuple[tuple[int, float], ...], float], Solution] = {}
+        self._cut_at: dict[tuple[tuple[int, ...], tuple[tuple[int, float], ...], float], Solution] = {}
+        self._solution_of: dict[tuple[tuple[int, ...], bytes], Solution] = {}
         self._enumerated = False
         self._few = False  # all plans that follow the rule of scheduling are in the front
         trace = self.trace
-        self._first_read: dict[int, int] = {}
-        self._save_event: dict[int, int] = {}
+        first_read: dict[int, int] = {}
+        save_event: dict[int, int] = {}
         for save in trace.saves:
             for event, _ in save.unpacks:
-                self._first_read[save.storage] = min(self._first_read.get(save.storage, event), event)
-                self._save_event[save.storage] = max(self._save_event.get(save.storage, -1), save.by)
+                first_read[save.storage] = min(first_read.get(save.storage, event), event)
+                save_event[save.storage] = max(save_event.get(save.storage, -1), save.by)
+        # (event, operation whose backward asks) of every unpack.
+        unpacks = [(event, save.by) for save in trace.saves for event, _ in save.unpacks]
+        self._unpacks = np.array(unpacks, dtype=np.int64).reshape(-1, 2)
         # Storages the cut decides about: everything rebuildable that a dropped storage may need.
         nodes: list[int] = []
         seen: set[int] = set()
@@ -133,116 +170,113 @@ class Solver:
             )
         nodes.sort()
         self.nodes = nodes
-        self._number = {s: i for i, s in enumerate(nodes)}
+        number = {s: i for i, s in enumerate(nodes)}
         recipes = sorted({self.recipes.recipe_of[s] for s in nodes})
-        self._recipe_number = {r: len(nodes) + i for i, r in enumerate(recipes)}
-        self._recipe_list = recipes
-        self._recipe_of_node = [self._recipe_number[self.recipes.recipe_of[s]] for s in nodes]
+        recipe_number = {r: len(nodes) + i for i, r in enumerate(recipes)}
+        recipe_of_node = [recipe_number[self.recipes.recipe_of[s]] for s in nodes]
+        self._keep_arcs = list(enumerate(recipe_of_node))
         self._input_arcs = [
-            (self._recipe_number[r], self._number[s], inf)
-            for r in recipes
-            for s in self.recipes.recipes[r].inputs
-            if s in self._number
+            (recipe_number[r], number[s], inf) for r in recipes for s in self.recipes.recipes[r].inputs if s in number
         ]
         dispatch = trace.dispatch_seconds
         self._run_seconds = [
             self.recipes.recipes[r].seconds + dispatch * len(self.recipes.recipes[r].operations) for r in recipes
         ]
+        self._networks: dict[frozenset[int], PricedNetwork] = {}
+        # The same in columns, a row for each node.
+        end = self.timeline.events + 1
+        self._node = np.array(nodes, dtype=np.int64)
+        self._recipe_of_node = np.array(recipe_of_node, dtype=np.int64)
+        self._node_droppable = np.array([s in self.droppable for s in nodes], dtype=bool)
+        self._node_saved = np.array([s in self.recipes.saved for s in nodes], dtype=bool)
+        self._node_bytes = np.array([trace.storages[s].bytes for s in nodes], dtype=np.int64)
+        self._node_birth = np.array([trace.storages[s].birth for s in nodes], dtype=np.int64)
+        self._node_death = np.array([trace.storages[s].death for s in nodes], dtype=np.int64)
+        self._node_plain_end = np.array([self.timeline.plain_end[s] for s in nodes], dtype=np.int64)
+        self._node_first_read = np.array([first_read.get(s, end) for s in nodes], dtype=np.int64)
+        # The operation whose window a storage belongs to: the last whose backward reads it, else the one that made it.
+        self._node_by = np.array([save_event.get(s, trace.storages[s].birth) for s in nodes], dtype=np.int64)
+        reads = [
+            (i, event, release) for i, s in enumerate(nodes) for event, release in self.timeline.unpack_uses.get(s, ())
+        ]
+        self._reads = np.array(reads, dtype=np.int64).reshape(-1, 3)
 
     # -- the cut -------------------------------------------------------------------------------------------------------------
 
-    def layout(self, cells: int) -> _Layout:
-        """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt."""
-        if cells == 0 or not self.cuts:
-            made = _Layout(0, None, frozenset())
-        else:
-            chosen = self.cuts[cells - 1 :: cells]
-            made = _Layout(
-                cells,
-                windows(chosen, self.trace.forward_events),
-                frozenset(s for b in chosen for s in b.storages),
-            )
-        for save in self.trace.saves:
-            window = made.window_of_event[save.by] if made.window_of_event is not None else 0
-            for event, _ in save.unpacks:
-                made.first_unpack[window] = min(made.first_unpack.get(window, event), event)
-        return made
+    def layout(self, cells: int, *, around: bool = False) -> _Layout:
+        """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt.
 
-    def _keep_prices(self, layout: _Layout, cumulative: Any) -> list[float]:
-        """What it costs to hold each storage from when it would die until its window is rebuilt."""
+        Args:
+            cells: in a window.
+            around: between boundaries that lasting storages may cross, which are held.
+        """
+        cuts = self.cuts_around if around else self.cuts
+        if cells == 0 or not cuts:
+            return _Layout(0, False, (), None, frozenset(), frozenset())
+        chosen = cuts[cells - 1 :: cells]
+        crossing = frozenset(s for b in chosen for s in b.storages)
+        return _Layout(
+            cells,
+            around,
+            tuple(b.event for b in chosen),
+            windows(chosen, self.trace.forward_events),
+            crossing,
+            crossing & self.recipes.saved,
+        )
+
+    def layouts(self) -> list[_Layout]:
+        """All layouts worth trying."""
+        out = [self.layout(size) for size in _window_sizes(len(self.cuts))]
+        return out + [self.layout(size, around=True) for size in _window_sizes(len(self.cuts_around))[1:]]
+
+    def _keep_prices(self, layout: _Layout, cumulative: Any) -> Any:
+        """What it costs to hold each storage from when it would die until its window is rebuilt; boundaries are held anyway."""
         if layout.held is None:
             layout.held = self._held(layout)
         first, until, sizes = layout.held
-        return list(np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0).tolist())
+        return np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0)
 
     def _held(self, layout: _Layout) -> tuple[Any, Any, Any]:
         """For each storage, from which event until before which it would be held, and its bytes."""
-        trace = self.trace
-        first, until, sizes = [], [], []
-        for s in self.nodes:
-            storage = trace.storages[s]
-            where = self._save_event.get(s, storage.birth)
-            window = layout.window_of_event[where] if layout.window_of_event is not None else 0
-            end = layout.first_unpack.get(window, trace.forward_events)
-            until.append(min(end, self._first_read.get(s, end)))
-            first.append(min(max(storage.death, storage.birth) + 1, self.timeline.events + 1))
-            sizes.append(storage.bytes)
-        return np.array(first, dtype=np.int64), np.array(until, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        never = self.timeline.events + 1
+        events, by = self._unpacks.T
+        begins = np.full(layout.windows, never)
+        np.minimum.at(begins, layout.window_of(by), events)
+        begins[begins == never] = self.trace.forward_events
+        until = np.minimum(begins[layout.window_of(self._node_by)], self._node_first_read)
+        first = np.minimum(np.maximum(self._node_death, self._node_birth) + 1, never)
+        return first, until, np.where(np.isin(self._node, sorted(layout.forced)), 0, self._node_bytes)
 
-    def cut(self, layout: _Layout, prices: Any, forced: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Dropped storages, and transients to hold, at prices per byte and event; `forced` storages are kept."""
+    def cut(self, layout: _Layout, prices: Any) -> Solution:
+        """The plan of the cheapest cut at prices per byte and event; the boundaries of a layout are kept."""
         cumulative = np.concatenate([[0.0], np.cumsum(prices)])
-        side, _ = self._minimum(self._keep_prices(layout, cumulative), forced)
-        dropped = {s for s in self.droppable if side[self._recipe_number[self.recipes.recipe_of[s]]]}
-        dropped -= set(forced)
+        sides, _ = self._network(self.droppable).cut(self._keep_prices(layout, cumulative))
+        again = sides[self._recipe_of_node]
+        dropped = self._node_droppable & again
         # A recipe that runs anyway rebuilds all it makes, but what is cheaper kept stays kept: dropped only where the cut ran the recipe for it.
-        transients = {
-            s
-            for s in self.nodes
-            if s not in self.recipes.saved
-            and side[self._number[s]]
-            and not side[self._recipe_number[self.recipes.recipe_of[s]]]
-        }
-        return frozenset(dropped), frozenset(transients)
+        held = ~self._node_saved & sides[: len(self.nodes)] & ~again
+        # Neighbouring prices often give one cut.
+        key = layout.cuts, np.packbits([dropped, held]).tobytes()
+        if key not in self._solution_of:
+            self._solution_of[key] = self.solution(
+                layout, set(self._node[dropped].tolist()) - layout.forced, self._node[held].tolist()
+            )
+        return self._solution_of[key]
 
-    def _minimum(
-        self, keep: list[float], forced: Collection[int], needed: Collection[int] | None = None
-    ) -> tuple[list[bool], float]:
-        needed = self.droppable if needed is None else needed
-        count = len(self.nodes) + len(self._recipe_list)
-        source = [0.0] * count
-        sink = [0.0] * len(self.nodes) + self._run_seconds
-        arcs: list[tuple[int, int, float]] = []
-        for i, (s, recipe) in enumerate(zip(self.nodes, self._recipe_of_node, strict=True)):
-            if s in forced:
-                continue
-            if s in needed:
-                source[i] = inf
-            arcs.append((i, recipe, keep[i]))
-        if forced:
-            arcs += [arc for arc in self._input_arcs if self.nodes[arc[1]] not in forced]
-        else:
-            arcs += self._input_arcs
-        found = minimum_cut(source, sink, arcs)
-        return list(found.on_source_side), found.value
+    def _network(self, needed: frozenset[int]) -> PricedNetwork:
+        """Nodes are the storages, then their recipes; backward reads the needed storages."""
+        if needed not in self._networks:
+            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * len(self._run_seconds)
+            sink = [0.0] * len(self.nodes) + self._run_seconds
+            self._networks[needed] = PricedNetwork(source, sink, self._input_arcs, self._keep_arcs)
+        return self._networks[needed]
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 
     def solution(self, layout: _Layout, dropped: Collection[int], transients: Collection[int]) -> Solution:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
-        self.evaluations += 1
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
-
-    def window_sizes(self) -> list[int]:
-        """Window sizes worth trying, in cells."""
-        count = len(self.cuts)
-        sizes = [0]
-        size = 1
-        while size <= max(1, count // 2) and count:
-            sizes.append(size)
-            size = size + 1 if size < 4 else (size * 3 + 1) // 2
-        return sizes
 
     def solve(self, budget_bytes: int) -> Solution | None:
         """The fastest plan found that fits; None when none was found.
@@ -259,47 +293,71 @@ class Solver:
         return self._front.best(budget_bytes)
 
     def _search(self, budget: int) -> None:
+        if budget < self._floor:
+            self.smallest()  # what no plan fits into is not searched
+            return
         self._enumerate()
         target = self.bound(budget) + CLOSE * self.trace.pass_seconds
         if self._few:
             self._by_chains(budget)
-            self._improve(budget)
+            self._improve(budget, [])
             return
         if self._good(budget, target):
             return
         # A few prices tell which layouts suit this budget; those are looked at closely.
-        promising = []
+        promising: list[tuple[float, int, _Layout]] = []
         plain = {self.plain.evaluation.peak_event: 1.0}
         for tight, layout in self._tightest():
             if tight.peak <= budget:
                 fitting, worst = self._bisect(layout, plain, budget, GLANCES)
                 promising.append((_between(fitting or tight, worst, budget), layout.cells, layout))
-        for _, _, layout in sorted(promising, key=lambda p: p[:2])[:LAYOUTS]:
-            self._by_prices(layout, budget)
-            if self._good(budget, target):
-                return
-        best = self._front.best(budget)
-        few = len(self.cuts) <= FEW_CELLS
-        if few or best is None or best.seconds > CHAINS_WORTH * self.trace.pass_seconds:
-            self._by_chains(budget)
-        if self._front.best(budget) is None:
+        promising.sort(key=lambda p: p[:2])
+        starts: list[Solution] = []  # the fastest of each kind
+        for around in (False, True):
+            kind: list[Solution] = []
+            for _, _, layout in [p for p in promising if p[2].around is around][:LAYOUTS]:
+                kind += self._by_prices(layout, budget)
+                if self._good(budget, target):
+                    return
+            starts += sorted(kind, key=lambda s: s.seconds)[:1]
+        if self._dear(budget) or len(self.cuts) <= FEW_CELLS:
+            starts += self._by_chains(budget)
+        if self._dear(budget) and self._worth_shaking(self._front.best(budget), budget):
             self.smallest()
-        self._improve(budget)
+            best = self._front.best(budget)
+            narrow = sorted((s for s in self._narrow if s.peak <= budget), key=lambda s: s.seconds)[:1]
+            starts += [self._trimmed(s, budget) for s in ([best, *narrow] if best is not None else narrow)]
+        self._improve(budget, starts)
+
+    def _dear(self, budget: int) -> bool:
+        """Whether windows serve a budget badly: none fits, or they come near to the least they can do and cost much."""
+        best = self._front.best(budget)
+        tightest = min(tight.peak for tight, layout in self._tightest() if not layout.around)
+        near = budget < tightest + NEAR_TIGHTEST * (self.plain.peak - tightest)
+        return best is None or (near and best.seconds > CHAINS_WORTH * self.trace.pass_seconds)
+
+    def _worth_shaking(self, solution: Solution | None, budget: int) -> bool:
+        """Whether a plan is far from the bound, and not so long that searching around it would take too long."""
+        return solution is None or (
+            solution.seconds > self.bound(budget) + FAR * self.trace.pass_seconds and _runs(solution) <= MOST_SHAKEN
+        )
 
     def _good(self, budget: int, target: float) -> bool:
         best = self._front.best(budget)
         return best is not None and best.seconds <= target
 
-    def _improve(self, budget: int) -> None:
-        """Local search from the fastest plan."""
+    def _improve(self, budget: int, starts: Sequence[Solution]) -> None:
+        """Local search from the fastest plan, and from the fastest of other kinds that come near it: greedy steps end where they begin."""
         best = self._front.best(budget)
         if best is None:
             return
-        best = self._trimmed(best, budget)
-        if len(self.nodes) <= FEW_STORAGES:
-            self._keep(exchange(self.timeline, best.reruns, budget, EXCHANGE_TRIES))
-        elif best.seconds > self.bound(budget) + FAR * self.trace.pass_seconds and _runs(best) <= MOST_SHAKEN:
-            self._keep(shake(self.timeline, best.reruns, budget, SHAKES))
+        near = best.seconds + OTHER_KINDS * self.trace.pass_seconds
+        for start in {s.seconds: s for s in (*starts, best) if s.seconds <= near}.values():
+            trimmed = self._trimmed(start, budget)
+            if len(self.nodes) <= FEW_STORAGES:
+                self._keep(exchange(self.timeline, trimmed.reruns, budget, EXCHANGE_TRIES))
+            elif self._worth_shaking(trimmed, budget):
+                self._keep(shake(self.timeline, trimmed.reruns, budget, SHAKES))
 
     def _trimmed(self, solution: Solution, budget: int) -> Solution:
         if _runs(solution) > MOST_RUNS:
@@ -308,7 +366,6 @@ class Solver:
 
     def _keep(self, reruns: Reruns) -> Solution:
         """Replay a plan, and remember it."""
-        self.evaluations += 1
         evaluation = self.timeline.evaluate(reruns)
         again = {s for runs in reruns.values() for r in runs for s in self.recipes.recipes[r].makes}
         found = Solution(reruns, evaluation, self.droppable & again)
@@ -317,8 +374,7 @@ class Solver:
 
     def _tightest(self) -> list[tuple[Solution, _Layout]]:
         if not self._tight:
-            for size in self.window_sizes():
-                layout = self.layout(size)
+            for layout in self.layouts():
                 self._tight.append((self.tightest(layout), layout))
         return self._tight
 
@@ -327,17 +383,21 @@ class Solver:
         if self._enumerated:
             return
         self._enumerated = True
+        layouts = self.layouts()
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        self._few = self._enumerate_in([layout for layout in layouts if not layout.around], seen)
+        if self._few:
+            self._enumerate_in([layout for layout in layouts if layout.around], seen)
+
+    def _enumerate_in(self, layouts: Sequence[_Layout], seen: set[tuple[tuple[int, ...], ...]]) -> bool:
+        """Every plan in these layouts that is not among those seen; False where they are too many."""
         droppable = sorted(self.droppable)
         transients = [s for s in self.nodes if s not in self.recipes.saved]
-        sizes = self.window_sizes()
-        if len(sizes) << (len(droppable) + len(transients)) > EVERY_PLAN:
+        if len(layouts) << (len(droppable) + len(transients)) > EVERY_PLAN:
             transients = []
-        if len(sizes) << len(droppable) > EVERY_PLAN:
-            return
-        self._few = True
-        seen: set[tuple[tuple[int, ...], ...]] = set()
-        for size in sizes:
-            layout = self.layout(size)
+        if len(layouts) << len(droppable) > EVERY_PLAN:
+            return False
+        for layout in layouts:
             for number in range(1 << (len(droppable) + len(transients))):
                 chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
                 dropped, held = chosen & self.droppable, chosen - self.droppable
@@ -345,23 +405,20 @@ class Solver:
                 key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
                 if key not in seen:
                     seen.add(key)
-                    self.evaluations += 1
                     self._front.add(
                         Solution(
                             reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
                         )
                     )
+        return True
 
-    def _by_chains(self, budget: int) -> None:
+    def _by_chains(self, budget: int) -> list[Solution]:
+        """The fastest of the nested sweeps that fit, trimmed; none where nothing fits."""
         if self._chain.length < 3:
-            return
-        best = None
-        for reruns in self._chain.schedules(budget, lambda plan: self.timeline.peak(plan) <= budget):
-            found = self._keep(reruns)
-            if found.peak <= budget:
-                best = _better(best, found, budget)
-        if best is not None:
-            self._trimmed(best, budget)
+            return []
+        schedules = self._chain.schedules(budget, lambda plan: self.timeline.peak(plan) <= budget)
+        fitting = [found for found in map(self._keep, schedules) if found.peak <= budget]
+        return [self._trimmed(min(fitting, key=lambda s: (s.seconds, s.peak)), budget)] if fitting else []
 
     @property
     def _chain(self) -> CellChain:
@@ -375,22 +432,49 @@ class Solver:
         self._front.add(found)
         return found
 
-    def _by_prices(self, layout: _Layout, budget: int) -> None:
-        """Bisect the price, then price the moments that stay too full."""
+    def _by_prices(self, layout: _Layout, budget: int) -> list[Solution]:
+        """Bisect the price, then price the moments that stay too full. Returns the plans found, trimmed."""
         weights = {self.plain.evaluation.peak_event: 1.0}
-        last = inf
+        before: Solution | None = None
+        found: list[Solution] = []
         for _ in range(ROUNDS):
             fitting, worst = self._bisect(layout, weights, budget, BISECTIONS)
             if fitting is not None:
-                took = self._trimmed(fitting, budget).seconds
-                if took >= last:
+                if fitting is before:
                     break
-                last = took
+                before = fitting
+                if worst is not None and _runs(fitting) > MOST_SHAKEN:
+                    fitting = self._mixed(layout, fitting, worst, budget)
+                found.append(self._trimmed(fitting, budget))
+                if found[-1].seconds >= min((f.seconds for f in found[:-1]), default=inf):
+                    break
             if worst is None:
                 break
             event = worst.evaluation.peak_event
             # The moment that kept a plan from fitting gets a price of its own; if it has one, more of it.
             weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
+        return found
+
+    def _mixed(self, layout: _Layout, fitting: Solution, larger: Solution, budget: int) -> Solution:
+        """Of a plan that fits and a larger one: the first's decisions in the first part of forward, the other's in the rest.
+
+        Where many blocks are alike one price decides alike about all of them; so a long plan is brought near the budget at once, and trimming has less to do.
+        """
+        low, high, best = 0, len(self.nodes), fitting
+        for _ in range(MIXINGS):
+            middle = (low + high) // 2
+            head, rest = set(self.nodes[:middle]), set(self.nodes[middle:])
+            found = self.solution(
+                layout,
+                (fitting.dropped & head) | (larger.dropped & rest),
+                (fitting.transients & head) | (larger.transients & rest),
+            )
+            if found.peak <= budget:
+                high, best = middle, found
+                self._front.add(found)
+            else:
+                low = middle
+        return best
 
     def _bisect(
         self, layout: _Layout, weights: dict[int, float], budget: int, steps: int
@@ -410,12 +494,10 @@ class Solver:
 
     def _at_price(self, layout: _Layout, weights: dict[int, float], price: float) -> Solution:
         """The plan of a cut. Budgets share their first cuts, so each is made once."""
-        key = (layout.cells, tuple(sorted(weights.items())), price)
+        key = (layout.cuts, tuple(sorted(weights.items())), price)
         found = self._cut_at.get(key)
         if found is None:
-            forced = layout.boundary_storages & self.recipes.saved
-            dropped, transients = self.cut(layout, self._prices(weights, price), forced)
-            found = self._cut_at[key] = self.solution(layout, dropped, transients)
+            found = self._cut_at[key] = self.cut(layout, self._prices(weights, price))
             self._front.add(found)
         return found
 
@@ -443,28 +525,35 @@ class Solver:
 
     def _find_smallest(self) -> None:
         self._enumerate()
+        starts: list[Solution] = []  # the smallest of each kind
         if not self._few:
-            for tight in sorted((t for t, _ in self._tightest()), key=lambda t: t.peak)[:SHRUNK_LAYOUTS]:
-                self._shrunk(tight)
-        self._smallest_by_chains()
-        best = self._front.smallest()
-        self._shrunk(best)
+            for around in (False, True):
+                tightest = [tight for tight, layout in self._tightest() if layout.around is around]
+                shrunk = [self._shrunk(tight) for tight in sorted(tightest, key=lambda t: t.peak)[:SHRUNK_LAYOUTS]]
+                starts += sorted(shrunk, key=lambda s: s.peak)[:1]
+        starts += self._smallest_by_chains()
+        for start in {id(s): s for s in (*starts, self._front.smallest())}.values():
+            self._shrunk(start)
         best = self._front.smallest()
         self._trimmed(best, best.peak)
 
-    def _shrunk(self, solution: Solution) -> None:
-        if _runs(solution) <= MOST_RUNS:
-            self._keep(shrink(self.timeline, solution.reruns, SHRINK_TRIES // _repeats(solution)))
+    def _shrunk(self, solution: Solution) -> Solution:
+        if _runs(solution) > MOST_RUNS:
+            return solution
+        self._narrow.append(self._keep(shrink(self.timeline, solution.reruns, SHRINK_TRIES // _repeats(solution))))
+        return self._narrow[-1]
 
-    def _smallest_by_chains(self) -> None:
+    def _smallest_by_chains(self) -> list[Solution]:
+        """The smallest plan of nested sweeps; none where there is nothing to nest."""
         if self._chain.length < 3:
-            return
-        improved = True
-        while improved:
-            before = self._front.smallest().peak
-            for reruns in self._chain.smallest_schedules(before):
-                self._keep(reruns)
-            improved = before - self._front.smallest().peak > STEP * before
+            return []
+        known, best = self._front.smallest().peak, None
+        while True:
+            found = [self._keep(reruns) for reruns in self._chain.smallest_schedules(known)]
+            best = min([best, *found] if best is not None else found, key=lambda s: s.peak, default=None)
+            if best is None or known - best.peak <= STEP * known:
+                return [best] if best is not None else []
+            known = best.peak
 
     # -- the bound -----------------------------------------------------------------------------------------------------------
 
@@ -503,31 +592,21 @@ class Solver:
         bytes if it is there, its recipe's seconds if it is not, and the rest is a minimum cut. The dual is concave in the price and every cut
         is a tangent to it, so the next price is where the two nearest tangents meet (Kelley 1960 in one dimension).
         """
-        trace = self.trace
         floor = int(self.plain.evaluation.levels[moment])
-        chargeable: list[int] = []
-        needed: set[int] = set()
-        for s in self.nodes:
-            storage = trace.storages[s]
-            gone = storage.birth <= moment and storage.death < moment
-            reads = self.timeline.unpack_uses.get(s, [])
-            held_by_a_read = any(event <= moment <= release for event, release in reads)
-            size = storage.bytes if gone and not held_by_a_read else 0
-            chargeable.append(size)
-            if s in self.droppable:
-                if size and self.timeline.plain_end[s] >= moment:
-                    floor -= storage.bytes
-                if any(event > moment for event, _ in reads):
-                    needed.add(s)
+        nodes, events, releases = self._reads.T
+        held_by_a_read = np.zeros(len(self.nodes), dtype=bool)
+        held_by_a_read[nodes[(events <= moment) & (moment <= releases)]] = True
+        gone = (self._node_birth <= moment) & (self._node_death < moment)
+        chargeable = np.where(gone & ~held_by_a_read, self._node_bytes, 0)
+        floor -= int(chargeable[self._node_droppable & (self._node_plain_end >= moment)].sum())
+        needed = np.zeros(len(self.nodes), dtype=bool)
+        needed[nodes[events > moment]] = True
+        network = self._network(frozenset(self._node[needed & self._node_droppable].tolist()))
 
         def tangent(price: float) -> tuple[float, float]:
             """The dual at a price, and its slope there."""
-            side, value = self._minimum([price * size for size in chargeable], (), needed)
-            held = sum(
-                size
-                for i, (recipe, size) in enumerate(zip(self._recipe_of_node, chargeable, strict=True))
-                if side[i] and not side[recipe]
-            )
+            sides, value = network.cut(price * chargeable)
+            held = int(chargeable[sides[: len(self.nodes)] & ~sides[self._recipe_of_node]].sum())
             return value + price * (floor - budget), held + floor - budget
 
         best = known
@@ -602,9 +681,11 @@ def _runs(solution: Solution) -> int:
     return sum(map(len, solution.reruns.values()))
 
 
-def _better(a: Solution | None, b: Solution, budget: int) -> Solution | None:
-    if b.peak > budget:
-        return a
-    if a is None or (b.seconds, b.peak) < (a.seconds, a.peak):
-        return b
-    return a
+def _window_sizes(count: int) -> list[int]:
+    """Window sizes worth trying, in cells, where there are so many boundaries; 0 stands for all."""
+    sizes = [0]
+    size = 1
+    while size <= max(1, count // 2) and count:
+        sizes.append(size)
+        size = size + 1 if size < 4 else (size * 3 + 1) // 2
+    return sizes

@@ -158,3 +158,24 @@ class Recipes:
         """Managed storages that backward reads."""
         managed = set(self.managed)
         return frozenset(save.storage for save in self.trace.saves if save.unpacks and save.storage in managed)
+
+    @cached_property
+    def held_always(self) -> frozenset[int]:
+        """Managed storages that no recipe can make again."""
+        return frozenset(self.managed) - self.rebuildable
+
+    @cached_property
+    def unpacks(self) -> list[tuple[int, int, int]]:
+        """(event, storage, operation whose backward asks) of the unpacks of managed storages in backward, in order."""
+        trace = self.trace
+        out = []
+        for event in range(trace.forward_events, trace.pass_events):
+            code = trace.events[event]
+            if code < 0 and trace.saves[~code].storage in self.recipe_of:
+                out.append((event, trace.saves[~code].storage, trace.saves[~code].by))
+        return out
+
+    @cached_property
+    def last_operation(self) -> list[int]:
+        """Of each recipe: recipes run again in this order."""
+        return [recipe.operations[-1] for recipe in self.recipes]

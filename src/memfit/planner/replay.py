@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from memfit.planner.timeline import Reruns, Timeline
@@ -16,12 +17,31 @@ from memfit.planner.timeline import Reruns, Timeline
 _AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Reruns to take out, and what that does.
+
+    Attributes:
+        gone: slots of these reruns, and of those that nothing needs without them.
+        changes: (first slot, last slot + 1, bytes more or less), in order.
+        seconds: that the reruns took.
+        depends_on: storages whose lives this was worked out from.
+        removals: how many moves had been made by then.
+    """
+
+    gone: set[int]
+    changes: list[tuple[int, int, int]]
+    seconds: float
+    depends_on: set[int]
+    removals: int
+
+
 class Replay:
     """The replay of one plan, open to change.
 
     Attributes:
         totals: bytes at each slot (an event, or a rerun just before one).
-        saved_seconds: of reruns taken out so far.
+        recipe_at, event_at: of the rerun in each slot that has one.
     """
 
     def __init__(self, timeline: Timeline, reruns: Reruns) -> None:
@@ -49,8 +69,13 @@ class Replay:
         for slot, recipe in self.recipe_at.items():
             self._runs_of[recipe].append(slot)
         dispatch = timeline.trace.dispatch_seconds
-        self.seconds_of = [r.seconds + dispatch * len(r.operations) for r in self._recipes]
-        self.saved_seconds = 0.0
+        self._seconds_of = [r.seconds + dispatch * len(r.operations) for r in self._recipes]
+        # A move stays what it was until the life of a storage it depends on changes.
+        self._moves: dict[tuple[int, ...], Move] = {}
+        self._removals = 0
+        self._changed: dict[int, int] = {}  # storage -> the last removal that changed its life
+        self._lives: dict[int, list[tuple[int, int]]] = {}
+        self._touched: dict[int, set[int]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -96,6 +121,32 @@ class Replay:
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}
         return [pair for pair in wanted if pair not in present]
 
+    def move(self, slots: tuple[int, ...]) -> Move:
+        """What taking these reruns out does, with those that nothing needs then."""
+        known = self._moves.get(slots)
+        if known is not None:
+            since, changed = known.removals, self._changed
+            if all(changed.get(s, 0) <= since for s in known.depends_on):
+                return known
+        gone = self.with_needless(slots)
+        depends_on: set[int] = set()
+        for slot in gone:
+            depends_on |= self._touches(self.recipe_at[slot])
+            depends_on.add(self.timeline.saves_at[self.event_at[slot]])
+        seconds = sum(self._seconds_of[self.recipe_at[slot]] for slot in gone)
+        found = self._moves[slots] = Move(gone, self.changes(gone), seconds, depends_on, self._removals)
+        return found
+
+    def _touches(self, recipe: int) -> set[int]:
+        """Storages whose lives tell whether a rerun of this recipe is needed, and what else is not without it."""
+        if recipe not in self._touched:
+            recipe_of = self.timeline.recipes.recipe_of
+            out = {*self._recipes[recipe].makes, *self._recipes[recipe].inputs}
+            for s in self._recipes[recipe].inputs:
+                out.update(self._recipes[recipe_of[s]].makes)
+            self._touched[recipe] = out
+        return self._touched[recipe]
+
     def with_needless(self, slots: Iterable[int]) -> set[int]:
         """These reruns, and those that nothing needs once they are gone."""
         gone = set(slots)
@@ -130,25 +181,31 @@ class Replay:
     def changes(self, gone: set[int]) -> list[tuple[int, int, int]]:
         """(first slot, last slot + 1, bytes more or less) without these reruns, in order."""
         timeline = self.timeline
+        births = self._births
         affected: set[int] = set()
         fewer: dict[int, int] = {}
         for slot in gone:
-            recipe, event = self.recipe_at[slot], self.event_at[slot]
-            affected.update(self._recipes[recipe].makes)
-            affected.update(self._recipes[recipe].inputs)
-            affected.add(timeline.saves_at[event])
+            affected.update(self._recipes[self.recipe_at[slot]].makes)
+        for slot in gone:
+            event = self.event_at[slot]
             fewer[event] = fewer.get(event, 0) + 1
+            for s in self._recipes[self.recipe_at[slot]].inputs:
+                if s not in affected and s in births and not self._used_later(s, slot, gone):
+                    affected.add(s)
+            # With nothing run again before its unpack, autograd may hold it itself, as long as no copy is made again.
+            s = timeline.saves_at[event]
+            if s in births and len(births[s]) == 1:
+                affected.add(s)
         steps: dict[int, int] = {}
 
         def add(position: int, size: int) -> None:
             steps[position] = steps.get(position, 0) + size
 
-        nothing: set[int] = set()
         for s in affected:
-            if s not in self._births:
-                continue
             size = self._bytes[s]
-            before = self.lives(s, nothing, {})
+            before = self._lives.get(s)
+            if before is None:
+                before = self._lives[s] = self.lives(s, set(), {})
             after = self.lives(s, gone, fewer)
             if before != after:
                 for birth, end in before:
@@ -172,6 +229,15 @@ class Replay:
             level += steps[position]
             previous = position
         return out
+
+    def _used_later(self, s: int, slot: int, gone: set[int]) -> bool:
+        """Whether the use that comes next after one by a rerun is of the same copy: then the copy lives as long without that rerun."""
+        births, uses = self._births[s], self._uses[s]
+        j = bisect_left(uses, (slot + 1, -1))
+        if j == len(uses) or uses[j][0] in gone:
+            return False
+        i = bisect_left(births, slot)
+        return i == len(births) or uses[j][0] <= births[i]
 
     def lives(self, s: int, gone: set[int], fewer: dict[int, int]) -> list[tuple[int, int]]:
         """(birth slot, last slot) of each copy of a storage when these reruns are gone."""
@@ -215,13 +281,16 @@ class Replay:
         # What the engine no longer answers for, autograd keeps itself: longer than any unpack asks, so its uses may stay.
         for a, b, size in changes:
             self.totals[a:b] += size
+        self._removals += 1
         for slot in gone:
             self.totals[slot] -= _AWAY
-            recipe = self.recipe_at.pop(slot)
-            self._runs_at[self.event_at.pop(slot)] -= 1
+            recipe, event = self.recipe_at.pop(slot), self.event_at.pop(slot)
+            self._runs_at[event] -= 1
             self._runs_of[recipe].remove(slot)
-            self.saved_seconds += self.seconds_of[recipe]
             for s in self._recipes[recipe].makes:
                 self._births[s].remove(slot)
             for s in self._recipes[recipe].inputs:
                 self._uses[s].remove((slot, slot))
+            for s in (*self._recipes[recipe].makes, *self._recipes[recipe].inputs, self.timeline.saves_at[event]):
+                self._changed[s] = self._removals
+                self._lives.pop(s, None)

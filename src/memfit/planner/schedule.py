@@ -29,25 +29,20 @@ def reruns_for(
         kept_transients: storages backward does not read but reruns do, to be held from forward on.
         remember: storages that stay when a window begins; None for none.
     """
-    trace = recipes.trace
     dropped = set(dropped)
     # What has no recipe of its own is held from forward on wherever a rerun reads it.
-    kept = (recipes.saved - dropped) | set(kept_transients) | (set(recipes.managed) - recipes.rebuildable)
+    kept = (recipes.saved - dropped) | set(kept_transients) | recipes.held_always
     available: set[int] = set()
     window = None
     out: dict[int, list[int]] = {}
-    managed = recipes.recipe_of
+    recipe_of = recipes.recipe_of
     table = recipes.recipes
-    for event in range(trace.forward_events, trace.pass_events):
-        code = trace.events[event]
-        if code >= 0:
-            continue
-        save = trace.saves[~code]
-        s = save.storage
+    last_operation = recipes.last_operation
+    for event, s, by in recipes.unpacks:
         if s not in dropped:
             continue
         if window_of_event is not None:
-            here = window_of_event[save.by]
+            here = window_of_event[by]
             if here != window:
                 available = available & set(remember(here)) if remember is not None else set()
                 window = here
@@ -57,14 +52,12 @@ def reruns_for(
         needed: set[int] = set()
         stack = [s]
         while stack:
-            recipe = managed[stack.pop()]
-            if recipe in needed:
-                continue
-            needed.add(recipe)
-            stack.extend(i for i in table[recipe].inputs if i not in kept and i not in available)
-        runs = sorted(needed, key=lambda r: table[r].operations[-1])
+            recipe = recipe_of[stack.pop()]
+            if recipe not in needed:
+                needed.add(recipe)
+                stack += [i for i in table[recipe].inputs if i not in kept and i not in available]
+        runs = sorted(needed, key=last_operation.__getitem__)
         out[event] = runs
         for recipe in runs:
-            available.update(table[recipe].makes)
-        available -= kept
+            available.update(i for i in table[recipe].makes if i not in kept)
     return out

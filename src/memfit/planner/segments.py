@@ -2,11 +2,15 @@
 
 Between two residual blocks one storage is alive that later operations read; inside a block there are several. A *boundary* is an operation after which
 the bytes still to be read are at a local minimum; a *cell* is what lies between two boundaries; a *window* is one or more cells rebuilt together.
+
+What is read over much of forward hides the boundaries it crosses: the encoder's output is there in the whole decoder, a skip of a U-Net until its level is
+reached again. Such *lasting* storages may be left out of the count; they are held across the boundaries found then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +21,7 @@ from memfit.planner.recipes import Recipes
 HILL: Final = 1.3  # bytes must rise by this factor between two valleys
 NEAR: Final = 1.02  # positions this close to a valley's minimum are boundaries too
 OWN_SHARE: Final = 0.5  # a boundary's operation makes at least this share of what crosses it
+LASTING: Final = 0.2  # what is still read after this part of forward lasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +39,57 @@ class Boundary:
     crossing_bytes: int
 
 
-def boundaries(recipes: Recipes) -> list[Boundary]:
-    """All boundaries of a trace's forward, in order."""
+def lasting(recipes: Recipes) -> frozenset[int]:
+    """Managed storages that are read for so long that they cross boundaries of much besides themselves."""
+    trace = recipes.trace
+    last_read = _last_reads(recipes)
+    long = LASTING * trace.forward_events
+    return frozenset(s for s in recipes.managed if last_read.get(s, -1) - trace.storages[s].birth > long)
+
+
+def boundaries(recipes: Recipes, around: Collection[int] = ()) -> list[Boundary]:
+    """All boundaries of a trace's forward, in order; storages in `around` do not count among the bytes that cross."""
     trace = recipes.trace
     end = trace.forward_events
-    last_read: dict[int, int] = {}
-    for event in range(end):
-        op = trace.events[event]
-        if op >= 0:
-            for s in trace.operations[op].reads:
-                last_read[s] = event
+    last_read = _last_reads(recipes)
     crossing = np.zeros(end + 1, dtype=np.int64)
     for s in recipes.managed:
         birth, last = trace.storages[s].birth, last_read.get(s, -1)
-        if last > birth:
+        if last > birth and s not in around:
             crossing[birth] += trace.storages[s].bytes
             crossing[last] -= trace.storages[s].bytes
     crossing = np.cumsum(crossing)[:end]
-    spans = sorted((trace.storages[s].birth, last_read[s], s) for s in recipes.managed if s in last_read)
     found = {e for valley in _valleys(crossing) for e in valley if _makes_its_own(recipes, e, int(crossing[e]))}
     # Where a single storage crosses, nothing else can be needed from before: a boundary however the bytes around it lie.
     births = {trace.storages[s].birth for s in recipes.managed}
     found |= {e for e in births if crossing[e] > 0 and _crossed_by_one(recipes, e, int(crossing[e]), last_read)}
-    return [
-        Boundary(e, tuple(s for birth, last, s in spans if birth <= e < last), int(crossing[e])) for e in sorted(found)
-    ]
+    # What is a boundary with all that crosses it is one without some of it.
+    found |= {b.event for b in boundaries(recipes)} if around else set()
+    return _named(recipes, sorted(found), last_read)
+
+
+def _last_reads(recipes: Recipes) -> dict[int, int]:
+    """The last event of forward that reads each storage."""
+    trace = recipes.trace
+    return {
+        s: e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0 for s in trace.operations[op].reads
+    }
+
+
+def _named(recipes: Recipes, events: list[int], last_read: dict[int, int]) -> list[Boundary]:
+    """The boundaries after these events, with what crosses them."""
+    storages = recipes.trace.storages
+    spans = sorted((storages[s].birth, s) for s in recipes.managed if s in last_read)
+    out = []
+    alive: list[int] = []
+    at = 0
+    for e in events:
+        while at < len(spans) and spans[at][0] <= e:
+            alive.append(spans[at][1])
+            at += 1
+        alive = [s for s in alive if last_read[s] > e]
+        out.append(Boundary(e, tuple(alive), sum(storages[s].bytes for s in alive)))
+    return out
 
 
 def _crossed_by_one(recipes: Recipes, event: int, crossing_bytes: int, last_read: dict[int, int]) -> bool:

@@ -58,6 +58,7 @@ def test_more_parts_than_their_size_asks_for_are_said_and_counted_as_they_run() 
     note = "4 samples in 3 parts come to at most 2 at a time, so they are run in 2 parts: as many bytes, fewer passes"
     assert f"Note: {note}" in three.explain()
     assert note not in two.notes
+    assert three.choices == two.choices
     engine = memfit.apply(three, model)
     assert engine.step(sample).micro_batches == 2
     assert engine.step(sample, meter=True).peak_bytes == three.prediction.peak_bytes == two.prediction.peak_bytes

@@ -39,9 +39,8 @@ MEASURE_SECONDS: Final = 0.004  # each kind is repeated until about this long ha
 MOST_REPEATS: Final = 7
 VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: what a first run sets up is small beside them
 READING_COUNTS: Final = 0.1  # what spends less of its time on reaching memory is timed with warm caches alone
-PROFILED_SECONDS: Final = (
-    0.001  # operations this long are timed under the profiler, whose few microseconds do not count beside them
-)
+# Operations this long are timed under the profiler, whose few microseconds do not count beside them.
+PROFILED_SECONDS: Final = 0.001
 FORMAT: Final = 5
 
 

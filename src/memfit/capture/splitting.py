@@ -26,14 +26,12 @@ from memfit.capture.scaled import rows_of, shortened
 from memfit.capture.standins import lent
 
 SAMPLES: Final = 4
-SAMPLES_OF_LARGE_MODELS: Final = (
-    2  # above this many parameters a comparison takes seconds, and copies in float64 gigabytes
-)
+# Above this many parameters a comparison takes seconds, and copies in float64 gigabytes.
+SAMPLES_OF_LARGE_MODELS: Final = 2
 LARGE_MODEL_PARAMETERS: Final = 50_000_000
 # Relative differences, of the gradient's norm.
-TOLERANCE: Final = (
-    3e-6  # rounding and no more: in fp32 most models show 1e-7 to 1e-6, in float64 all that split far less
-)
+# Rounding and no more: in fp32 most models show 1e-7 to 1e-6, in float64 all that split far less.
+TOLERANCE: Final = 3e-6
 DOUBTFUL: Final = 0.1  # up to here it may be rounding (ill-conditioned in fp32, 16-bit operations): float64 tells
 # Where float64 cannot tell:
 TOLERANCE_UNTOLD: Final = 1e-5  # what accumulation promises in fp32

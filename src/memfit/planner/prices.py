@@ -37,16 +37,15 @@ GLANCES: Final = 6  # prices at which a layout is looked at before it is taken o
 CLOSE: Final = 0.001  # a plan this part of a pass above the bound is good enough
 FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
 FEW_CELLS: Final = 24
-CHAINS_WORTH: Final = 0.15  # nested sweeps are looked at when a plan costs more than this part of a pass,
-NEAR_TIGHTEST: Final = (
-    0.12  # and a budget is above the least that windows can do by less than this part of the way to plain
-)
+# Nested sweeps are looked at when a plan costs more than this part of a pass,
+CHAINS_WORTH: Final = 0.15
+# and a budget is above the least that windows can do by less than this part of the way to plain.
+NEAR_TIGHTEST: Final = 0.12
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
-OTHER_KINDS: Final = (
-    0.03  # plans of other kinds are improved too when they are within this part of a pass of the fastest
-)
+# Plans of other kinds are improved too when they are within this part of a pass of the fastest.
+OTHER_KINDS: Final = 0.03
 FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
 MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
 SHRINK_TRIES: Final = 1500

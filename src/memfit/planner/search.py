@@ -20,9 +20,8 @@ from memfit.trace import Trace
 from memfit.units import format_bytes, format_seconds
 
 CURVE_POINTS: Final = 240
-SLACK_BYTES: Final = (
-    512  # Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once
-)
+# Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once.
+SLACK_BYTES: Final = 512
 WORTH_MORE_MICRO_BATCHES: Final = 1.01  # a single batch is bit-equal to plain: splitting must gain this much
 
 
@@ -95,7 +94,7 @@ class Search:
                     f"{_parts(number)}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
                 )
                 continue
-            seconds = plain + number * found.seconds
+            seconds = plain + solver.trace.micro_batches * found.seconds
             if best is None or seconds * WORTH_MORE_MICRO_BATCHES < best[0]:
                 if best is not None:
                     turned_down.append(_slower(best))
@@ -103,7 +102,7 @@ class Search:
             else:
                 turned_down.append(_slower((seconds, number, found)))
                 break
-            if number * found.seconds <= (WORTH_MORE_MICRO_BATCHES - 1) * seconds:
+            if seconds - plain <= (WORTH_MORE_MICRO_BATCHES - 1) * seconds:
                 break  # what more parts could still save is not worth them
         if best is None:
             raise self._infeasible(budget_bytes, turned_down)
@@ -131,7 +130,7 @@ class Search:
         solver = self.solver(number)
         phase, module, operation = _where(solver.trace, solution.evaluation.peak_event)
         trace = solver.trace
-        seconds = trace.plain_step_seconds + number * solution.seconds
+        seconds = trace.plain_step_seconds + trace.micro_batches * solution.seconds
         plain = self.solver(self.fixed_micro_batches or 1).trace.plain_step_seconds
         remedies = [
             Remedy(
@@ -208,9 +207,9 @@ class Search:
         prediction = Prediction(
             peak_bytes=evaluation.peak_bytes + self.extra_bytes,
             plain_peak_bytes=self.plain_peak() - SLACK_BYTES,
-            step_seconds=trace.plain_step_seconds + number * solution.seconds,
+            step_seconds=trace.plain_step_seconds + trace.micro_batches * solution.seconds,
             plain_step_seconds=plain_trace.plain_step_seconds,
-            bound_seconds=trace.plain_step_seconds + number * bound,
+            bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
             seconds_are=trace.seconds_are,
             peak_phase=phase,
             peak_module=module,
@@ -226,7 +225,7 @@ class Search:
         names = sorted({*kept, *dropped, *again})
         return Plan(
             budget_bytes=budget_bytes,
-            choices=Choices(number, trace.micro_batch_size, weights),
+            choices=Choices(trace.micro_batches, trace.micro_batch_size, weights),
             script=compile_script(recipes, solution.reruns),
             prediction=prediction,
             signature=trace.signature,

@@ -6,7 +6,6 @@ On the CPU every block the tensor allocator hands out or takes back is seen, thr
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import time
@@ -22,6 +21,7 @@ import torch
 from torch._C._profiler import _EventType, _RecordFunctionFast
 
 from memfit import dispatch
+from memfit.garbage import uncollected
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # libkineto greets on stderr at every session otherwise
 
@@ -71,14 +71,8 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         reading.reserved_bytes = torch.cuda.max_memory_reserved(where)
         reading.base_bytes = before
     else:
-        collecting = gc.isenabled()
-        gc.disable()  # a collection in the middle would release cycles at a moment that no other run repeats
-        try:
-            with profiled() as profile:
-                yield reading
-        finally:
-            if collecting:
-                gc.enable()
+        with uncollected(), profiled() as profile:
+            yield reading
         died = any(reference() is None for reference in watched)
         reading.changes = [
             size for _, size in sorted(_changes(profile) + (_releases(profile) if died else []), key=_when)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import PlanFileError
+from memfit.garbage import uncollected
 
 FORMAT_VERSION: Final = 3
 BEFORE_STEP: Final = -1
@@ -272,6 +273,7 @@ class Trace:
         Path(path).write_bytes(gzip.compress(json.dumps(self.to_json()).encode(), mtime=0))
 
     @classmethod
+    @uncollected()
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote.
 

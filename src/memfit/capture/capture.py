@@ -10,7 +10,6 @@ import contextlib
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError, MemfitError
+from memfit.garbage import uncollected
 from memfit.step import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
@@ -149,19 +149,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-@contextlib.contextmanager
-def _no_collection() -> Any:
-    # A collection in the middle would let reference cycles die at a moment that no other run repeats. What is garbage already stays garbage
-    # meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than capturing a small model.
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def _record(
     model: nn.Module,
     sample: Batch,
@@ -178,7 +165,9 @@ def _record(
     trainable = program.trainable()
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
     weight = None if micro_batches == 1 else 1.0 / micro_batches
-    with _no_collection(), dispatch.ModulePaths(model) as paths:
+    # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
+    # capturing a small model.
+    with uncollected(), dispatch.ModulePaths(model) as paths:
         # [1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards. Of several micro-batches a whole
         # pass, so that the recorded one adds to gradients.
         recorder = Recorder(paths, strides)

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from memfit.garbage import uncollected
 from memfit.planner.chains import CellChain
 from memfit.planner.local_search import exchange, shake, shrink, trim
 from memfit.planner.mincut import PricedNetwork
@@ -277,6 +278,7 @@ class Solver:
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
 
+    @uncollected()
     def solve(self, budget_bytes: int) -> Solution | None:
         """The fastest plan found that fits; None when none was found.
 
@@ -515,6 +517,7 @@ class Solver:
 
     # -- the smallest budget -------------------------------------------------------------------------------------------------
 
+    @uncollected()
     def smallest(self) -> Solution:
         """The plan with the smallest peak found."""
         if not self._know_smallest:
@@ -556,6 +559,7 @@ class Solver:
 
     # -- the bound -----------------------------------------------------------------------------------------------------------
 
+    @uncollected()
     def bound(self, budget_bytes: int) -> float:
         """Extra seconds of one micro-batch that no plan within the budget can avoid."""
         if self.plain.peak <= budget_bytes:

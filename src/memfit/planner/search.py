@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from memfit.errors import InfeasibleError, Remedy
+from memfit.garbage import uncollected
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
@@ -45,7 +46,9 @@ class Search:
     def solver(self, micro_batches: int) -> Solver:
         """The solver for this many micro-batches; the trace is captured on first use."""
         if micro_batches not in self._solvers:
-            self._solvers[micro_batches] = Solver(Timeline(self.trace_of(micro_batches)))
+            trace = self.trace_of(micro_batches)
+            with uncollected():
+                self._solvers[micro_batches] = Solver(Timeline(trace))
         return self._solvers[micro_batches]
 
     @property
@@ -180,6 +183,7 @@ class Search:
             remedies=tuple(remedies),
         )
 
+    @uncollected()
     def describe(
         self, budget_bytes: int, number: int, solution: Solution, weights: str, turned_down: Sequence[str] = ()
     ) -> Plan:

@@ -126,6 +126,9 @@ class Recorder(TorchDispatchMode):
         self._packed: dict[int, weakref.ref[_StandIn]] = {}
         self._now = BEFORE_STEP
         self._ids: dict[int, int] = {}
+        self._keys: dict[
+            int, set[int]
+        ] = {}  # the same the other way round: a storage handed to backward has a key of its own
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
         self._backward_module = ""
@@ -154,14 +157,25 @@ class Recorder(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage, sid: int) -> None:
         key = int(storage._cdata)
-        self._ids[key] = sid
+        self._know(key, sid)
 
         def died(_: object, key: int = key, sid: int = sid) -> None:
-            self._ids.pop(key, None)
-            self._references.pop(key, None)
+            self._forget(key, sid)
             self.storages[sid].death = self._now
 
         self._references[key] = weakref.ref(storage, died)
+
+    def _know(self, key: int, sid: int) -> None:
+        self._ids[key] = sid
+        self._keys.setdefault(sid, set()).add(key)
+
+    def _forget(self, key: int, sid: int) -> None:
+        self._ids.pop(key, None)
+        self._references.pop(key, None)
+        keys = self._keys.get(sid, set())
+        keys.discard(key)
+        if not keys:
+            self._keys.pop(sid, None)
 
     def storage_id(self, tensor: torch.Tensor) -> int:
         """Number of the tensor's storage; one never seen before was made out of sight (a constant, another library)."""
@@ -314,10 +328,8 @@ class Recorder(TorchDispatchMode):
             self._node_holds = False
 
     def _inherit(self, tensor: torch.Tensor, sid: int) -> None:
-        for key, known in list(self._ids.items()):
-            if known == sid:
-                del self._ids[key]
-                self._references.pop(key, None)  # its death no longer counts
+        for key in list(self._keys.get(sid, ())):
+            self._forget(key, sid)  # its death no longer counts
         self._follow(tensor.untyped_storage(), sid)
 
     def _describe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, CallSpec]:
@@ -466,11 +478,11 @@ class Recorder(TorchDispatchMode):
             self._making_stand_in = False
         fresh = tensor.untyped_storage()
         key = int(fresh._cdata)
-        self._ids[key] = save.storage
+        sid = save.storage
+        self._know(key, sid)
 
         def released(_: object) -> None:
-            self._ids.pop(key, None)
-            self._references.pop(key, None)
+            self._forget(key, sid)
             unpack[1] = self._now
 
         self._references[key] = weakref.ref(fresh, released)

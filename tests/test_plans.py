@@ -185,6 +185,7 @@ REFUSED: dict[str, Callable[[Any], None]] = {
     "a step with too few parts": lambda d: d["script"]["steps"][0].pop(),
     "a rerun of what is not recorded": lambda d: first_rerun(d)[1][0].append(10**6),
     "a rerun that makes nothing": lambda d: d["script"]["makes"].pop(str(first_rerun(d)[1][0][0])),
+    "an operation of unknown gradients": lambda d: d["script"].update(wanted=d["script"]["wanted"][1:]),
     "runs without releases": lambda d: first_rerun(d)[2].pop(),
     "a recorded operation that is not there": put([0], "script", "recorded", "1000000"),
     "made by an operation that is not there": put([[0, 0, 1]], "script", "makes", "1000000"),

@@ -25,6 +25,7 @@ def script() -> Script:
         {},
         (0, 1),
         (Step(1, ((1,),), ((),), (1,)),),
+        (True, True),
     )
 
 

@@ -389,7 +389,12 @@ class Follower(TorchDispatchMode):
                         return Handle(self.tape, save, tensor)
                     self._depart(f"save {save} is not the tensor of the plan")
         # With hooks on, autograd leaves the check for writes between forward and backward to them.
-        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+        if tensor.is_leaf:
+            return tensor, tensor._version
+        if type(tensor) is not torch.Tensor:
+            return tensor.detach(), tensor._version
+        with torch._C._DisableTorchDispatch():  # else this very mode would be asked, in Python
+            return tensor.detach(), tensor._version
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -58,7 +58,7 @@ def row_of(blocks: int) -> dict[str, Any]:
     marks.append(time.process_time())
     low = memfit.replan(trace, 1 << 50).prediction.plain_peak_bytes
     marks.append(time.process_time())
-    made = memfit.replan(trace, round(low * (1 - SHARE) + _held(trace) * SHARE))
+    made = memfit.replan(trace, round(low * (1 - SHARE) + trace.bytes_before_step * SHARE))
     marks.append(time.process_time())
     captured, plain, planned = (b - a for a, b in itertools.pairwise(marks))
     return {
@@ -70,11 +70,6 @@ def row_of(blocks: int) -> dict[str, Any]:
         "slowdown": made.prediction.slowdown,
         "gap": made.gap,
     }
-
-
-def _held(trace: memfit.Trace) -> int:
-    """Bytes there before the step: what no plan can drop."""
-    return sum(s.bytes for s in trace.storages if s.birth < 0)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

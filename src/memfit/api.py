@@ -466,10 +466,11 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    confirmed: list[Captured] = []
+    first: Captured | None = None
     strides: dict[str, Strides] = {}
 
     def trace_of(number: int) -> Trace:
+        nonlocal first
         for _ in range(LAYOUT_ROUNDS):
             _tell(progress, f"capturing a step ({number} micro-batch{'es' if number > 1 else ''})", 0.1)
             captured = trustworthy(
@@ -479,10 +480,10 @@ def _search(
                 optimizer,
                 clip_norm=clip_norm,
                 micro_batches=number,
-                believed=confirmed[0] if confirmed else None,
+                believed=first,
                 strides=strides,
             )
-            confirmed.append(captured)
+            first = first or captured
             if table is None:
                 costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
                 break

@@ -171,6 +171,11 @@ class Trace:
         return sum(self.operations[e].seconds for e in self.events[: self.pass_events] if e >= 0)
 
     @property
+    def bytes_before_step(self) -> int:
+        """Of the storages that are there before the step: no plan can drop them."""
+        return sum(s.bytes for s in self.storages if s.birth == BEFORE_STEP)
+
+    @property
     def plain_step_seconds(self) -> float:
         """Seconds of one optimizer step, run plainly."""
         tail = sum(self.operations[e].seconds for e in self.events[self.pass_events :] if e >= 0)

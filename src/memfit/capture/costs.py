@@ -159,14 +159,13 @@ class CostTable:
         def time_it(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             seconds = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
             found[key] = replace(found[key], seconds=seconds)
-            timed.add(key)
+            del short[key]
 
         clock = _clock()
-        timed: set[str] = set()
         shared = Filled(self.device)
         with profiled() as profile:
             self._each(missing, calls, shared, look)
-        self._each(short, calls, shared, time_it)
+        self._each(dict(short), calls, shared, time_it)
         workspaces = {
             names[name]: _held_within(changes)
             for name, changes in spans_and_changes(profile, "memfit.cost.").items()
@@ -175,7 +174,7 @@ class CostTable:
         return {
             key: replace(cost, workspace_bytes=workspaces.get(key, 0))
             for key, cost in found.items()
-            if key not in short or key in timed
+            if key not in short
         }
 
     def _on_cuda(

@@ -200,8 +200,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._making_stand_in:
             return func(*args, **kwargs)
-        if not self.recording or not dispatch.is_operation(func):
-            if dispatch.is_operation(func):
+        counts = dispatch.is_operation(func)
+        if not self.recording or not counts:
+            if counts:
                 self.unrecorded.append(str(func))
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]

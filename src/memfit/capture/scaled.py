@@ -7,7 +7,7 @@ shapes and integer arguments are affine in the number of samples, so two sizes g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -242,70 +242,49 @@ def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | No
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
 
-def _believable(
+def _confirmed(
     model: nn.Module,
     sample: Batch,
     loss_fn: LossFunction | None,
-    optimizer: OptimizerFactory | None,
-    *,
-    clip_norm: float | None = None,
-    micro_batches: int = 1,
-    believed: Captured | None = None,
-    strides: Mapping[str, Strides] | None = None,
-) -> Captured:
-    """Fake where the real model shows the same operations, real and scaled elsewhere."""
+    on_fakes: Callable[[Captured | None], Captured],
+    believed: Captured | None,
+) -> Captured | str:
+    """A fake capture whose operations the real model shows too, or why there is none; `on_fakes(after)` captures."""
     on_meta = any(p.device.type == "meta" for p in model.parameters())
-    believed = believed if believed is not None and believed.trace.source == "fake" else None
-
-    def on_fakes(after: Captured | None = None) -> Captured:
-        return capture(
-            model,
-            sample,
-            loss_fn,
-            optimizer,
-            clip_norm=clip_norm,
-            micro_batches=micro_batches,
-            after=after,
-            strides=strides,
-        )
-
+    known = forward_names(believed.trace) if believed is not None and believed.trace.source == "fake" else None
     try:
-        fake = on_fakes(believed)
-        if believed is not None and forward_names(believed.trace) != forward_names(fake.trace):
-            fake = on_fakes()  # what is built once for each shape was recorded, perhaps: this time it is there
+        fake = on_fakes(believed if known is not None else None)
+        if known is not None and known != forward_names(fake.trace):
+            fake = on_fakes(None)  # what is built once for each shape was recorded, perhaps: this time it is there
     except CaptureError as error:
         if on_meta:
             raise
-        why = str(error)
-    else:
-        if on_meta:
-            note = "the model is on the meta device: the capture could not be checked against a real run"
-            return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
-        if believed is not None and forward_names(believed.trace) == forward_names(fake.trace):
-            return fake
-        short = shortened(rows_of(sample, min(2, batches.size(sample))))
-        if short is not None:
-            # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.
-            with suppress(Exception):
-                if real_forward_names(model, short, loss_fn) == forward_names(fake.trace):
-                    return fake
-        few, real = looked_at(model, sample, loss_fn)
-        if real == forward_names(fake.trace):
-            return fake
-        real = real_forward_names(model, few, loss_fn, twice=True)
-        if real == forward_names(fake.trace):
-            # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
-            # batch's own back (what is made of constants is real in it), so that the first step finds it.
-            return on_fakes()
-        again = capture(model, few, loss_fn, None)
-        if real == forward_names(again.trace):
-            return fake
-        difference = next(
-            (f"{a} instead of {b}" for a, b in zip(real, forward_names(again.trace), strict=False) if a != b),
-            "more or fewer",
-        )
-        why = f"the real forward runs other operations than the fake one ({difference})"
-    return scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, why=why)
+        return str(error)
+    if on_meta:
+        note = "the model is on the meta device: the capture could not be checked against a real run"
+        return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
+    seen = forward_names(fake.trace)
+    if known == seen:
+        return fake
+    short = shortened(rows_of(sample, min(2, batches.size(sample))))
+    if short is not None:
+        # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.
+        with suppress(Exception):
+            if real_forward_names(model, short, loss_fn) == seen:
+                return fake
+    few, real = looked_at(model, sample, loss_fn)
+    if real == seen:
+        return fake
+    real = real_forward_names(model, few, loss_fn, twice=True)
+    if real == seen:
+        # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
+        # batch's own back (what is made of constants is real in it), so that the first step finds it.
+        return on_fakes(None)
+    again = forward_names(capture(model, few, loss_fn, None).trace)
+    if real == again:
+        return fake
+    difference = next((f"{a} instead of {b}" for a, b in zip(real, again, strict=False) if a != b), "more or fewer")
+    return f"the real forward runs other operations than the fake one ({difference})"
 
 
 def trustworthy(
@@ -329,16 +308,24 @@ def trustworthy(
         CaptureError: neither way works.
         Exception: the user's own, when the step itself fails.
     """
-    captured = _believable(
-        model,
-        sample,
-        loss_fn,
-        optimizer,
-        clip_norm=clip_norm,
-        micro_batches=micro_batches,
-        believed=believed,
-        strides=strides,
-    )
+
+    def on_fakes(after: Captured | None) -> Captured:
+        return capture(
+            model,
+            sample,
+            loss_fn,
+            optimizer,
+            clip_norm=clip_norm,
+            micro_batches=micro_batches,
+            after=after,
+            strides=strides,
+        )
+
+    captured = _confirmed(model, sample, loss_fn, on_fakes, believed)
+    if isinstance(captured, str):
+        captured = scaled(
+            model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, why=captured
+        )
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn)
     return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample), micro_batches))

@@ -29,7 +29,7 @@ none, so the smallest source side is unique. The price is an error of at most 2*
 cut. The value returned is summed from the capacities as given, along the cut returned.
 
 `PricedNetwork` cuts one graph again and again at other prices. Everything that does not depend on them is worked out once, and parts that do not hang together
-and are alike (the blocks of a network) are cut once for all of them: on a chain of 1000 equal blocks a cut takes a tenth of the time.
+and are alike (the blocks of a network) are cut once for all of them.
 
 Not here, as measurements gave no reason: a warm start from the flow of the last prices, which could save the flow (half of the time) but not the checks and
 lists (the other half).

@@ -157,7 +157,7 @@ class Search:
         state = sum(s.bytes for s in trace.storages if s.category == "optimizer_state")
         if state:
             remedies.append(Remedy("an optimizer without state (torch.optim.SGD without momentum)", state, 0.0))
-        batch_part = solution.evaluation.peak_bytes - sum(s.bytes for s in trace.storages if s.birth < 0)
+        batch_part = solution.evaluation.peak_bytes - trace.bytes_before_step
         if self.samples > 1 and batch_part > 0:
             remedies.append(
                 Remedy(f"a batch of {self.samples // 2} instead of {self.samples} samples", batch_part // 2, -plain / 2)

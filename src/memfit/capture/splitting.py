@@ -4,7 +4,7 @@ Layers that see the whole batch (batch norm) and losses that compare samples (co
 not by samples. None of this is guessed from names of layers: the gradients decide.
 
 Where rounding hides the answer (an ill-conditioned program that splits, a batch norm of little effect, 16-bit operations) the comparison is made once
-more in float64: there what splits agrees to 1e-12, and what does not differs as before. It costs about twice the first one, so it is made only in
+more in float64: there what splits agrees far more closely, and what does not differs as before. It costs more than the first one, so it is made only in
 doubt, and not for large models, of which no second copy is made.
 """
 

@@ -179,3 +179,10 @@ class Recipes:
     def last_operation(self) -> list[int]:
         """Of each recipe: recipes run again in this order."""
         return [recipe.operations[-1] for recipe in self.recipes]
+
+    @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """The last event of forward that reads each storage."""
+        trace = self.trace
+        forward = enumerate(trace.events[: trace.forward_events])
+        return {s: e for e, op in forward if op >= 0 for s in trace.operations[op].reads}

@@ -42,7 +42,7 @@ class Boundary:
 def lasting(recipes: Recipes) -> frozenset[int]:
     """Managed storages that are read for so long that they cross boundaries of much besides themselves."""
     trace = recipes.trace
-    last_read = _last_reads(recipes)
+    last_read = recipes.last_reads
     long = LASTING * trace.forward_events
     return frozenset(s for s in recipes.managed if last_read.get(s, -1) - trace.storages[s].birth > long)
 
@@ -51,7 +51,7 @@ def boundaries(recipes: Recipes, around: Collection[int] = ()) -> list[Boundary]
     """All boundaries of a trace's forward, in order; storages in `around` do not count among the bytes that cross."""
     trace = recipes.trace
     end = trace.forward_events
-    last_read = _last_reads(recipes)
+    last_read = recipes.last_reads
     crossing = np.zeros(end + 1, dtype=np.int64)
     for s in recipes.managed:
         birth, last = trace.storages[s].birth, last_read.get(s, -1)
@@ -66,14 +66,6 @@ def boundaries(recipes: Recipes, around: Collection[int] = ()) -> list[Boundary]
     # What is a boundary with all that crosses it is one without some of it.
     found |= {b.event for b in boundaries(recipes)} if around else set()
     return _named(recipes, sorted(found), last_read)
-
-
-def _last_reads(recipes: Recipes) -> dict[int, int]:
-    """The last event of forward that reads each storage."""
-    trace = recipes.trace
-    return {
-        s: e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0 for s in trace.operations[op].reads
-    }
 
 
 def _named(recipes: Recipes, events: list[int], last_read: dict[int, int]) -> list[Boundary]:

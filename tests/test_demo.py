@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +33,9 @@ def demo() -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    with patch.dict(sys.modules, {"memfit_demo": module}), patch.dict(os.environ):
+    # Not patch.dict of sys.modules: that also takes back what is imported meanwhile, and torch._dynamo loads only once.
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+        patch.setitem(sys.modules, "memfit_demo", module)
         spec.loader.exec_module(module)
         yield module
 

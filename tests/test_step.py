@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import small
 from memfit.errors import NonFiniteLossError
-from memfit.step import StepProgram
+from memfit.step.program import StepProgram
 
 
 def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None, steps: int) -> list[float]:

@@ -31,7 +31,7 @@ from torch import nn
 
 import memfit
 from memfit.meter import metered
-from memfit.step import state_tensors
+from memfit.step.program import state_tensors
 
 measuring.with_tests_models()
 

@@ -50,7 +50,7 @@ class Plain:
     def peak(self) -> int:
         from memfit import batches
         from memfit.meter import metered
-        from memfit.step import state_tensors
+        from memfit.step.program import state_tensors
 
         present = [*self.model.parameters(), *self.model.buffers(), *batches.leaves(self.sample)]
         with metered([*present, *state_tensors(self.optimizer)]) as reading:

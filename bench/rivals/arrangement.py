@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memfit import batches
 from memfit.meter import metered
-from memfit.step import state_tensors
+from memfit.step.program import state_tensors
 
 from .subjects import Built, Subject
 from .work import Work, counted

@@ -26,7 +26,7 @@ from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
-from memfit.step import OptimizerFactory
+from memfit.step.program import OptimizerFactory
 from memfit.trace import Trace
 from memfit.units import format_bytes, parse_bytes
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -154,17 +154,31 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The few discrete choices around the actions.
+    """The few discrete choices around the actions; what plain PyTorch does is the default of each.
 
     Attributes:
         micro_batches: parts in which the batch is run, gradients accumulated.
         micro_batch_size: samples in the largest part.
         weights: how the parts' losses add up to the batch's: "whole" or one of `batches.weightings`.
+        precision: "full" (every operation as the model asks), or "bf16" or "fp16" (forward and loss under autocast, fp16 with a gradient scaler).
+        state_format: of the optimizer's state: "32bit" (as the optimizer keeps it) or "8bit" (block-wise).
+        state_place: where the optimizer's state lies between updates: "device", "host" or "disk".
+        update: "after" backward, or "in_backward" (each parameter as soon as its gradient is whole, which is then let go).
+        frozen: patterns of the modules that are not trained.
+        loss_chunk: rows of the loss head computed at a time; 0 for all at once.
+        streamed: path of the repeated blocks whose parameters lie on the lower tier; "" for none.
     """
 
     micro_batches: int = 1
     micro_batch_size: int = 0
     weights: str = "whole"
+    precision: str = "full"
+    state_format: str = "32bit"
+    state_place: str = "device"
+    update: str = "after"
+    frozen: tuple[str, ...] = ()
+    loss_chunk: int = 0
+    streamed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +367,7 @@ class Plan:
             for name in ("moments", "phases", "plain_curve"):
                 prediction[name] = tuple(prediction[name])
             prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
-            choices = Choices(**data["choices"])
+            choices = Choices(**{**data["choices"], "frozen": tuple(map(str, data["choices"]["frozen"]))})
             budget = data["budget_bytes"]
             if not isinstance(budget, int) or budget <= 0:
                 raise ValueError(f"budget_bytes is {budget!r}")

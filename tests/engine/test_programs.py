@@ -28,7 +28,7 @@ from memfit.meter import metered
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import SLACK_BYTES
-from memfit.step import StepProgram
+from memfit.step.program import StepProgram
 from models.outcome import measured_peak, outcome_of, plans_between, same
 from models.programs import (
     RANDOM,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memfit.errors import NonFiniteLossError
 from memfit.plans import Choices, Plan, Prediction, Script
 from memfit.report import Report, StepRecord
-from memfit.step import StepProgram
+from memfit.step.program import StepProgram
 
 Progress = Callable[[str, float], None] | None
 

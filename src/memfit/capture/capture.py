@@ -21,7 +21,7 @@ from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError, MemfitError
 from memfit.garbage import uncollected
-from memfit.step import OptimizerFactory, StepProgram, model_tensors, state_tensors
+from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
 

@@ -22,7 +22,7 @@ from memfit.capture.capture import Captured, capture, capture_real, forked_gener
 from memfit.capture.recorder import CallSpec, Strides, TensorSpec
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError
-from memfit.step import OptimizerFactory
+from memfit.step.program import OptimizerFactory
 from memfit.trace import Trace
 
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check

@@ -26,7 +26,7 @@ from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
-from memfit.step import StepProgram, model_tensors, state_tensors
+from memfit.step.program import StepProgram, model_tensors, state_tensors
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class Engine:
         return made
 
     def _step(self, plan: Plan, batch: Batch) -> None:
-        program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm)
+        program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices)
         parts = self._parts(plan, batch)
         shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
         compiled = self._compiled[plan.signature]

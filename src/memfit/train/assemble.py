@@ -17,7 +17,7 @@ import torch
 
 from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
-from memfit.step import OptimizerFactory
+from memfit.step.program import OptimizerFactory
 from memfit.train import readers, text
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples

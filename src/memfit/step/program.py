@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
+from memfit.plans import Choices
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -32,12 +33,14 @@ class StepProgram:
         loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**batch).loss`.
         optimizer: None to leave the parameters alone.
         clip_norm: largest global gradient norm; None for no clipping.
+        choices: how the step is run, but for its micro-batches, which the caller splits.
     """
 
     model: torch.nn.Module
     loss_fn: LossFunction | None
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
+    choices: Choices = field(default_factory=Choices)
 
     def forward_backward(
         self,

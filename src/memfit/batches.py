@@ -107,24 +107,31 @@ def weightings(batch: Batch) -> list[str]:
     ]
 
 
-def shares(parts: Sequence[Batch], how: str) -> list[float] | None:
-    """Share of each part in the loss of the whole; None when nothing is counted at all."""
+def counted(part: Batch, how: str) -> int:
+    """What the loss of a part counts for among parts, in the words of `weightings`: its samples, or its entries that count; 1 for sums.
+
+    Raises:
+        BatchError: the batch lacks the tensor whose entries are counted.
+    """
     kind, _, name = how.partition(":")
     if kind == "sum":
+        return 1
+    if kind == "samples":
+        return size(part)
+    leaf = named_leaves(part).get(name)
+    if leaf is None:
+        raise BatchError(f"losses are weighted by {how}, but the batch has no {name!r}")
+    if kind == "filled":
+        return int(leaf.count_nonzero())
+    leaf = leaf[..., 1:] if kind == "next_tokens" else leaf
+    return leaf.numel() - int((leaf == IGNORED_LABEL).sum())
+
+
+def shares(parts: Sequence[Batch], how: str) -> list[float] | None:
+    """Share of each part in the loss of the whole; None when nothing is counted at all."""
+    if how == "sum":
         return [1.0] * len(parts)
-    counts: list[int] = []
-    for part in parts:
-        if kind == "samples":
-            counts.append(size(part))
-            continue
-        leaf = named_leaves(part).get(name)
-        if leaf is None:
-            raise BatchError(f"losses are weighted by {how}, but the batch has no {name!r}")
-        if kind == "filled":
-            counts.append(int(leaf.count_nonzero()))
-        else:
-            leaf = leaf[..., 1:] if kind == "next_tokens" else leaf
-            counts.append(leaf.numel() - int((leaf == IGNORED_LABEL).sum()))
+    counts = [counted(part, how) for part in parts]
     total = sum(counts)
     return [c / total for c in counts] if total else None
 

@@ -18,6 +18,7 @@ from memfit.units import format_bytes, format_seconds
 
 FORMAT_VERSION: Final = 4
 WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
+MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
 
@@ -167,6 +168,7 @@ class Choices:
         frozen: patterns of the modules that are not trained.
         loss_chunk: rows of the loss head computed at a time; 0 for all at once.
         streamed: path of the repeated blocks whose parameters lie on the lower tier; "" for none.
+        unforced: modules whose outputs want no gradient though a hook says so, since nothing below them is trained.
     """
 
     micro_batches: int = 1
@@ -179,6 +181,7 @@ class Choices:
     frozen: tuple[str, ...] = ()
     loss_chunk: int = 0
     streamed: str = ""
+    unforced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +236,38 @@ class ModuleSaving:
     rerun_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenPart:
+    """A module or parameter that is not trained.
+
+    Attributes:
+        path: from the model's root.
+        parameters: numbers in it.
+        bytes: of these parameters.
+    """
+
+    path: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What one technique takes off the plain step's peak, beside what is commonly said of it.
+
+    Attributes:
+        technique: its name, as in `allow=` or as the argument that asks for it.
+        claimed_bytes: by the formula that is usually given for it.
+        predicted_bytes: plain peak without it less the plain peak with it.
+        claim: the formula, in words.
+    """
+
+    technique: str
+    claimed_bytes: int
+    predicted_bytes: int
+    claim: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How to train one model on one shape of batch inside a number of bytes.
@@ -249,6 +284,8 @@ class Plan:
         notes: what the reader should know.
         source: how the bytes were captured.
         changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
+        savings: of the techniques it uses, each by itself.
+        frozen: what is not trained because the user said so.
         runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
     """
 
@@ -266,6 +303,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     source: str = "fake"
     changed_buffers: tuple[str, ...] = ()
+    savings: tuple[Saving, ...] = ()
+    frozen: tuple[FrozenPart, ...] = ()
     format_version: int = FORMAT_VERSION
     runtime: Any = field(default=None, compare=False, repr=False)
 
@@ -322,6 +361,17 @@ class Plan:
                         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
                         f"{format_seconds(m.rerun_seconds)} again"
                     )
+        if self.frozen:
+            count = sum(part.parameters for part in self.frozen)
+            held = format_bytes(sum(part.bytes for part in self.frozen))
+            paths = ", ".join(part.path for part in self.frozen[:MOST_PATHS])
+            more = f" and {len(self.frozen) - MOST_PATHS} more" if len(self.frozen) > MOST_PATHS else ""
+            lines.append(f"Frozen: {count:,} parameters ({held}) in {paths}{more}.")
+        lines += [
+            f"{saving.technique}: takes {format_bytes(saving.predicted_bytes)} off the plain peak; "
+            f"by {saving.claim or 'its formula'} it would be {format_bytes(saving.claimed_bytes)}."
+            for saving in self.savings
+        ]
         lines += [f"Turned down: {text}" for text in self.turned_down]
         lines += [f"Note: {text}" for text in self.notes]
         return "\n".join(lines)
@@ -344,6 +394,8 @@ class Plan:
             "notes": list(self.notes),
             "source": self.source,
             "changed_buffers": list(self.changed_buffers),
+            "savings": [asdict(s) for s in self.savings],
+            "frozen": [asdict(f) for f in self.frozen],
             "script": self.script.to_json(),
         }
 
@@ -367,7 +419,8 @@ class Plan:
             for name in ("moments", "phases", "plain_curve"):
                 prediction[name] = tuple(prediction[name])
             prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
-            choices = Choices(**{**data["choices"], "frozen": tuple(map(str, data["choices"]["frozen"]))})
+            paths = {name: tuple(map(str, data["choices"][name])) for name in ("frozen", "unforced")}
+            choices = Choices(**{**data["choices"], **paths})
             budget = data["budget_bytes"]
             if not isinstance(budget, int) or budget <= 0:
                 raise ValueError(f"budget_bytes is {budget!r}")
@@ -395,6 +448,8 @@ class Plan:
                 tuple(data["notes"]),
                 str(data["source"]),
                 tuple(str(name) for name in data["changed_buffers"]),
+                tuple(Saving(**s) for s in data["savings"]),
+                tuple(FrozenPart(**f) for f in data["frozen"]),
             )
             _check_prediction(plan.prediction)
             if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ class StepRecord:
         peak_bytes: measured, when the step was metered.
         reruns: operations run again.
         departures: where a forward differed from the plan and was kept plain; empty when all went as planned.
+        skipped: scaled gradients overflowed (fp16), so the optimizer was not stepped.
     """
 
     step: int
@@ -34,6 +36,7 @@ class StepRecord:
     peak_bytes: int | None = None
     reruns: int = 0
     departures: tuple[str, ...] = ()
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ class Report:
             "title": self.title,
             "plan": self.plan.to_json(),
             "rehearsal": asdict(self.rehearsal) if self.rehearsal else None,
-            "records": [asdict(r) for r in self.records],
+            # JSON has no infinity; a skipped step may have lost its loss to one.
+            "records": [{**asdict(r), "loss": r.loss if math.isfinite(r.loss) else None} for r in self.records],
             "frontier": [asdict(p) for p in self.frontier],
             "facts": [list(f) for f in self.facts],
         }
@@ -125,7 +129,10 @@ class Report:
             data["title"],
             Plan.from_json(data["plan"]),
             rehearsal,
-            tuple(StepRecord(**{**r, "departures": tuple(r["departures"])}) for r in data["records"]),
+            tuple(
+                StepRecord(**{**r, "loss": _number(r["loss"]), "departures": tuple(r["departures"])})
+                for r in data["records"]
+            ),
             tuple(FrontierPoint(**p) for p in data["frontier"]),
             tuple((str(a), str(b)) for a, b in data["facts"]),
         )
@@ -133,3 +140,7 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the value as JSON; `memfit.views.write_report` makes the page and the pictures."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else loss

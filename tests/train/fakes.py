@@ -43,6 +43,7 @@ class FakeEngine:
     ) -> None:
         self.model, self.optimizer, self.plan, self.on_step = model, optimizer, made or plan(), on_step
         self.rehearsal = None
+        self.scaling = None
         self.records: list[StepRecord] = []
         self.batches: list[Any] = []
         self._program = StepProgram(model, loss_fn, optimizer)

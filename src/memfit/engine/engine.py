@@ -1,7 +1,7 @@
 """Run optimizer steps as a plan says. The engine decides nothing; it splits, follows, accumulates, updates once and reports.
 
-A step either happens whole or not at all: when anything fails before the update (the model, a NaN loss, an interrupt), gradients, batch-norm statistics and
-generators are put back, and an interrupt during the update waits for its end.
+A step either happens whole or not at all: when anything fails before the update (the model, a NaN loss, an interrupt), gradients, batch-norm statistics,
+generators and the gradient scaler are put back, and an interrupt during the update waits for its end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
-from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
+from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError, InputError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 
 
@@ -39,6 +40,26 @@ def norm_statistics(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+@dataclass(slots=True)
+class _Sum:
+    """What the micro-batches of a step have come to so far.
+
+    Attributes:
+        loss: weighted.
+        parts: micro-batches run.
+        last: loss of the last one, a tensor as in the capture; must not lie beside the next one's activations.
+        unit, counted: where the whole is not known before: what the first micro-batch counts for, and all so far.
+    """
+
+    loss: float = 0.0
+    parts: int = 0
+    reruns: int = 0
+    departures: list[str] = field(default_factory=list)
+    last: torch.Tensor | None = None
+    unit: int = 0
+    counted: int = 0
+
+
 class Engine:
     """A model, its optimizer and a plan, ready to train.
 
@@ -50,6 +71,7 @@ class Engine:
 
     Attributes:
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
+        scaling: of the gradients, under a plan in fp16; None otherwise.
     """
 
     def __init__(
@@ -75,6 +97,7 @@ class Engine:
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
+        self.scaling: Scaling | None = None
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -91,6 +114,8 @@ class Engine:
                 )
             if name not in self._changed:
                 self._changed[name] = buffers[name].clone()
+        if plan.choices.precision == "fp16" and self.optimizer is not None and self.scaling is None:
+            self.scaling = Scaling(self.device.type)
         self._plans[plan.signature] = plan
         self._compiled[plan.signature] = CompiledScript(plan.script)
 
@@ -121,13 +146,43 @@ class Engine:
         plan = self._plan_for(signature)
         if signature in self._departed and signature not in self._plans:
             plan = self._planned_anew(batch, signature, plan)
+        return self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
+
+    def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
+        """One optimizer step over the micro-batches of a loader, one of which is on the device at a time.
+
+        For a window of n batches of a loader, plan with a sample that holds all their samples and `fixed={"micro_batches": n}`; then hand over
+        any n of them, or fewer (the last window of an epoch). Each counts for what the loss averages over, as the plan has found: samples, or
+        tokens that are not masked. How much that is in all is known only at the end, so gradients are added up in units of the first
+        micro-batch and divided once: the same step as over all samples at once up to the order of additions.
+
+        Args:
+            micro_batches: each no larger than a micro-batch of the plan, or it is split; where they lie elsewhere they are brought to the device.
+            meter: as for `step`.
+
+        Raises:
+            BatchError: there are none, they hold nothing that counts, or one is larger than planned; nothing was changed.
+            InputError: the plan is for the whole batch at once: it has neither weights nor room for gradients that are there already.
+            NonFiniteLossError, EngineError: as for `step`.
+        """
+        if self._halfway:
+            raise EngineError(self._halfway)
+        if self.plan.choices.micro_batches == 1:
+            raise InputError(
+                "this plan runs the batch whole, so it keeps no room for gradients between micro-batches and has not found how they are weighted: "
+                'plan with a sample that holds all samples of the step and fixed={"micro_batches": n}, or call engine.step'
+            )
+        return self._recorded(lambda: self._accumulate(micro_batches), (), self.plan.signature, meter=meter)
+
+    def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
+        """Run a step and finish its record; tell of departures, each once."""
         started = time.perf_counter()
         self.reading = None
         if meter:
             with metered(self.present(batch), self.device) as self.reading:
-                self._step(plan, batch)
+                run()
         else:
-            self._step(plan, batch)
+            run()
         record = replace(
             self.records[-1],
             seconds=time.perf_counter() - started,
@@ -143,7 +198,7 @@ class Engine:
                 warnings.warn(
                     f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger"
                     + again,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         return record
 
@@ -160,40 +215,79 @@ class Engine:
         return made
 
     def _step(self, plan: Plan, batch: Batch) -> None:
-        program = StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices)
         parts = self._parts(plan, batch)
         shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
-        compiled = self._compiled[plan.signature]
-        loss = 0.0
-        departures: list[str] = []
-        reruns = 0
-        value: torch.Tensor | None = None
+        done = _Sum()
         with self._all_or_nothing() as keep:
             for index, part in enumerate(parts):
                 weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
                 if weight == 0.0:
                     continue  # nothing in this part counts (all its labels are masked), and its own mean is 0/0
-                value = None  # the loss of the part before must not lie beside this one's activations
-                follower = None if compiled.script.plain else Follower(compiled)
-                around = follower.following() if follower is not None else None
-                value = program.forward_backward(part, weight, around, check_finite=True)
-                loss += float(value) * (1.0 if weight is None else weight)
-                if follower is not None:
-                    reruns += follower.tape.reruns
-                    if follower.departure is not None:
-                        departures.append(follower.departure)
-                del follower, around
-            # The update, and with it the step, happens whole before a waiting interrupt is heard.
-            with _interrupts_wait():
-                self._update(program)
-                keep()
-                self.steps += 1
-                self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
+                self._forward_backward(plan, part, weight, done)
+            self._finish(plan, done, keep)
 
-    def _update(self, program: StepProgram) -> None:
+    def _accumulate(self, micro_batches: Iterable[Batch]) -> None:
+        how = self.plan.choices.weights
+        done = _Sum()
+        with self._all_or_nothing() as keep:
+            for micro_batch in micro_batches:
+                self._add(micro_batch, how, done)
+                del micro_batch  # before the loader makes the next one
+            if not done.counted:
+                raise BatchError(
+                    f"{done.parts or 'no'} micro-batches were handed over, and nothing in them counts for the loss (it is weighted by {how}): "
+                    "nothing was changed"
+                )
+            # A sum stays a sum; a mean was added up in units of the first micro-batch.
+            share = 1.0 if how == "sum" else done.unit / done.counted
+            done.loss *= share
+            if share != 1.0:
+                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], share)
+            self._finish(self.plan, done, keep)
+
+    def _add(self, micro_batch: Batch, how: str, done: _Sum) -> None:
+        here = batches.map_tensors(lambda t: t.to(self.device), micro_batch)
+        plan = self._plan_for(batches.signature(here))
+        for part in self._parts(plan, here):
+            count = batches.counted(part, how)
+            done.unit = done.unit or count
+            done.counted += count
+            if count:
+                self._forward_backward(plan, part, count / done.unit, done)
+
+    def _program(self, plan: Plan) -> StepProgram:
+        return StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
+
+    def _forward_backward(self, plan: Plan, part: Batch, weight: float | None, done: _Sum) -> None:
+        """One micro-batch, followed as the plan says."""
+        compiled = self._compiled[plan.signature]
+        done.last = None
+        follower = None if compiled.script.plain else Follower(compiled)
+        around = follower.following() if follower is not None else None
+        # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
+        done.last = self._program(plan).forward_backward(part, weight, around, check_finite=self.scaling is None)
+        done.loss += float(done.last) * (1.0 if weight is None else weight)
+        done.parts += 1
+        if follower is not None:
+            done.reruns += follower.tape.reruns
+            if follower.departure is not None:
+                done.departures.append(follower.departure)
+
+    def _finish(self, plan: Plan, done: _Sum, keep: Callable[[], None]) -> None:
+        # The update, and with it the step, happens whole before a waiting interrupt is heard.
+        with _interrupts_wait():
+            taken = self._update(self._program(plan))
+            if self.scaling is not None:
+                self.scaling.check_hope()
+            keep()
+            self.steps += 1
+            record = StepRecord(self.steps, done.loss, 0.0, done.parts, None, done.reruns, tuple(done.departures))
+            self.records.append(replace(record, skipped=not taken))
+
+    def _update(self, program: StepProgram) -> bool:
         before = [(tensor, tensor._version) for tensor in self._updated()]
         try:
-            program.update()
+            return program.update()
         except BaseException as error:
             if any(tensor._version != version for tensor, version in before):
                 halfway = (
@@ -221,7 +315,7 @@ class Engine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[Callable[[], None]]:
-        """Put back buffers, gradients and generators when the block fails before it has called what it is given."""
+        """Put back buffers, gradients, generators and the scaler when the block fails before it has called what it is given."""
         kept = False
 
         def keep() -> None:
@@ -235,6 +329,7 @@ class Engine:
         generators = [torch.default_generator.clone_state()]
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
+        scaling = None if self.scaling is None else self.scaling.state()
         try:
             yield keep
         except BaseException:
@@ -250,21 +345,27 @@ class Engine:
             torch.default_generator.set_state(generators[0].get_state())
             if self.device.type == "cuda":
                 torch.cuda.default_generators[self.device.index or 0].set_state(generators[1].get_state())
+            if self.scaling is not None and scaling is not None:
+                self.scaling.set_state(scaling)
             raise
 
     @contextmanager
     def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | None]:
         """For people who keep their own loop: run forward and loss of one micro-batch inside, backward and the update outside.
 
+        Under a plan in 16 bits it is an autocast region as well; in fp16, scale with `engine.scaling.scaler`.
+
         Args:
             retain_graph: backward will run more than once through this graph; then nothing is let go early.
         """
         compiled = self._compiled[self.plan.signature]
+        program = self._program(self.plan)
         if compiled.script.plain:
-            yield None
+            with program.as_chosen():
+                yield None
             return
         follower = Follower(compiled, retain=retain_graph)
-        with follower.following():
+        with follower.following(), program.as_chosen():
             yield follower
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------
@@ -298,7 +399,8 @@ class Engine:
         """Tensors that are there before a step and count against the budget."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch), *model_tensors(self.model)]
-        return [*self._updated(), *beside, *gradients]
+        scaling = self.scaling.tensors() if self.scaling is not None else []
+        return [*self._updated(), *beside, *gradients, *scaling]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""

@@ -1,4 +1,4 @@
-"""The optimizer step memfit trains with: forward, loss, backward, clipping, update, in one place.
+"""The optimizer step memfit trains with: forward, loss, backward, unscaling, clipping, update, in one place.
 
 The same code is captured on fake tensors, metered plainly and run under a plan, so that a prediction and a measurement speak of the same thing.
 """
@@ -6,8 +6,8 @@ The same code is captured on fake tensors, metered plainly and run under a plan,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,8 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
 from memfit.plans import Choices
+from memfit.step.freeze import unforced
+from memfit.step.precision import Scaling, autocast
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -33,7 +35,8 @@ class StepProgram:
         loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**batch).loss`.
         optimizer: None to leave the parameters alone.
         clip_norm: largest global gradient norm; None for no clipping.
-        choices: how the step is run, but for its micro-batches, which the caller splits.
+        choices: how the step is run, but for its micro-batches, which the caller splits, and what it freezes, which is frozen in the model.
+        scaling: of the gradients; needed where `choices` say fp16 and there is an optimizer.
     """
 
     model: torch.nn.Module
@@ -41,6 +44,20 @@ class StepProgram:
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
     choices: Choices = field(default_factory=Choices)
+    scaling: Scaling | None = None
+
+    @contextmanager
+    def as_chosen(self) -> Iterator[None]:
+        """Forward and loss of one micro-batch run inside: under autocast, and without gradients forced through what is frozen."""
+        first = next(self.model.parameters(), None)
+        device_type = "cpu" if first is None else first.device.type
+        with unforced(self.model, self.choices.unforced), autocast(self.choices.precision, device_type):
+            yield
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The scalar loss of a micro-batch, as `choices` say it is computed."""
+        with self.as_chosen():
+            return loss_of(self.model, batch, self.loss_fn)
 
     def forward_backward(
         self,
@@ -64,7 +81,7 @@ class StepProgram:
             The unweighted loss, detached.
         """
         with around_forward or nullcontext():
-            loss = loss_of(self.model, batch, self.loss_fn)
+            loss = self.loss(batch)
         if after_forward is not None:
             after_forward()
         if check_finite and not math.isfinite(value := loss.item()):  # .item() allocates nothing
@@ -72,18 +89,41 @@ class StepProgram:
                 f"the loss is {value}: the step was not taken and parameters and optimizer are as before it. "
                 "Look at the batch and the learning rate, or lower the latter"
             )
+        scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
         if weight is None:
-            loss.backward()
+            scaled.backward()
         else:
-            loss.backward(torch.full_like(loss.detach(), weight))
+            scaled.backward(torch.full_like(scaled.detach(), weight))
         return loss.detach()
 
-    def update(self) -> None:
-        """Clip the accumulated gradient once, step the optimizer once."""
+    def update(self) -> bool:
+        """Unscale and clip the accumulated gradient once, step the optimizer once.
+
+        Returns:
+            Whether the step was taken; it is skipped where scaled gradients overflowed.
+        """
+        self.unscale()
+        self.clip()
+        if self.optimizer is None:
+            return True
+        if self.scaling is not None and self._has_gradients():
+            return self.scaling.step(self.optimizer)
+        self.optimizer.step()
+        return True
+
+    def unscale(self) -> None:
+        """Undo the scaling of the gradients, where there is one."""
+        if self.scaling is not None and self.optimizer is not None and self._has_gradients():
+            self.scaling.unscale(self.optimizer)
+
+    def clip(self) -> None:
+        """Clip the global norm of the gradient."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self.clip_norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
+
+    def _has_gradients(self) -> bool:
+        # Where every label of a batch is masked there are none, and the scaler takes that for a mistake.
+        return any(p.grad is not None for p in self.model.parameters())
 
     def clear(self) -> None:
         """Let go of the gradients."""

@@ -15,6 +15,7 @@ import torch
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
+from memfit.step.precision import autocast
 from memfit.train import state
 from memfit.train.data import Batches
 
@@ -26,6 +27,7 @@ def evaluate(
     *,
     largest: int,
     weights: str = "samples",
+    precision: str = "full",
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Mean loss over the data; the model's modes and all generators are as before.
@@ -36,6 +38,7 @@ def evaluate(
         loss_fn: as for training.
         largest: samples in a micro-batch.
         weights: what a micro-batch's loss averages over, in the words of `batches.weightings`.
+        precision: as in training, in the words of `Choices`.
         stop: asked before each micro-batch.
 
     Returns:
@@ -50,7 +53,9 @@ def evaluate(
                     return None
                 share = _count(part, weights)
                 if share:
-                    total += _loss(model, part, loss_fn) * (1 if weights == "sum" else share)
+                    with autocast(precision, data.device.type):
+                        loss = _loss(model, part, loss_fn)
+                    total += loss * (1 if weights == "sum" else share)
                     weight += share
     return total / weight if weight else float("nan")
 

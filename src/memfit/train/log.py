@@ -41,7 +41,8 @@ class Log:
         line = {**asdict(record), "epoch": epoch, "lr": learning_rate}
         if record.peak_bytes is not None:
             line["predicted_peak_bytes"] = predicted_peak_bytes
-        self._add({key: value for key, value in line.items() if value is not None and value != ()})
+        line = {key: value for key, value in line.items() if value is not None and value != () and value is not False}
+        self._add({**line, "loss": record.loss if math.isfinite(record.loss) else None})
 
     def validation(self, step: int, loss: float) -> None:
         """A line for an evaluation."""
@@ -93,12 +94,13 @@ def records(out: Path) -> tuple[StepRecord, ...]:
     return tuple(
         StepRecord(
             step=line["step"],
-            loss=line["loss"],
+            loss=math.nan if line["loss"] is None else line["loss"],
             seconds=line["seconds"],
             micro_batches=line.get("micro_batches", 1),
             peak_bytes=line.get("peak_bytes"),
             reruns=line.get("reruns", 0),
             departures=tuple(line.get("departures", ())),
+            skipped=line.get("skipped", False),
         )
         for line in read(out)
         if "loss" in line

@@ -1,6 +1,6 @@
 """The training loop: one engine step after another, and what belongs between them.
 
-The schedule moves once per optimizer step; the last, smaller batch of an epoch is used; a stop is obeyed between steps;
+The schedule moves once per optimizer step that is taken (one skipped because fp16 overflowed uses its batch, and no more); the last, smaller batch of an epoch is used; a stop is obeyed between steps;
 whatever ends the run, what is on disk is the state after a whole step, and going on from it gives the same numbers as
 never having stopped.
 """
@@ -115,6 +115,7 @@ class _Run:
     config: dict[str, Any]
     display: Display
     step: int = 0
+    skipped: int = 0
     position: Position = field(default_factory=Position)
     loss: float | None = None
     validation_loss: float | None = None
@@ -134,7 +135,8 @@ class _Run:
         del content
         self._begin(snapshot)
         if self.step:
-            rates.set(self.step - 1)  # as the last step left it: with no step to take, a snapshot must still say so
+            # As the last step left it: with no step to take, a snapshot must still say so.
+            rates.set(max(0, self.step - self.skipped - 1))
         log = Log(self.out, self.step, self.evaluated)
         try:
             with stop_requests(self.display.note) as stop:
@@ -171,6 +173,7 @@ class _Run:
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
+        self.skipped = loop.get("skipped", 0)
 
     def _steps(self, total: int, rates: Rates, log: Log, stop: StopRequest) -> None:
         settings = self.settings
@@ -180,7 +183,7 @@ class _Run:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not stop:
             before = state.generators()
-            rate = rates.set(self.step)
+            rate = rates.set(self.step - self.skipped)
             batch, after = next(data)
             # The second step, not the first: only from then on is the optimizer's state there at the peak.
             meter = bool(settings.meter_every) and (self.step - 1) % settings.meter_every == 0
@@ -191,10 +194,11 @@ class _Run:
                 raise self._non_finite(error, log) from error
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
+            self.skipped += record.skipped
             record = replace(record, step=self.step)  # the engine counts from where it was made
             if record.peak_bytes is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
-            due = self.step % settings.log_every == 0 or self.step in (1, total) or meter or bool(record.departures)
+            due = self.step % settings.log_every == 0 or self.step in (1, total) or meter or bool(record.departures) or record.skipped
             if due:
                 log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
             self.display.step(record, rate, log=due)
@@ -213,6 +217,7 @@ class _Run:
             self.loss_fn,
             largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
             weights=self.weights,
+            precision=choices.precision,
             stop=lambda: bool(stop),
         )
         if loss is None:
@@ -229,6 +234,7 @@ class _Run:
             "validation_loss": self.validation_loss,
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
+            "skipped": self.skipped,
         }
         self.saved = snapshots.write(
             self.out,

@@ -147,6 +147,8 @@ def described(record: StepRecord, learning_rate: float, predicted_peak_bytes: in
     text = f"loss {record.loss:.4f}  lr {learning_rate:.3g}  {format_seconds(record.seconds)}"
     if record.peak_bytes is not None:
         text += f"  peak {format_bytes(record.peak_bytes)} (predicted {format_bytes(predicted_peak_bytes)})"
+    if record.skipped:
+        text += "  skipped: gradients overflowed"
     if record.departures:
         text += f"  not as planned: {record.departures[0]}"
     return text

@@ -120,7 +120,7 @@ def write(
     content = {
         "model.pt": {"state": trained.model.state_dict(), "buffers": state.further_buffers(trained.model)},
         "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
-        "loop.pt": dict(loop),
+        "loop.pt": {**loop, "scaling": None if trained.scaling is None else trained.scaling.state()},
     }
     _check_readable(content)
     needed = sum(bytes_of(value) for value in content.values())
@@ -385,7 +385,7 @@ def _renamed(folder: Path, target: Path) -> Path:
 
 
 def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
-    """Put parameters, buffers, optimizer state and generators back; returns the loop's values.
+    """Put parameters, buffers, optimizer state, gradient scaling and generators back; returns the loop's values.
 
     Learning rates and the like stay those of the optimizer as it is now: they come from the configuration, which may
         have been changed on purpose.
@@ -404,5 +404,7 @@ def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
             raise
         raise SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}") from error
     loop: dict[str, Any] = snapshot.load("loop.pt")
+    if trained.scaling is not None and loop.get("scaling") is not None:
+        trained.scaling.set_state(loop["scaling"])
     state.set_generators(loop["generators"])
     return loop

@@ -1,4 +1,4 @@
-"""What a run depends on besides its data: parameters, buffers, optimizer state, generators; taken and put back."""
+"""What a run depends on besides its data: parameters, buffers, optimizer state, gradient scaling, generators; taken and put back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from memfit.plans import Plan
+from memfit.step.precision import Scaling
 
 
 class Trained(Protocol):
@@ -26,6 +27,10 @@ class Trained(Protocol):
     @property
     def plan(self) -> Plan:
         """That is followed."""
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """Of the gradients; None where they are not scaled."""
 
 
 def further_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,104 @@
+"""Mixed precision: forward and loss under autocast, and for fp16 a gradient scaler around backward and update.
+
+Both are torch's own (Micikevicius et al. 2018, "Mixed Precision Training"): parameters, gradients and optimizer state stay as the model has them, and
+what autocast casts (weights too, kept until its region ends) are operations and storages like any other, seen where operations are dispatched.
+The numbers are those of the loop that torch documents: `autocast`, `scale(loss).backward()`, `unscale_`, clip, `step`, `update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from memfit.errors import InputError, NonFiniteLossError
+
+FORMATS: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Each skipped step halves the scale. It starts at 2**16, so by then gradients that are scaled down 16,000 times still overflow.
+MOST_SKIPPED: Final = 30
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:
+    """The region in which forward and loss run; one for each micro-batch.
+
+    Args:
+        precision: "full" for none, or a name in `FORMATS`.
+        device_type: "cpu" or "cuda".
+    """
+    return nullcontext() if precision == "full" else torch.autocast(device_type, FORMATS[precision])
+
+
+def check_scalable(model: torch.nn.Module, precision: str) -> None:
+    """See that the gradients can be scaled: those of fp16 parameters cannot, since nothing wider holds what is unscaled.
+
+    Raises:
+        InputError: fp16 is asked for, and a trainable parameter is fp16 already.
+    """
+    if precision != "fp16":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise InputError(
+                f'allow="fp16" keeps parameters in 32 bits and casts them in forward, but {name} is fp16 already: '
+                "convert the model with model.float(), or leave fp16 out of allow"
+            )
+
+
+class Scaling:
+    """torch's gradient scaler, with what a step that happens whole or not at all needs of it.
+
+    Args:
+        device_type: where the gradients are, "cpu" or "cuda".
+
+    Attributes:
+        scaler: for people who keep their own loop.
+        skipped_in_a_row: steps skipped since the last one taken.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.scaler = torch.amp.GradScaler(device_type)
+        self.skipped_in_a_row = 0
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, once all micro-batches are added up and before they are clipped."""
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer unless a gradient is infinite or no number, and adjust the scale; whether it stepped."""
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        taken = self.scaler.get_scale() >= before  # it falls when, and only when, a step is skipped
+        self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
+        return taken
+
+    def check_hope(self) -> None:
+        """See that skipping is not all that happens.
+
+        Raises:
+            NonFiniteLossError: too many steps in a row were skipped.
+        """
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise NonFiniteLossError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, since gradients overflow in fp16 even at a scale of "
+                f"{self.scaler.get_scale():.3g}; parameters and optimizer are as before them. Use bf16 or full precision, "
+                "or look for values in the batch that are infinite or no numbers"
+            )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the scaler keeps from step to step; none before its first."""
+        kept = (self.scaler._scale, self.scaler._growth_tracker)  # noqa: SLF001 - torch hands out their values only
+        return [tensor for tensor in kept if tensor is not None]
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a snapshot."""
+        return {"scaler": self.scaler.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state`, from any point of a step: a new scaler knows of no gradients unscaled already."""
+        self.scaler = torch.amp.GradScaler(self.device_type)
+        self.scaler.load_state_dict(dict(state["scaler"]))
+        self.skipped_in_a_row = state["skipped_in_a_row"]

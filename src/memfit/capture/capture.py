@@ -22,6 +22,8 @@ from memfit.capture.standins import lent
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError, MemfitError
 from memfit.garbage import uncollected
+from memfit.step.freeze import Forced, watching
+from memfit.step.precision import Scaling
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
 
@@ -36,12 +38,16 @@ class Captured:
         overwritten: something saved was written before backward read it.
         graded: names of the parameters that get gradients, where every forward runs the same operations and all gradients are dense; else None.
             Then a later capture needs no pass before the one it records.
+        receiving: names of the parameters that got gradients.
+        forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a way that freezes.
     """
 
     trace: Trace
     calls: dict[str, CallSpec]
     overwritten: bool = False
     graded: frozenset[str] | None = None
+    receiving: frozenset[str] = frozenset()
+    forced: Forced | None = None
 
 
 def model_digest(model: nn.Module) -> str:
@@ -166,6 +172,9 @@ def _record(
     program = StepProgram(model, loss_fn, None, clip_norm, choices)
     trainable = program.trainable()
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
+    if choices.precision == "fp16" and program.optimizer is not None:
+        program.scaling = Scaling(device_of(model).type)
+    forced: Forced | None = None
     weight = None if micro_batches == 1 else 1.0 / micro_batches
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
     # capturing a small model.
@@ -178,12 +187,14 @@ def _record(
             for name, parameter in model.named_parameters():
                 if micro_batches > 1 and name in graded:
                     parameter.grad = _as_accumulated(parameter)
-        elif micro_batches == 1:
-            with recorder:
-                loss = batches.loss_of(model, sample, loss_fn)
-            del loss
         else:
-            program.forward_backward(parts[0], weight, recorder)
+            with watching(model) if choices.frozen else contextlib.nullcontext() as forced:
+                if micro_batches == 1:
+                    with recorder:
+                        loss = program.loss(sample)
+                    del loss
+                else:
+                    program.forward_backward(parts[0], weight, recorder)
         # Cycles of that forward may hold activations; all are young, as no collection has run since they were made.
         gc.collect(0)
         recorder.recording = True
@@ -191,6 +202,7 @@ def _record(
         recorder.register(model.buffers(), Category.BUFFER)
         recorder.register(model_tensors(model), Category.BUFFER)
         recorder.register((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
+        recorder.register(program.scaling.tensors() if program.scaling is not None else (), Category.OTHER)
         recorder.register(batches.leaves(sample), Category.BATCH)
         marks: list[int] = []
 
@@ -206,6 +218,7 @@ def _record(
             pass_events = len(recorder.events)
             if recorder.unrecorded == [o.name for o in recorder.operations if o.phase is Phase.FORWARD]:
                 graded = _graded(model)
+            receiving = frozenset(name for name, p in model.named_parameters() if p.grad is not None)
             changed = {
                 name: b.numel() * b.element_size()
                 for name, b in buffers.items()
@@ -220,17 +233,16 @@ def _record(
                 recorder.recording = True
                 recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
             recorder.phase = Phase.CLIP
-            clip_optimizer = program.optimizer
-            program.optimizer = None
-            program.update()
+            program.unscale()
+            program.clip()
             recorder.phase = Phase.OPTIMIZER
-            if clip_optimizer is not None:
-                clip_optimizer.step()
+            if program.optimizer is not None:
+                program.optimizer.step()
             del loss
             program.clear()
         operations, storages, saves = recorder.tables()
         recorder.recording = False
-    del clip_optimizer, program
+    del program
     trace = Trace(
         events=tuple(recorder.events),
         operations=operations,
@@ -248,7 +260,7 @@ def _record(
         changed_buffers=tuple(changed),
         changed_buffer_bytes=sum(changed.values()),
     )
-    return Captured(trace, recorder.calls, recorder.overwritten, graded)
+    return Captured(trace, recorder.calls, recorder.overwritten, graded, receiving, forced)
 
 
 def _graded(model: nn.Module) -> frozenset[str] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -105,6 +106,8 @@ def _part_of(name: str, patterns: Sequence[str]) -> str:
 
 
 def _check(model: nn.Module, patterns: Sequence[str]) -> None:
+    if isinstance(patterns, str):
+        raise InputError(f"freeze={patterns!r} is one pattern: give a list of them, freeze=[{patterns!r}]")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -132,40 +135,60 @@ def _written(patterns: Sequence[str]) -> str:
 # -- gradients forced through a frozen part ----------------------------------------------------------------------------------
 
 
-def _forced(inputs: object, output: object) -> list[torch.Tensor]:
-    """Tensors of a module's output that ask for a gradient though no operation before them did, and that were not handed in."""
-    given = {id(t) for t in pytree.tree_leaves(inputs)}
-    return [
-        t
-        for t in pytree.tree_leaves(output)
-        if isinstance(t, torch.Tensor)
-        and t.requires_grad
-        and t.is_leaf
-        and not isinstance(t, nn.Parameter)
-        and id(t) not in given
-    ]
+@dataclass(slots=True)
+class Forced:
+    """Where gradients are asked for though nothing below is trained.
+
+    Attributes:
+        outputs: modules whose output is made to ask for them, by a hook or in their own forward.
+        inputs: modules that are handed a tensor which asks for them, made to by no module (the batch, or code between modules).
+    """
+
+    outputs: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+
+
+def _asking(*values: object) -> list[torch.Tensor]:
+    """Tensors that ask for a gradient though no operation before them did."""
+    tensors = (t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+    return [t for t in tensors if t.requires_grad and t.is_leaf]
+
+
+def _among(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 @contextmanager
-def forced_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """Note the paths of modules whose output is made to ask for gradients while nothing below it is trained.
+def watching(model: nn.Module) -> Iterator[Forced]:
+    """Note where a forward inside the block is made to ask for gradients while nothing below is trained.
 
-    Hugging Face's `enable_input_require_grads` does so with a hook on the embeddings, and adapters' guides with `output.requires_grad_(True)`:
+    Hugging Face's `enable_input_require_grads` does so with a hook on the embeddings, and guides to adapters with `output.requires_grad_(True)`:
     re-entrant checkpointing needs it. Backward then runs through the whole frozen part, which holds all that it saves, for a gradient nobody reads.
     """
-    found: list[str] = []
+    found = Forced()
     seen: list[torch.Tensor] = []
 
-    def watching(path: str) -> Any:
-        def watch(_module: nn.Module, inputs: object, output: object) -> None:
-            for tensor in _forced(inputs, output):
-                if not any(tensor is known for known in seen):  # a module may hand on what one inside it returned
+    def hooks(path: str) -> tuple[Any, Any]:
+        def before(_module: nn.Module, args: object, kwargs: object) -> None:
+            for tensor in _asking(args, kwargs):
+                if not _among(tensor, seen):
                     seen.append(tensor)
-                    found.append(path)
+                    found.inputs.append(path)
 
-        return watch
+        def after(_module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
+            for tensor in _asking(output):
+                if not _among(tensor, seen):  # a module may hand on what it was given, or what one inside it returned
+                    seen.append(tensor)
+                    found.outputs.append(path)
 
-    handles = [module.register_forward_hook(watching(path)) for path, module in model.named_modules() if path]
+        return before, after
+
+    handles = []
+    for path, module in model.named_modules():
+        if path:
+            before, after = hooks(path)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         yield found
     finally:
@@ -176,18 +199,20 @@ def forced_outputs(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def unforced(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """Take back, inside the block, that outputs of these modules ask for gradients of their own accord (`forced_outputs`).
+    """Take back, inside the block, that outputs of these modules ask for gradients of their own accord (`Forced.outputs`).
 
     A hook of ours runs after the user's and clears the flag of the very tensor, so no operation is added. The tensor has no history, so no gradient
     of a parameter came through it. What could still differ is what code makes of the flag (re-entrant checkpointing, kernels chosen by it); so the
     paths come from a plan, which names them only where the step was seen to run the same forward and to give gradients to the same parameters.
     """
 
-    def take_back(_module: nn.Module, inputs: object, output: object) -> None:
-        for tensor in _forced(inputs, output):
-            tensor.requires_grad_(requires_grad=False)
+    def take_back(_module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        given = _asking(args, kwargs)
+        for tensor in _asking(output):
+            if not _among(tensor, given):
+                tensor.requires_grad_(requires_grad=False)
 
-    handles = [model.get_submodule(path).register_forward_hook(take_back) for path in paths]
+    handles = [model.get_submodule(path).register_forward_hook(take_back, with_kwargs=True) for path in paths]
     try:
         yield
     finally:

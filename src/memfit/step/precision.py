@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from memfit.errors import InputError, NonFiniteLossError
+from memfit.errors import NonFiniteLossError
 
 FORMATS: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Each skipped step halves the scale. It starts at 2**16, so by then gradients that are scaled down 16,000 times still overflow.
@@ -30,20 +30,13 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[object]
     return nullcontext() if precision == "full" else torch.autocast(device_type, FORMATS[precision])
 
 
-def check_scalable(model: torch.nn.Module, precision: str) -> None:
-    """See that the gradients can be scaled: those of fp16 parameters cannot, since nothing wider holds what is unscaled.
-
-    Raises:
-        InputError: fp16 is asked for, and a trainable parameter is fp16 already.
-    """
-    if precision != "fp16":
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is torch.float16:
-            raise InputError(
-                f'allow="fp16" keeps parameters in 32 bits and casts them in forward, but {name} is fp16 already: '
-                "convert the model with model.float(), or leave fp16 out of allow"
-            )
+def why_not_scaled(model: torch.nn.Module) -> str | None:
+    """Why fp16 cannot be had: gradients of parameters that are fp16 themselves cannot be unscaled, as nothing wider holds them; None when it can."""
+    halves = (n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16)
+    name = next(halves, None)
+    if name is None:
+        return None
+    return f"it keeps parameters in 32 bits and casts them in forward, and {name} is fp16 already (model.float() converts it)"
 
 
 class Scaling:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +19,22 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture import costs as cost_tables
 from memfit.capture.capture import Captured, device_of, model_digest
 from memfit.capture.recorder import Strides
-from memfit.capture.scaled import trustworthy
+from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.choices import Choices, in_words
 from memfit.engine.engine import Engine, norm_statistics
-from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
+from memfit.errors import CaptureError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
 from memfit.planner.ways import Offers, ways
-from memfit.plans import Plan, Prediction, Script
+from memfit.plans import FrozenPart, Plan, Prediction, Saving, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
+from memfit.step.freeze import freeze as freeze_for_good
+from memfit.step.freeze import frozen, frozen_parts
+from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
-from memfit.trace import Trace
-from memfit.units import format_bytes, parse_bytes
+from memfit.trace import Category, Trace
+from memfit.units import format_bytes, format_seconds, parse_bytes
 
 Progress = Callable[[str, float], None]
 Budget = str | int
@@ -50,11 +54,63 @@ class Runtime:
         loss_fn: LossFunction | None,
         optimizer: OptimizerFactory | None,
         fixed: Mapping[str, Any] | None = None,
+        frozen: tuple[FrozenPart, ...] = (),
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.fixed = fixed
+        self.frozen = frozen
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan found, with what its techniques save and what they cost that nobody may expect."""
+        found = self.search.plan(budget_bytes)
+        return replace(
+            found,
+            savings=tuple(self._savings(found.choices)),
+            frozen=self.frozen,
+            notes=(*found.notes, *self._slow_precisions()),
+            runtime=self,
+        )
+
+    def _plain(self, way: Choices) -> tuple[Trace, int]:
+        """The step run this way and nothing dropped, and its peak."""
+        solver = self.search.solver(self.search.fixed_micro_batches or 1, way)
+        return solver.trace, solver.plain.peak
+
+    def _savings(self, chosen: Choices) -> Iterator[Saving]:
+        way = replace(chosen, micro_batches=1, micro_batch_size=0, weights="whole", unforced=())
+        trace, peak = self._plain(way)
+        if way.frozen:
+            with suppress(CaptureError):
+                whole, whole_peak = self._plain(replace(way, frozen=()))
+                lasting = (Category.GRADIENT, Category.OPTIMIZER_STATE)
+                claimed = _bytes_of(whole, *lasting) - _bytes_of(trace, *lasting)
+                yield Saving("freeze", claimed, whole_peak - peak, "gradients and optimizer state of what is frozen")
+        if way.precision != "full":
+            with suppress(CaptureError):
+                full, full_peak = self._plain(replace(way, precision="full"))
+                half = _bytes_of(full, Category.ACTIVATION) // 2
+                yield Saving(way.precision, half, full_peak - peak, "half of what is saved for backward")
+
+    def _slow_precisions(self) -> Iterator[str]:
+        """Of 16-bit ways that were weighed, those whose operations take longer than in full precision."""
+        for precision in FORMATS:
+            way = next((w for w in self.search.ways if w.precision == precision), None)
+            if way is None:
+                continue
+            with suppress(CaptureError):
+                seconds = self._plain(way)[0].plain_step_seconds
+                full = self._plain(replace(way, precision="full"))[0].plain_step_seconds
+                if seconds > full:
+                    yield (
+                        f"{precision} is slower than full precision on this device: {format_seconds(seconds)} a step against {format_seconds(full)} "
+                        "before anything is dropped; what it may save is bytes"
+                    )
+
+
+def _bytes_of(trace: Trace, *categories: Category) -> int:
+    return sum(s.bytes for s in trace.storages if s.category in categories)
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -86,7 +142,10 @@ def plan(
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
-        host_budget, allow, freeze: reserved for techniques this version does not have; anything but the default is refused.
+        host_budget: reserved for techniques this version does not have; anything but the default is refused.
+        allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler).
+        freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
+            is; `apply` freezes it.
         fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.
         device: None for the device of the model, or the name of a GPU that is not here ("rtx4090"): then seconds are estimated.
@@ -102,9 +161,9 @@ def plan(
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
     search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
     _tell(progress, "planning", 0.9)
-    found = search.plan(budget_bytes)
+    found = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze)).plan(budget_bytes)
     _tell(progress, "planned", 1.0)
-    return replace(found, runtime=Runtime(search, loss_fn, optimizer, fixed))
+    return found
 
 
 def record(
@@ -162,7 +221,7 @@ def replan(made: Plan | Trace, budget: Budget) -> Plan:
             "this plan was loaded from a file and carries no trace: keep the trace (memfit.record(...).save(path)) to plan again without the model, "
             "or call memfit.plan(model, sample, ...) again"
         )
-    return replace(made.runtime.search.plan(budget_bytes), runtime=made.runtime)
+    return made.runtime.plan(budget_bytes)
 
 
 def frontier(
@@ -190,7 +249,8 @@ def frontier(
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
     search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
-    return _frontier(search, max(2, points), Runtime(search, loss_fn, optimizer, fixed), progress)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze))
+    return _frontier(search, max(2, points), runtime, progress)
 
 
 def _frontier(search: Search, points: int, runtime: Runtime, progress: Progress | None = None) -> tuple[Plan, ...]:
@@ -199,10 +259,10 @@ def _frontier(search: Search, points: int, runtime: Runtime, progress: Progress 
     for i in range(points):
         budget = round(plain - (plain - smallest) * i / (points - 1))
         _tell(progress, f"planning for {format_bytes(budget)}", i / points)
-        made = search.plan(budget)
+        made = runtime.plan(budget)
         known = found.get(made.prediction.peak_bytes)
         if known is None or made.prediction.step_seconds < known.prediction.step_seconds:
-            found[made.prediction.peak_bytes] = replace(made, runtime=runtime)
+            found[made.prediction.peak_bytes] = made
     ordered = [found[p] for p in sorted(found, reverse=True)]
     best: list[Plan] = []
     for made in reversed(ordered):  # from the smallest up: a larger plan must be faster to be worth showing
@@ -233,6 +293,9 @@ def apply(
 ) -> Engine:
     """An engine that trains this model as the plan says.
 
+    What the plan freezes is frozen in the model from here on (`requires_grad` is false, gradients it had are let go), and an optimizer made here is
+    made without it.
+
     Args:
         plan: made in this process or loaded.
         model: of the structure the plan was made for; the user's own object is trained.
@@ -241,7 +304,7 @@ def apply(
     Raises:
         PlanFileError: the plan is for another model.
     """
-    have = model_digest(model)
+    have = _digest(model, plan.choices.frozen)
     if have != plan.model:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
@@ -252,6 +315,7 @@ def apply(
         raise InputError(
             "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
         )
+    freeze_for_good(model, plan.choices.frozen)
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
@@ -262,6 +326,17 @@ def apply(
     return engine
 
 
+def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Of the model with what the patterns mean frozen; as it is where they mean nothing in it."""
+    with suppress(InputError), frozen(model, patterns):
+        return model_digest(model)
+    return model_digest(model)
+
+
+def _frozen_parts(model: nn.Module, patterns: Sequence[str]) -> tuple[FrozenPart, ...]:
+    return frozen_parts(model, patterns) if patterns else ()
+
+
 def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
     """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
     return partial(
@@ -270,7 +345,8 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
         loss_fn=engine.loss_fn,
         budget=engine.plan.budget_bytes,
         optimizer=None if engine.optimizer is None else (runtime.optimizer or default_optimizer),
-        fixed=runtime.fixed,
+        freeze=engine.plan.choices.frozen,
+        fixed={**(runtime.fixed or {}), "precision": engine.plan.choices.precision},  # the scaler goes on
         clip_norm=engine.plan.clip_norm,
     )
 
@@ -319,10 +395,8 @@ def fit(
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
         target -= excess + engine.rehearsal.measured_peak_bytes // 1000
-        runtime = made.runtime
         repaired = replace(
-            runtime.search.plan(target),
-            runtime=runtime,
+            made.runtime.plan(target),
             budget_bytes=budget_bytes,
             notes=(
                 *made.notes,
@@ -349,6 +423,7 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
     state = torch.default_generator.clone_state()
     cuda_state = torch.cuda.get_rng_state() if engine.device.type == "cuda" else None
     training = [(m, m.training) for m in model.modules()]
+    scaling = engine.scaling.state() if engine.scaling is not None else None
     handle, name = tempfile.mkstemp(prefix="memfit-rehearsal-")
     os.close(handle)
     try:
@@ -367,8 +442,8 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
         try:
             for parameter in model.parameters():
                 parameter.grad = None
-            engine.step(sample)
-            record = engine.step(sample, meter=True)
+            _step_taken(engine, sample)
+            record = _step_taken(engine, sample, meter=True)
             reading = engine.reading
         finally:
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
@@ -388,6 +463,8 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
                 torch.cuda.set_rng_state(cuda_state)
             for module, mode in training:
                 module.training = mode
+            if engine.scaling is not None and scaling is not None:
+                engine.scaling.set_state(scaling)
             engine.steps, engine.records = steps, records
     finally:
         Path(name).unlink(missing_ok=True)
@@ -407,6 +484,13 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
         record.departures,
         tuple(curve),
     )
+
+
+def _step_taken(engine: Engine, sample: Batch, *, meter: bool = False) -> StepRecord:
+    """A step whose update was taken: the first ones in fp16 are skipped until the scale is low enough, and hold less."""
+    while (record := engine.step(sample, meter=meter)).skipped:
+        pass
+    return record
 
 
 def measure(
@@ -457,12 +541,10 @@ def _search(
     device: str | None,
     progress: Progress | None,
 ) -> Search:
-    for name, value in (("host_budget", host_budget), ("allow", allow), ("freeze", freeze)):
-        if value:
-            raise InputError(
-                f"{name}={value!r} is not available in this version: memfit plans recomputation and micro-batches only, and changes no numbers. "
-                f"Leave {name} out"
-            )
+    if host_budget:
+        raise InputError(
+            f"host_budget={host_budget!r} is not available in this version: nothing is moved to the host. Leave host_budget out"
+        )
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
     samples = batches.size(sample)
@@ -470,25 +552,35 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    possible, refused = ways(Offers(), allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    _frozen_parts(model, freeze)
+    unscalable = why_not_scaled(model)
+    offers = Offers(
+        {"precision": ("bf16",) if unscalable else ("bf16", "fp16")}, {"precision": unscalable} if unscalable else {}
+    )
+    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     believed: dict[Choices, Captured] = {}  # by the way the step is run
+    unforced: dict[Choices, tuple[str, ...]] = {}
     strides: dict[str, Strides] = {}
+
+    def captured_as(choices: Choices, known: Captured | None) -> Captured:
+        def run(way: Choices) -> Captured:
+            return trustworthy(
+                model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=way, believed=known, strides=strides
+            )
+
+        way = replace(choices, micro_batches=1)
+        if way in unforced:
+            return run(replace(choices, unforced=unforced[way]))
+        captured, unforced[way] = without_forced_gradients(run, choices)
+        return captured
 
     def trace_of(choices: Choices) -> Trace:
         number, way = choices.micro_batches, replace(choices, micro_batches=1)
         named = f"{in_words(choices)}, " if in_words(choices) else ""
         for _ in range(LAYOUT_ROUNDS):
             _tell(progress, f"capturing a step ({named}{number} micro-batch{'es' if number > 1 else ''})", 0.1)
-            captured = trustworthy(
-                model,
-                sample,
-                loss_fn,
-                optimizer,
-                clip_norm=clip_norm,
-                choices=choices,
-                believed=believed.get(way),
-                strides=strides,
-            )
+            with frozen(model, choices.frozen):
+                captured = captured_as(choices, believed.get(way))
             believed.setdefault(way, captured)
             if table is None:
                 costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
@@ -524,7 +616,8 @@ def _search(
             if any(p.device.type == "meta" for p in model.parameters()):
                 return None, "the model is on the meta device, so it cannot be checked whether its batch splits"
             _tell(progress, "checking whether the batch splits", 0.5)
-            splitting.append(find_splitting(model, sample, loss_fn))
+            with frozen(model, freeze):
+                splitting.append(find_splitting(model, sample, loss_fn))
         return splitting[0].weights, splitting[0].reason
 
     if micro_batches is not None and micro_batches > 1:

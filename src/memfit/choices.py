@@ -70,7 +70,12 @@ class Choices:
         """Fields that differ from plain PyTorch's, but for the micro-batches and what follows from the others."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default and field.name not in {"micro_batches", "micro_batch_size", "weights", "unforced"}:
+            if value != field.default and field.name not in {
+                "micro_batches",
+                "micro_batch_size",
+                "weights",
+                "unforced",
+            }:
                 yield field.name, value
 
 

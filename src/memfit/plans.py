@@ -287,11 +287,16 @@ class Plan:
     def explain(self) -> str:
         """The plan in words, for a person."""
         p = self.prediction
-        exact = "the same numbers as plain PyTorch, bit for bit"
+        reference = "plain PyTorch"
+        if self.choices.precision != "full":
+            scaler = " and gradient scaler" if self.choices.precision == "fp16" else ""
+            reference = f"PyTorch's own {self.choices.precision} autocast{scaler}"
+        if self.choices.frozen:
+            reference += " with these parts frozen"
+        exact = f"the same numbers as {reference}, bit for bit"
         if self.choices.micro_batches > 1:
-            exact = (
-                "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
-            )
+            rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
+            exact = f"the same step as {reference} up to the order of additions{rounding}"
         lines = [
             (
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "

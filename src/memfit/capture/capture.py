@@ -173,7 +173,7 @@ def _record(
     trainable = program.trainable()
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
     if choices.precision == "fp16" and program.optimizer is not None:
-        program.scaling = Scaling(device_of(model).type)
+        program.scaling = Scaling(device_of(model))
     forced: Forced | None = None
     weight = None if micro_batches == 1 else 1.0 / micro_batches
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than

@@ -344,3 +344,35 @@ def _in_the_parts_that_run(trace: Trace, samples: int) -> Trace:
         f"so they are run in {runs} parts: as many bytes, fewer passes"
     )
     return replace(trace, choices=replace(trace.choices, micro_batches=runs), notes=(*trace.notes, note))
+
+
+def without_forced_gradients(run: Callable[[Choices], Captured], choices: Choices) -> tuple[Captured, tuple[str, ...]]:
+    """A capture in which backward ends at the lowest trained parameter, where the step allows it, and the modules whose outputs that concerns.
+
+    Only what the step shows decides: without the forced gradients it must run the same forward and give gradients to the same parameters.
+    Re-entrant checkpointing, for one, gives none to a layer whose input asks for none.
+
+    Args:
+        run: captures the step as choices say.
+        choices: how it is to be run.
+    """
+    captured = run(choices)
+    if captured.forced is None:
+        return captured, ()
+    notes = [
+        f"backward runs through what is frozen in {path}: the tensor it is handed asks for gradients though nothing below is trained"
+        for path in captured.forced.inputs
+    ]
+    paths = tuple(captured.forced.outputs)
+    if paths:
+        freed = run(replace(choices, unforced=paths))
+        who = f"the output of {', '.join(paths)} is made to ask for gradients though nothing below is trained"
+        if forward_names(freed.trace) == forward_names(captured.trace) and freed.receiving == captured.receiving:
+            captured = freed
+            notes.append(
+                f"{who}; this is taken back, so backward ends at the lowest trained parameter, with the same numbers"
+            )
+        else:
+            paths = ()
+            notes.append(f"{who}, and without that the step would be another: backward runs through what is frozen")
+    return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, *notes))), paths

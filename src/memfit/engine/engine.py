@@ -115,7 +115,7 @@ class Engine:
             if name not in self._changed:
                 self._changed[name] = buffers[name].clone()
         if plan.choices.precision == "fp16" and self.optimizer is not None and self.scaling is None:
-            self.scaling = Scaling(self.device.type)
+            self.scaling = Scaling(self.device)
         self._plans[plan.signature] = plan
         self._compiled[plan.signature] = CompiledScript(plan.script)
 

@@ -59,7 +59,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     if patterns:
         frozen_parts(model, patterns)
     for _, parameter in _owners(model, patterns):
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad_(False)
         parameter.grad = None
 
 
@@ -74,12 +74,12 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
         frozen_parts(model, patterns)
     before = [(p, p.requires_grad) for _, p in _owners(model, patterns)]
     for parameter, _ in before:
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
         for parameter, wanted in before:
-            parameter.requires_grad_(requires_grad=wanted)
+            parameter.requires_grad_(wanted)
 
 
 def _owners(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -210,7 +210,7 @@ def unforced(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
         given = _asking(args, kwargs)
         for tensor in _asking(output):
             if not _among(tensor, given):
-                tensor.requires_grad_(requires_grad=False)
+                tensor.requires_grad_(False)
 
     handles = [model.get_submodule(path).register_forward_hook(take_back, with_kwargs=True) for path in paths]
     try:

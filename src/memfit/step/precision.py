@@ -43,17 +43,24 @@ class Scaling:
     """torch's gradient scaler, with what a step that happens whole or not at all needs of it.
 
     Args:
-        device_type: where the gradients are, "cpu" or "cuda".
+        device: where the gradients are.
 
     Attributes:
         scaler: for people who keep their own loop.
         skipped_in_a_row: steps skipped since the last one taken.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.scaler = torch.amp.GradScaler(device_type)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.scaler = self._fresh()
         self.skipped_in_a_row = 0
+
+    def _fresh(self, state: Mapping[str, Any] | None = None) -> torch.amp.GradScaler:
+        scaler = torch.amp.GradScaler(self.device.type)
+        if state is not None:
+            scaler.load_state_dict(dict(state))
+        scaler.scale(torch.zeros((), device=self.device))  # it makes its tensors at the first call: before a step, not in it
+        return scaler
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, once all micro-batches are added up and before they are clipped."""
@@ -82,7 +89,7 @@ class Scaling:
             )
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the scaler keeps from step to step; none before its first."""
+        """What the scaler keeps from step to step."""
         kept = (self.scaler._scale, self.scaler._growth_tracker)  # noqa: SLF001 - torch hands out their values only
         return [tensor for tensor in kept if tensor is not None]
 
@@ -92,6 +99,5 @@ class Scaling:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`, from any point of a step: a new scaler knows of no gradients unscaled already."""
-        self.scaler = torch.amp.GradScaler(self.device_type)
-        self.scaler.load_state_dict(dict(state["scaler"]))
+        self.scaler = self._fresh(state["scaler"])
         self.skipped_in_a_row = state["skipped_in_a_row"]

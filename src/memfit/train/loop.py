@@ -1,6 +1,7 @@
 """The training loop: one engine step after another, and what belongs between them.
 
-The schedule moves once per optimizer step that is taken (one skipped because fp16 overflowed uses its batch, and no more); the last, smaller batch of an epoch is used; a stop is obeyed between steps;
+The schedule moves once per optimizer step that is taken; one skipped because fp16 overflowed uses its batch and nothing
+else. The last, smaller batch of an epoch is used; a stop is obeyed between steps;
 whatever ends the run, what is on disk is the state after a whole step, and going on from it gives the same numbers as
 never having stopped.
 """
@@ -198,7 +199,13 @@ class _Run:
             record = replace(record, step=self.step)  # the engine counts from where it was made
             if record.peak_bytes is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
-            due = self.step % settings.log_every == 0 or self.step in (1, total) or meter or bool(record.departures) or record.skipped
+            due = (
+                self.step % settings.log_every == 0
+                or self.step in (1, total)
+                or meter
+                or bool(record.departures)
+                or record.skipped
+            )
             if due:
                 log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
             self.display.step(record, rate, log=due)

@@ -59,7 +59,9 @@ class Scaling:
         scaler = torch.amp.GradScaler(self.device.type)
         if state is not None:
             scaler.load_state_dict(dict(state))
-        scaler.scale(torch.zeros((), device=self.device))  # it makes its tensors at the first call: before a step, not in it
+        scaler.scale(
+            torch.zeros((), device=self.device)
+        )  # it makes its tensors at the first call: before a step, not in it
         return scaler
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ shapes and integer arguments are affine in the number of samples, so two sizes g
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -365,9 +366,16 @@ def without_forced_gradients(run: Callable[[Choices], Captured], choices: Choice
     ]
     paths = tuple(captured.forced.outputs)
     if paths:
-        freed = run(replace(choices, unforced=paths))
         who = f"the output of {', '.join(paths)} is made to ask for gradients though nothing below is trained"
-        if forward_names(freed.trace) == forward_names(captured.trace) and freed.receiving == captured.receiving:
+        freed: Captured | None = None
+        with (
+            suppress(Exception),
+            warnings.catch_warnings(),
+        ):  # what a step without them fails at, or warns of, is no step of the user's
+            warnings.simplefilter("ignore")
+            freed = run(replace(choices, unforced=paths))
+        same = freed is not None and forward_names(freed.trace) == forward_names(captured.trace)
+        if freed is not None and same and freed.receiving == captured.receiving:
             captured = freed
             notes.append(
                 f"{who}; this is taken back, so backward ends at the lowest trained parameter, with the same numbers"

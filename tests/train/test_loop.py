@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+import memfit
+import small
 from memfit.errors import NonFiniteLossError, SnapshotError
+from memfit.report import StepRecord
 from memfit.train import log, snapshots, state
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
@@ -332,3 +336,88 @@ def test_a_line_of_the_log_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> N
     (tmp_path / log.NAME).write_text(json.dumps({"step": 1, "loss": 2.0, "seconds": 1.0}) + '\n{"step": 2, "lo')
 
     assert [record.step for record in log.records(tmp_path)] == [1]
+
+
+# -- steps that are skipped since fp16 overflowed ----------------------------------------------------------------------------
+
+
+class Skipping(FakeEngine):
+    """Skips the steps of these numbers, as a gradient scaler does."""
+
+    def __init__(self, *skipped: int) -> None:
+        torch.manual_seed(5)
+        model = Noisy()
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.skipped = skipped
+
+    def step(self, batch: Any, *, meter: bool = False) -> StepRecord:
+        record = super().step(batch, meter=meter)
+        return replace(record, skipped=record.step in self.skipped)
+
+
+def test_a_skipped_step_uses_its_batch_and_does_not_move_the_schedule(tmp_path: Path) -> None:
+    run(tmp_path, Skipping(1, 2, 6))
+
+    lines = [line for line in log.read(tmp_path) if "loss" in line]
+    places = [0, 0, 0, 1, 2, 3, 3, 4, 5, 6, 7]
+    assert [line["lr"] for line in lines] == [0.01 * factor(SCHEDULE, 11, place) for place in places]
+    assert [line["step"] for line in lines if line.get("skipped")] == [1, 2, 6]
+    assert [record.step for record in log.records(tmp_path) if record.skipped] == [1, 2, 6]
+
+
+def test_a_resumed_run_knows_how_far_the_schedule_has_moved(tmp_path: Path) -> None:
+    run(tmp_path / "whole", Skipping(1, 2, 6))
+    first = Skipping(1, 2)
+    first.on_step = crash_at(5)
+    with pytest.raises(Crash):
+        run(tmp_path / "cut", first)
+
+    run(
+        tmp_path / "cut", Skipping(2), snapshot=snapshots.latest(tmp_path / "cut", pytest.fail)
+    )  # the second is the sixth
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def scaled_engine(on_step: Callable[[int], None] = lambda _: None) -> memfit.Engine:
+    """A real one, whose first steps overflow."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        on_step(made.steps + 1)
+        loss: torch.Tensor = model(**batch) * 100
+        return loss
+
+    torch.manual_seed(5)
+    model = Noisy()
+    fixed = {"precision": "fp16", "micro_batches": 1}
+    plan = memfit.plan(model, data().sample(), lambda m, b: m(**b) * 100, "1GiB", small.adamw, fixed=fixed)
+    made = memfit.apply(plan, model, loss_fn)
+    return made
+
+
+def test_a_resumed_run_in_fp16_is_bit_equal_to_one_that_never_stopped(tmp_path: Path, one_thread: None) -> None:
+    whole = scaled_engine()
+    run(tmp_path / "whole", whole)
+    with pytest.raises(Crash):
+        run(tmp_path / "cut", scaled_engine(crash_at(7)))
+    resumed = scaled_engine()
+
+    run(tmp_path / "cut", resumed, snapshot=snapshots.latest(tmp_path / "cut", pytest.fail))
+
+    assert any(record.skipped for record in whole.records)
+    assert not all(record.skipped for record in whole.records)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert small.same(small.state_of(whole.model, whole.optimizer), small.state_of(resumed.model, resumed.optimizer))
+    assert whole.scaling is not None
+    assert resumed.scaling is not None
+    assert whole.scaling.state() == resumed.scaling.state()
+
+
+def test_an_evaluation_runs_in_the_precision_of_training() -> None:
+    seen: list[torch.dtype] = []
+    model = Noisy()
+    model.inner[0].register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    evaluate(model, data(), None, largest=4, precision="bf16")
+    evaluate(model, data(), None, largest=4)
+    assert set(seen[: len(seen) // 2]) == {torch.bfloat16}
+    assert set(seen[len(seen) // 2 :]) == {torch.float32}

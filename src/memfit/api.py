@@ -1,4 +1,4 @@
-"""The public functions: plan, apply, fit, measure, frontier, record, replan."""
+"""The public functions: plan, recompute, apply, fit, measure, frontier, record, replan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
+from memfit.planner.by_hand import Placement, plan_by_hand
 from memfit.planner.search import Search
 from memfit.plans import Choices, Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
@@ -48,11 +48,13 @@ class Runtime:
         loss_fn: LossFunction | None,
         optimizer: OptimizerFactory | None,
         fixed: Mapping[str, Any] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.fixed = fixed
+        self.placement = placement  # of recomputation, where the user did it by hand
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -103,6 +105,70 @@ def plan(
     found = search.plan(budget_bytes)
     _tell(progress, "planned", 1.0)
     return replace(found, runtime=Runtime(search, loss_fn, optimizer, fixed))
+
+
+def recompute(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    keep: str | Sequence[str] | None = None,
+    every: int | str | None = None,
+    activation_bytes: Budget | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """A plan in which the user says what is recomputed, as with `torch.utils.checkpoint`; explained, predicted, saved and applied like any other.
+
+    Args:
+        keep: patterns of module paths: what flows out of these modules is kept, and whatever else can be rebuilt is dropped, up to the last of them. `*`
+            stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
+        every: "block" to keep only what goes into each of the model's repeated blocks, n for each n-th, "sqrt" for about the square root of their number
+            (Chen et al. 2016, arXiv:1604.06174). The blocks are found: neighbours in one list, alike, each reading what the one before it made.
+        activation_bytes: bytes that all that forward makes may take at any moment of the step; where to recompute is then searched. "2GiB" or an int.
+        fixed: {"micro_batches": n}; the batch is whole otherwise.
+        model, sample, loss_fn, optimizer, clip_norm, device, progress: as for `plan`.
+
+    Returns:
+        The plan. Its budget is what it takes; `plan.gap` says how much faster the best plan in as many bytes could be.
+
+    Raises:
+        InputError: not exactly one of keep, every and activation_bytes; a pattern that matches no module; no repeated blocks.
+        InfeasibleError: so few bytes of activations cannot be reached.
+        CaptureError: as for `plan`.
+    """
+    placement = _placement(keep, every, activation_bytes)
+    whole = {"micro_batches": 1, **(fixed or {})}
+    search = _search(model, sample, loss_fn, optimizer, None, (), (), whole, clip_norm, device, progress)
+    _tell(progress, "planning", 0.9)
+    made = plan_by_hand(search, placement)
+    _tell(progress, "planned", 1.0)
+    return replace(made, runtime=Runtime(search, loss_fn, optimizer, whole, placement))
+
+
+def _placement(keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None) -> Placement:
+    asked = {"keep": keep, "every": every, "activation_bytes": activation_bytes}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) != 1:
+        raise InputError(
+            f"recompute was given {' and '.join(given) or 'nothing to go by'}: exactly one of keep (module paths), every "
+            '("block", a number of blocks, "sqrt") and activation_bytes is needed'
+        )
+    if keep is not None:
+        patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
+        return Placement(keep=patterns)
+    if every is not None:
+        number = {"block": 1, "sqrt": "sqrt"}.get(every) if isinstance(every, str) else every
+        if number is None or isinstance(number, bool) or (isinstance(number, int) and number < 1):
+            raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
+        return Placement(every=number)
+    assert activation_bytes is not None
+    return Placement(activation_bytes=parse_bytes(activation_bytes))
 
 
 def record(
@@ -260,15 +326,19 @@ def apply(
 
 def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
     """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
-    return partial(
-        plan,
-        engine.model,
-        loss_fn=engine.loss_fn,
-        budget=engine.plan.budget_bytes,
-        optimizer=None if engine.optimizer is None else (runtime.optimizer or default_optimizer),
-        fixed=runtime.fixed,
-        clip_norm=engine.plan.clip_norm,
-    )
+
+    def made(batch: Batch) -> Plan:
+        optimizer = None if engine.optimizer is None else (runtime.optimizer or default_optimizer)
+        norm, fixed = engine.plan.clip_norm, runtime.fixed
+        if runtime.placement is None:
+            return plan(
+                engine.model, batch, engine.loss_fn, engine.plan.budget_bytes, optimizer, fixed=fixed, clip_norm=norm
+            )
+        # Placed by hand, it stays so.
+        search = _search(engine.model, batch, engine.loss_fn, optimizer, None, (), (), fixed, norm, None, None)
+        return plan_by_hand(search, runtime.placement)
+
+    return made
 
 
 def fit(
@@ -558,6 +628,7 @@ __all__ = [
     "measure",
     "plan",
     "record",
+    "recompute",
     "rehearse",
     "replan",
 ]

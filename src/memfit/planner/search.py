@@ -131,7 +131,7 @@ class Search:
     def _infeasible(self, budget: int, turned_down: Sequence[str]) -> InfeasibleError:
         size, number, solution = self.smallest()
         solver = self.solver(number)
-        phase, module, operation = _where(solver.trace, solution.evaluation.peak_event)
+        phase, module, operation = where(solver.trace, solution.evaluation.peak_event)
         trace = solver.trace
         seconds = trace.plain_step_seconds + trace.micro_batches * solution.seconds
         plain = self.solver(self.fixed_micro_batches or 1).trace.plain_step_seconds
@@ -192,7 +192,7 @@ class Search:
         trace, recipes, timeline = solver.trace, solver.recipes, solver.timeline
         plain_trace = self.solver(self.fixed_micro_batches or 1).trace
         evaluation = solution.evaluation
-        phase, module, operation = _where(trace, evaluation.peak_event)
+        phase, module, operation = where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
         bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
@@ -222,7 +222,7 @@ class Search:
                 str(c): int(b[evaluation.peak_event]) for c, b in bands.items() if int(b[evaluation.peak_event])
             },
             moments=tuple(moments),
-            phases=tuple(_where(trace, m)[0] for m in moments),
+            phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
             plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
         )
@@ -254,7 +254,7 @@ def _parts(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-def _where(trace: Trace, event: int) -> tuple[str, str, str]:
+def where(trace: Trace, event: int) -> tuple[str, str, str]:
     """(phase, module, operation) at an event."""
     event = min(event, len(trace.events) - 1)
     code = trace.events[event]

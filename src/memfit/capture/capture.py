@@ -180,7 +180,7 @@ def _record(
                     parameter.grad = _as_accumulated(parameter)
         elif micro_batches == 1:
             with recorder:
-                loss = batches.loss_of(model, sample, loss_fn)
+                loss = program.loss(sample)
             del loss
         else:
             program.forward_backward(parts[0], weight, recorder)

@@ -23,7 +23,7 @@ from memfit.capture.recorder import CallSpec, Strides, TensorSpec
 from memfit.capture.standins import lent
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
-from memfit.step.program import OptimizerFactory
+from memfit.step.program import OptimizerFactory, StepProgram
 from memfit.trace import Trace
 
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
@@ -79,7 +79,7 @@ class _Names(TorchDispatchMode):
 
 
 def real_forward_names(
-    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, *, twice: bool = False
+    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN, *, twice: bool = False
 ) -> list[str]:
     """Operations of a real forward and loss (the second one, for models that build things once); nothing of the model is changed."""
 
@@ -87,23 +87,26 @@ def real_forward_names(
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
     names = _Names()
+    program = StepProgram(model, loss_fn, choices=choices)
     with forked_generators(), lent(model, copied):
         for _ in range(2 if twice else 1):
             names.names.clear()
             with names:
-                batches.loss_of(model, sample, loss_fn)
+                program.loss(sample)
     return names.names
 
 
-def looked_at(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> tuple[Batch, list[str]]:
+def looked_at(
+    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN
+) -> tuple[Batch, list[str]]:
     """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
     few = rows_of(sample, min(2, batches.size(sample)))
     try:
-        return few, real_forward_names(model, few, loss_fn)
+        return few, real_forward_names(model, few, loss_fn, choices)
     except Exception:
         if batches.size(few) == batches.size(sample):
             raise
-    return sample, real_forward_names(model, sample, loss_fn)
+    return sample, real_forward_names(model, sample, loss_fn, choices)
 
 
 def forward_names(trace: Trace) -> list[str]:
@@ -128,8 +131,8 @@ def scaled(
     """
     total = batches.size(sample)
     target = batches.micro_batch_sizes(total, choices.micro_batches)[-1]
-    few, _ = looked_at(model, sample, loss_fn)
-    two = capture_real(model, few, loss_fn, None)
+    few, _ = looked_at(model, sample, loss_fn, choices)
+    two = capture_real(model, few, loss_fn, None, choices=replace(choices, micro_batches=1))
     step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
     if target <= max(SMALL_SIZES) or step_bytes <= SMALL_STEP_BYTES:
         one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices)
@@ -227,7 +230,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
     return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.strides, b.strides), a.written)
 
 
-def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> None:
+def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN) -> None:
     """Run a few samples plainly, so that a step torch refuses is refused by torch, with its own words and the user's traceback.
 
     Saved-tensor hooks switch autograd's check for writes off; this one run has none.
@@ -236,9 +239,9 @@ def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | No
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
-    few, _ = looked_at(model, sample, loss_fn)
+    few, _ = looked_at(model, sample, loss_fn, choices)
     with forked_generators(), lent(model, copied):
-        loss = batches.loss_of(model, few, loss_fn)
+        loss = StepProgram(model, loss_fn, choices=choices).loss(few)
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
 
@@ -246,6 +249,7 @@ def _confirmed(
     model: nn.Module,
     sample: Batch,
     loss_fn: LossFunction | None,
+    choices: Choices,
     on_fakes: Callable[[Captured | None], Captured],
     believed: Captured | None,
 ) -> Captured | str:
@@ -270,17 +274,17 @@ def _confirmed(
     if short is not None:
         # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.
         with suppress(Exception):
-            if real_forward_names(model, short, loss_fn) == seen:
+            if real_forward_names(model, short, loss_fn, choices) == seen:
                 return fake
-    few, real = looked_at(model, sample, loss_fn)
+    few, real = looked_at(model, sample, loss_fn, choices)
     if real == seen:
         return fake
-    real = real_forward_names(model, few, loss_fn, twice=True)
+    real = real_forward_names(model, few, loss_fn, choices, twice=True)
     if real == seen:
         # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
         # batch's own back (what is made of constants is real in it), so that the first step finds it.
         return on_fakes(None)
-    again = forward_names(capture(model, few, loss_fn, None).trace)
+    again = forward_names(capture(model, few, loss_fn, None, choices=replace(choices, micro_batches=1)).trace)
     if real == again:
         return fake
     difference = next((f"{a} instead of {b}" for a, b in zip(real, again, strict=False) if a != b), "more or fewer")
@@ -321,11 +325,11 @@ def trustworthy(
             strides=strides,
         )
 
-    captured = _confirmed(model, sample, loss_fn, on_fakes, believed)
+    captured = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
     if isinstance(captured, str):
         captured = scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=captured)
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
-        refused_by_torch(model, sample, loss_fn)
+        refused_by_torch(model, sample, loss_fn, choices)
     return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample)))
 
 

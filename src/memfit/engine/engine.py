@@ -260,11 +260,13 @@ class Engine:
             retain_graph: backward will run more than once through this graph; then nothing is let go early.
         """
         compiled = self._compiled[self.plan.signature]
+        program = StepProgram(self.model, self.loss_fn, choices=self.plan.choices)
         if compiled.script.plain:
-            yield None
+            with program.as_chosen():
+                yield None
             return
         follower = Follower(compiled, retain=retain_graph)
-        with follower.following():
+        with follower.following(), program.as_chosen():
             yield follower
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ The same code is captured on fake tensors, metered plainly and run under a plan,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
+from memfit.step.loss import chunked_head
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -42,6 +43,17 @@ class StepProgram:
     clip_norm: float | None = None
     choices: Choices = PLAIN
 
+    @contextmanager
+    def as_chosen(self) -> Iterator[None]:
+        """Forward and loss of one micro-batch run inside: with a loss head that takes so many rows at a time."""
+        with chunked_head(self.model, self.choices.loss_chunk):
+            yield
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The scalar loss of a micro-batch, as `choices` say it is computed."""
+        with self.as_chosen():
+            return loss_of(self.model, batch, self.loss_fn)
+
     def forward_backward(
         self,
         batch: Batch,
@@ -64,7 +76,7 @@ class StepProgram:
             The unweighted loss, detached.
         """
         with around_forward or nullcontext():
-            loss = loss_of(self.model, batch, self.loss_fn)
+            loss = self.loss(batch)
         if after_forward is not None:
             after_forward()
         if check_finite and not math.isfinite(value := loss.item()):  # .item() allocates nothing

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,9 @@ from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.by_hand import Placement, plan_by_hand
+from memfit.planner.head import LossHead, head_of, sets_peak
 from memfit.planner.search import Search
+from memfit.planner.timeline import Timeline
 from memfit.planner.ways import Offers, ways
 from memfit.plans import Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
@@ -540,10 +543,10 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    possible, refused = ways(Offers(), allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     strides: dict[str, Strides] = {}
 
+    @cache
     def trace_of(choices: Choices) -> Trace:
         number, way = choices.micro_batches, replace(choices, micro_batches=1)
         named = f"{in_words(choices)}, " if in_words(choices) else ""
@@ -603,7 +606,30 @@ def _search(
             raise SplitError(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
+    plain = trace_of(Choices(micro_batches=micro_batches or 1))
+    chunks = (fixed or {}).get("loss_chunks", 1)
+    offers, head = _offers(plain, chunks)
+    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    if head is not None and chunks > 1:
+        found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
+        if found is not None and found.rows == head.rows:
+            raise InputError(
+                f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
+                "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
+            )
     return Search(trace_of, samples, weights, micro_batches, possible, refused)
+
+
+def _offers(plain: Trace, chunks: Any) -> tuple[Offers, LossHead | None]:
+    """What a step could have besides running as it does, and its loss head; so many chunks are the user's own wish."""
+    timeline = Timeline(plain)
+    head = head_of(timeline)
+    if head is None:
+        return Offers(why_not={"loss_chunks": "this step takes no cross entropy of what a linear layer makes"}), None
+    offered = head.chunks() if sets_peak(timeline, head) else ()
+    own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
+    why = f"its loss head has {head.rows} rows"
+    return Offers({"loss_chunks": tuple(dict.fromkeys((*own, *offered)))}, {"loss_chunks": why}), head
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

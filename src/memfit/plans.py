@@ -251,7 +251,7 @@ class Plan:
         """The plan in words, for a person."""
         p = self.prediction
         exact = "the same numbers as plain PyTorch, bit for bit"
-        if self.choices.micro_batches > 1:
+        if self.choices.micro_batches > 1 or self.choices.loss_chunks > 1:
             exact = (
                 "the same step as plain PyTorch up to the order of additions (relative difference below 1e-5 in fp32)"
             )

@@ -2,7 +2,7 @@
 
 With tens of thousands of classes the logits, their logarithms and their gradient are the three largest tensors of a step. Here the model is run as it is, but
 what its head returns is a stand-in for the logits: it knows what they would be made of (`rows`, the hidden states, and the head's weight) and goes through what
-models do with logits before the loss (views, shifts by one, casts). Cross entropy of a stand-in takes so many rows at a time: logits, loss, and at once
+models do with logits before the loss (views, shifts by one, casts). Cross entropy of a stand-in takes the rows in chunks: logits, loss, and at once
 the gradient with respect to rows and weight, which backward then only scales. Whatever else is done with a stand-in is done with the logits, all of them, as
 if it had not been there.
 
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Self
 
 import torch
@@ -28,12 +29,12 @@ from memfit.errors import EngineError
 
 
 @contextmanager
-def chunked_head(model: nn.Module, rows: int) -> Iterator[None]:
-    """Inside, what the model's head returns stands in for the logits, and cross entropy of it takes so many rows at a time; 0 for neither."""
-    if not rows:
+def chunked_head(model: nn.Module, chunks: int) -> Iterator[None]:
+    """Inside, what the model's head returns stands in for the logits, and cross entropy of it takes their rows in so many chunks; 1 for neither."""
+    if chunks == 1:
         yield
         return
-    with _HeadMode(head_weights(model), rows):
+    with _HeadMode(head_weights(model), chunks):
         yield
 
 
@@ -53,7 +54,7 @@ class Head:
     Attributes:
         weight: (classes, features).
         bias: (classes,), or None.
-        chunk: rows that cross entropy takes at a time.
+        chunks: of rows in which cross entropy is taken.
         product: dtype of the matrix product.
         autocast: whether the product is taken under autocast.
         gradient: whether autograd is on for it.
@@ -61,7 +62,7 @@ class Head:
 
     weight: Tensor
     bias: Tensor | None
-    chunk: int
+    chunks: int
     product: torch.dtype
     autocast: bool
     gradient: bool
@@ -70,10 +71,10 @@ class Head:
 class _HeadMode(TorchFunctionMode):
     """Replaces what `linear` with one of these weights returns."""
 
-    def __init__(self, weights: Sequence[Tensor], chunk: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], chunks: int) -> None:
         super().__init__()
         self.weights = {id(weight) for weight in weights}
-        self.chunk = chunk
+        self.chunks = chunks
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,7 +85,9 @@ class _HeadMode(TorchFunctionMode):
                 device = rows.device.type
                 autocast = torch.is_autocast_enabled(device)
                 product = torch.get_autocast_dtype(device) if autocast else rows.dtype
-                return Logits(rows, Head(weight, bias, self.chunk, product, autocast, torch.is_grad_enabled()), product)
+                return Logits(
+                    rows, Head(weight, bias, self.chunks, product, autocast, torch.is_grad_enabled()), product
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -143,7 +146,7 @@ class Logits(Tensor):
         """Nothing gets below autograd as a stand-in."""
         raise EngineError(
             f"{func} was called below autograd on what stands in for the logits of a chunked loss head, where they can no longer be made: "
-            'plan with fixed={"loss_chunk": 0}'
+            'plan with fixed={"loss_chunks": 1}'
         )
 
     def materialised(self) -> Tensor:
@@ -294,7 +297,7 @@ def _cross_entropy(
         input.head.weight,
         input.head.bias,
         target,
-        input.head.chunk,
+        input.head.chunks,
         ignore_index,
         label_smoothing,
         input.head.product,
@@ -314,7 +317,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        chunk: int,
+        chunks: int,
         ignore_index: int,
         smoothing: float,
         product: torch.dtype,
@@ -329,8 +332,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_weight = torch.zeros_like(w) if wanted[1] else None
             d_bias = torch.zeros_like(b) if wanted[2] and b is not None else None
             total = torch.zeros((), dtype=exact, device=rows.device)
-            for start in range(0, x.shape[0], chunk):
-                part, classes = x[start : start + chunk], target[start : start + chunk]
+            # As many chunks for every batch, so that a smaller one runs the same operations.
+            bounds = [number * x.shape[0] // chunks for number in range(chunks + 1)]
+            for start, stop in pairwise(bounds):
+                part, classes = x[start:stop], target[start:stop]
                 gone = classes == ignore_index
                 logs = torch.log_softmax(functional.linear(part, w, b), -1, dtype=exact)
                 lost = functional.nll_loss(logs, classes, reduction="sum", ignore_index=ignore_index)
@@ -349,7 +354,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 d_logits = d_logits.to(product)
                 # Ignored rows are left out of the products: those are narrow.
                 if d_rows is not None:
-                    into = d_rows[start : start + chunk]
+                    into = d_rows[start:stop]
                     torch.mm(d_logits, w, out=into)
                     into.masked_fill_(gone.unsqueeze(1), 0.0)
                 if d_weight is not None:
@@ -368,7 +373,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise EngineError(
                 "backward runs a second time through a chunked loss head, whose gradients are let go the first time: for that, "
-                'plan with fixed={"loss_chunk": 0}'
+                'plan with fixed={"loss_chunks": 1}'
             )
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [

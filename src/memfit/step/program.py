@@ -45,8 +45,8 @@ class StepProgram:
 
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
-        """Forward and loss of one micro-batch run inside: with a loss head that takes so many rows at a time."""
-        with chunked_head(self.model, self.choices.loss_chunk):
+        """Forward and loss of one micro-batch run inside: with the loss head in chunks."""
+        with chunked_head(self.model, self.choices.loss_chunks):
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:

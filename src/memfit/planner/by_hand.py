@@ -106,7 +106,7 @@ def _in_windows(solver: Solver, cut: _Windows) -> tuple[Solution, list[str]]:
     solution = Solution(reruns, solver.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), 1)
     notes = [f"placed by hand: {cut.words}"]
     by_module: dict[str, int] = defaultdict(int)
-    for s in inside - dropped:
+    for s in sorted(inside - dropped):
         by_module[trace.storages[s].module] += trace.storages[s].bytes
     if by_module:
         notes.append(

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from memfit.api import apply, fit, frontier, measure, plan, record, replan
+    from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -56,12 +56,13 @@ __all__ = [
     "frontier",
     "measure",
     "plan",
+    "recompute",
     "record",
     "replan",
 ]
 
 _HOME: Final = {
-    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "record", "replan"), "memfit.api"),
+    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
     "Engine": "memfit.engine",
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",

@@ -1,4 +1,4 @@
-"""The public functions: plan, apply, fit, measure, frontier, record, replan."""
+"""The public functions: plan, recompute, apply, fit, measure, frontier, record, replan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,10 @@ from memfit.choices import Choices, in_words
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import CaptureError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
+from memfit.planner.by_hand import Placement, plan_by_hand
+from memfit.planner.head import LossHead, head_of, sets_peak
 from memfit.planner.search import Search
+from memfit.planner.timeline import Timeline
 from memfit.planner.ways import Offers, ways
 from memfit.plans import FrozenPart, Plan, Prediction, Saving, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
@@ -55,12 +58,14 @@ class Runtime:
         optimizer: OptimizerFactory | None,
         fixed: Mapping[str, Any] | None = None,
         frozen: tuple[FrozenPart, ...] = (),
+        placement: Placement | None = None,
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.fixed = fixed
         self.frozen = frozen
+        self.placement = placement  # of recomputation, where the user did it by hand
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan found, with what its techniques save and what they cost that nobody may expect."""
@@ -164,6 +169,70 @@ def plan(
     found = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze)).plan(budget_bytes)
     _tell(progress, "planned", 1.0)
     return found
+
+
+def recompute(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = default_optimizer,
+    *,
+    keep: str | Sequence[str] | None = None,
+    every: int | str | None = None,
+    activation_bytes: Budget | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """A plan in which the user says what is recomputed, as with `torch.utils.checkpoint`; explained, predicted, saved and applied like any other.
+
+    Args:
+        keep: patterns of module paths: what flows out of these modules is kept, and whatever else can be rebuilt is dropped, up to the last of them. `*`
+            stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
+        every: "block" to keep only what goes into each of the model's repeated blocks, n for each n-th, "sqrt" for about the square root of their number
+            (Chen et al. 2016, arXiv:1604.06174). The blocks are found: neighbours in one list, alike, each reading what the one before it made.
+        activation_bytes: bytes that all that forward makes may take at any moment of the step; where to recompute is then searched. "2GiB" or an int.
+        fixed: {"micro_batches": n}; the batch is whole otherwise.
+        model, sample, loss_fn, optimizer, clip_norm, device, progress: as for `plan`.
+
+    Returns:
+        The plan. Its budget is what it takes; `plan.gap` says how much faster the best plan in as many bytes could be.
+
+    Raises:
+        InputError: not exactly one of keep, every and activation_bytes; a pattern that matches no module; no repeated blocks.
+        InfeasibleError: so few bytes of activations cannot be reached.
+        CaptureError: as for `plan`.
+    """
+    placement = _placement(keep, every, activation_bytes)
+    whole = {"micro_batches": 1, **(fixed or {})}
+    search = _search(model, sample, loss_fn, optimizer, None, (), (), whole, clip_norm, device, progress)
+    _tell(progress, "planning", 0.9)
+    made = plan_by_hand(search, placement)
+    _tell(progress, "planned", 1.0)
+    return replace(made, runtime=Runtime(search, loss_fn, optimizer, whole, placement=placement))
+
+
+def _placement(keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None) -> Placement:
+    asked = {"keep": keep, "every": every, "activation_bytes": activation_bytes}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) != 1:
+        raise InputError(
+            f"recompute was given {' and '.join(given) or 'nothing to go by'}: exactly one of keep (module paths), every "
+            '("block", a number of blocks, "sqrt") and activation_bytes is needed'
+        )
+    if keep is not None:
+        patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
+        return Placement(keep=patterns)
+    if every is not None:
+        number = {"block": 1, "sqrt": "sqrt"}.get(every) if isinstance(every, str) else every
+        if number is None or isinstance(number, bool) or (isinstance(number, int) and number < 1):
+            raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
+        return Placement(every=number)
+    assert activation_bytes is not None
+    return Placement(activation_bytes=parse_bytes(activation_bytes))
 
 
 def record(
@@ -339,16 +408,28 @@ def _frozen_parts(model: nn.Module, patterns: Sequence[str]) -> tuple[FrozenPart
 
 def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
     """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
-    return partial(
-        plan,
-        engine.model,
-        loss_fn=engine.loss_fn,
-        budget=engine.plan.budget_bytes,
-        optimizer=None if engine.optimizer is None else (runtime.optimizer or default_optimizer),
-        freeze=engine.plan.choices.frozen,
-        fixed={**(runtime.fixed or {}), "precision": engine.plan.choices.precision},  # the scaler goes on
-        clip_norm=engine.plan.clip_norm,
-    )
+
+    def made(batch: Batch) -> Plan:
+        optimizer = None if engine.optimizer is None else (runtime.optimizer or default_optimizer)
+        chosen = engine.plan.choices
+        fixed = {**(runtime.fixed or {}), "precision": chosen.precision}  # the scaler goes on
+        norm = engine.plan.clip_norm
+        if runtime.placement is None:
+            return plan(
+                engine.model,
+                batch,
+                engine.loss_fn,
+                engine.plan.budget_bytes,
+                optimizer,
+                freeze=chosen.frozen,
+                fixed=fixed,
+                clip_norm=norm,
+            )
+        # Placed by hand, it stays so.
+        search = _search(engine.model, batch, engine.loss_fn, optimizer, None, (), (), fixed, norm, None, None)
+        return plan_by_hand(search, runtime.placement)
+
+    return made
 
 
 def fit(
@@ -553,11 +634,6 @@ def _search(
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
     _frozen_parts(model, freeze)
-    unscalable = why_not_scaled(model)
-    offers = Offers(
-        {"precision": ("bf16",) if unscalable else ("bf16", "fp16")}, {"precision": unscalable} if unscalable else {}
-    )
-    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     unforced: dict[Choices, tuple[str, ...]] = {}
     strides: dict[str, Strides] = {}
@@ -574,6 +650,7 @@ def _search(
         captured, unforced[way] = without_forced_gradients(run, choices)
         return captured
 
+    @cache
     def trace_of(choices: Choices) -> Trace:
         number, way = choices.micro_batches, replace(choices, micro_batches=1)
         named = f"{in_words(choices)}, " if in_words(choices) else ""
@@ -626,7 +703,36 @@ def _search(
             raise SplitError(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
+    plain = trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
+    head = head_of(Timeline(plain))
+    chunks = (fixed or {}).get("loss_chunks", 1)
+    offers = _offers(model, plain, head, chunks)
+    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    if head is not None and chunks > 1:
+        found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
+        if found is not None and found.rows == head.rows:
+            raise InputError(
+                f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
+                "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
+            )
     return Search(trace_of, samples, weights, micro_batches, possible, refused)
+
+
+def _offers(model: nn.Module, plain: Trace, head: LossHead | None, chunks: Any) -> Offers:
+    """What a step could have besides running as it does; so many chunks of its loss head are the user's own wish."""
+    values: dict[str, tuple[Any, ...]] = {"precision": ("bf16", "fp16")}
+    why_not: dict[str, str] = {}
+    unscalable = why_not_scaled(model)
+    if unscalable is not None:
+        values["precision"], why_not["precision"] = ("bf16",), unscalable
+    if head is None:
+        why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
+    else:
+        offered = head.chunks() if sets_peak(Timeline(plain), head) else ()
+        own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
+        values["loss_chunks"] = tuple(dict.fromkeys((*own, *offered)))
+        why_not["loss_chunks"] = f"its loss head has {head.rows} rows"
+    return Offers(values, why_not)
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -653,6 +759,7 @@ __all__ = [
     "frontier_points",
     "measure",
     "plan",
+    "recompute",
     "record",
     "rehearse",
     "replan",

@@ -28,7 +28,7 @@ class Choices:
         state_place: where the optimizer's state lies between updates: "device", "host" or "disk".
         update: "after" backward, or "in_backward" (each parameter as soon as its gradient is whole, which is then let go).
         frozen: patterns of the modules that are not trained.
-        loss_chunk: rows of the loss head computed at a time; 0 for all at once.
+        loss_chunks: parts in which the rows of the loss head are taken, one after the other; 1 for all at once.
         streamed: path of the repeated blocks whose parameters lie on the lower tier; "" for none.
         unforced: modules whose outputs want no gradient though a hook says so, since nothing below them is trained (`step.freeze`).
     """
@@ -41,7 +41,7 @@ class Choices:
     state_place: str = "device"
     update: str = "after"
     frozen: tuple[str, ...] = ()
-    loss_chunk: int = 0
+    loss_chunks: int = 1
     streamed: str = ""
     unforced: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ class Choices:
             ValueError, KeyError, TypeError: a field that is missing, unknown, or of a value there is not.
         """
         choices = cls(**{**data, **{name: tuple(map(str, data[name])) for name in ("frozen", "unforced")}})
-        for name, least in (("micro_batches", 1), ("micro_batch_size", choices.micro_batches > 1), ("loss_chunk", 0)):
+        for name, least in (("micro_batches", 1), ("micro_batch_size", choices.micro_batches > 1), ("loss_chunks", 1)):
             value = getattr(choices, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}")
@@ -114,7 +114,7 @@ def in_words(choices: Choices) -> str:
         "state_place": f"optimizer state on the {choices.state_place}",
         "update": "update inside backward",
         "frozen": f"{', '.join(choices.frozen)} frozen",
-        "loss_chunk": f"loss head in chunks of {choices.loss_chunk} rows",
+        "loss_chunks": f"loss head in {choices.loss_chunks} chunks",
         "streamed": f"layers of {choices.streamed} streamed",
     }
     return ", ".join(words[name] for name, _ in choices.told_apart())

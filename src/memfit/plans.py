@@ -294,7 +294,7 @@ class Plan:
         if self.choices.frozen:
             reference += " with these parts frozen"
         exact = f"the same numbers as {reference}, bit for bit"
-        if self.choices.micro_batches > 1:
+        if self.choices.micro_batches > 1 or self.choices.loss_chunks > 1:
             rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
             exact = f"the same step as {reference} up to the order of additions{rounding}"
         lines = [

@@ -17,7 +17,7 @@ EVERYTHING = Offers(
         "state_format": ("8bit",),
         "state_place": ("disk",),
         "update": ("in_backward",),
-        "loss_chunk": (128,),
+        "loss_chunks": (8,),
         "streamed": ("layers",),
     }
 )
@@ -41,7 +41,7 @@ def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
     found, _ = ways(EVERYTHING, allow=["bf16", "fp16", "8bit"])
     assert len(found) == len(set(found))
     every = [
-        Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunk=c, streamed=b)
+        Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunks=c, streamed=b)
         for p, f, s, u, c, b in product(
             VALUES["precision"], VALUES["state_format"], ("device", "disk"), VALUES["update"], (0, 128), ("", "layers")
         )
@@ -66,9 +66,9 @@ def test_what_is_allowed_and_cannot_be_is_named_with_the_reason() -> None:
 
 def test_what_is_fixed_is_in_every_way() -> None:
     found, _ = ways(
-        EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "loss_chunk": 77}
+        EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "loss_chunks": 77}
     )
-    assert {(w.precision, w.frozen, w.loss_chunk) for w in found} == {("fp16", ("embeddings",), 77)}
+    assert {(w.precision, w.frozen, w.loss_chunks) for w in found} == {("fp16", ("embeddings",), 77)}
     assert {w.update for w in found} == {"after"}
 
 
@@ -79,8 +79,8 @@ def test_what_is_fixed_is_in_every_way() -> None:
         ({"allow": ["bf32"]}, "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', '8bit'"),
         ({"fixed": {"precisoin": "bf16"}}, "'precisoin' is no choice; there is 'micro_batches', 'precision'"),
         ({"fixed": {"precision": "int4"}}, "fixed precision='int4': there is 'full', 'bf16', 'fp16'"),
-        ({"fixed": {"loss_chunk": "all"}}, "fixed loss_chunk='all': a whole number is needed"),
-        ({"fixed": {"loss_chunk": True}}, "fixed loss_chunk=True: a whole number is needed"),
+        ({"fixed": {"loss_chunks": "all"}}, "fixed loss_chunks='all': a whole number is needed"),
+        ({"fixed": {"loss_chunks": True}}, "fixed loss_chunks=True: a whole number is needed"),
         ({"fixed": {"frozen": ["a"]}}, "what is frozen is named by freeze="),
         ({"fixed": {"streamed": "blocks"}}, "cannot be honoured: this step cannot have it; there is '', 'layers'"),
         (

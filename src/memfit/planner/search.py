@@ -84,7 +84,7 @@ class Search:
         Raises:
             InfeasibleError: nothing fits; names the smallest budget that would do.
         """
-        best: _Found | None = None
+        best: Found | None = None
         turned_down = list(self.refused)
         ruled_out: list[Choices] = []
         for way in self.ways:
@@ -102,10 +102,10 @@ class Search:
             raise self._infeasible(budget_bytes, turned_down)
         return self.describe(budget_bytes, best, turned_down)
 
-    def _weigh(self, way: Choices, budget_bytes: int, best: _Found | None, turned_down: list[str]) -> _Found | None:
+    def _weigh(self, way: Choices, budget_bytes: int, best: Found | None, turned_down: list[str]) -> Found | None:
         """The best of what was found and what this way gives, its micro-batches searched upwards."""
         room = budget_bytes - self.extra_bytes - SLACK_BYTES
-        own: _Found | None = None  # of this way
+        own: Found | None = None  # of this way
         for number in self._numbers():
             if number > 1:
                 how, reason = self.weights()
@@ -128,7 +128,7 @@ class Search:
                     f"{name}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
                 )
                 continue
-            found = _Found(way, number, solver, solution)
+            found = Found(way, number, solver, solution)
             faster = own is None or found.seconds * WORTH_MORE < own.seconds
             if best is None or found.seconds * WORTH_MORE < best.seconds:
                 if best is not None:
@@ -181,9 +181,9 @@ class Search:
         ]
         return max(0.0, seconds[1] - seconds[0]) if len(seconds) == 2 else 0.0
 
-    def smallest(self) -> tuple[int, _Found]:
+    def smallest(self) -> tuple[int, Found]:
         """Bytes and plan of the smallest plan found."""
-        found: list[tuple[int, _Found]] = []
+        found: list[tuple[int, Found]] = []
         for way in self.ways:
             own: list[int] = []
             for number in self._numbers():
@@ -193,7 +193,7 @@ class Search:
                 smallest = solver.smallest()
                 slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
                 own.append(smallest.peak + self.extra_bytes + slack)
-                found.append((own[-1], _Found(way, number, solver, smallest)))
+                found.append((own[-1], Found(way, number, solver, smallest)))
                 if len(own) > 1 and own[-1] >= own[-2]:
                     break
         return min(found, key=lambda f: f[0])
@@ -205,7 +205,7 @@ class Search:
     def _infeasible(self, budget: int, turned_down: Sequence[str]) -> InfeasibleError:
         size, found = self.smallest()
         trace, solution = found.solver.trace, found.solution
-        phase, module, operation = _where(trace, solution.evaluation.peak_event)
+        phase, module, operation = where(trace, solution.evaluation.peak_event)
         plain = self._plain().trace.plain_step_seconds
         how = _named(found.way, found.number) if found.number > 1 or found.way != self.ways[0] else ""
         remedies = [
@@ -249,13 +249,13 @@ class Search:
         )
 
     @uncollected()
-    def describe(self, budget_bytes: int, found: _Found, turned_down: Sequence[str] = ()) -> Plan:
+    def describe(self, budget_bytes: int, found: Found, turned_down: Sequence[str] = ()) -> Plan:
         """What was found as a Plan, with everything a person may ask about it."""
         solver, solution = found.solver, found.solution
         trace, recipes, timeline = solver.trace, solver.recipes, solver.timeline
         plain_trace = self._plain().trace
         evaluation = solution.evaluation
-        phase, module, operation = _where(trace, evaluation.peak_event)
+        phase, module, operation = where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
         bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
@@ -285,7 +285,7 @@ class Search:
                 str(c): int(b[evaluation.peak_event]) for c, b in bands.items() if int(b[evaluation.peak_event])
             },
             moments=tuple(moments),
-            phases=tuple(_where(trace, m)[0] for m in moments),
+            phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
             plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
         )
@@ -309,7 +309,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A plan that fits, not yet put into words."""
 
     way: Choices
@@ -361,7 +361,7 @@ def _parts(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-def _where(trace: Trace, event: int) -> tuple[str, str, str]:
+def where(trace: Trace, event: int) -> tuple[str, str, str]:
     """(phase, module, operation) at an event."""
     event = min(event, len(trace.events) - 1)
     code = trace.events[event]

@@ -10,7 +10,7 @@ reached again. Such *lasting* storages may be left out of the count; they are he
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -65,12 +65,12 @@ def boundaries(recipes: Recipes, around: Collection[int] = ()) -> list[Boundary]
     found |= {e for e in births if crossing[e] > 0 and _crossed_by_one(recipes, e, int(crossing[e]), last_read)}
     # What is a boundary with all that crosses it is one without some of it.
     found |= {b.event for b in boundaries(recipes)} if around else set()
-    return _named(recipes, sorted(found), last_read)
+    return boundaries_after(recipes, sorted(found))
 
 
-def _named(recipes: Recipes, events: list[int], last_read: dict[int, int]) -> list[Boundary]:
-    """The boundaries after these events, with what crosses them."""
-    storages = recipes.trace.storages
+def boundaries_after(recipes: Recipes, events: Sequence[int]) -> list[Boundary]:
+    """The boundaries after these events of forward, in order, with what crosses them."""
+    storages, last_read = recipes.trace.storages, recipes.last_reads
     spans = sorted((storages[s].birth, s) for s in recipes.managed if s in last_read)
     out = []
     alive: list[int] = []

@@ -16,6 +16,7 @@ from memfit.batches import Batch, LossFunction, loss_of
 from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
 from memfit.step.freeze import unforced
+from memfit.step.loss import chunked_head
 from memfit.step.precision import Scaling, autocast
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -48,10 +49,14 @@ class StepProgram:
 
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
-        """Forward and loss of one micro-batch run inside: under autocast, and without gradients forced through what is frozen."""
+        """Forward and loss of one micro-batch run inside: autocast, the loss head in chunks, no gradients forced through what is frozen."""
         first = next(self.model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
-        with unforced(self.model, self.choices.unforced), autocast(self.choices.precision, device_type):
+        with (
+            unforced(self.model, self.choices.unforced),
+            autocast(self.choices.precision, device_type),
+            chunked_head(self.model, self.choices.loss_chunks),
+        ):
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""The loss head as a trace shows it: where it lies, how large its logits are, and whether taking them a few rows at a time is worth looking at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from memfit.planner.timeline import Timeline
+from memfit.trace import Phase, Trace
+
+PRODUCTS: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.linear.default"})
+LOSSES: Final = frozenset({"aten.nll_loss_forward.default"})
+CHUNKS: Final = (8, 64)  # worth weighing: the first saves most of what there is to save
+FEWEST_ROWS: Final = 16  # of a chunk: smaller products take longer
+
+
+@dataclass(frozen=True, slots=True)
+class LossHead:
+    """Logits of many classes and the cross entropy of them.
+
+    Attributes:
+        rows, classes: shape of the logits.
+        bytes: of everything as large as the logits that is made on the way, there and back.
+        first, last: events between which any of it lives, where autograd keeps what it saves.
+    """
+
+    rows: int
+    classes: int
+    bytes: int
+    first: int
+    last: int
+
+    def chunks(self) -> tuple[int, ...]:
+        """In how many chunks the rows may be taken with profit."""
+        return tuple(number for number in CHUNKS if self.rows >= number * FEWEST_ROWS)
+
+
+def head_of(timeline: Timeline) -> LossHead | None:
+    """The head whose loss is taken last, where a matrix product makes the logits; None where there is none."""
+    trace = timeline.trace
+    logs = _last_logs(trace)
+    if logs is None:
+        return None
+    event, rows, classes, size = logs
+    storages, operations = trace.storages, trace.operations
+    maker = {s: op for op in trace.events[: event + 1] if op >= 0 for s in operations[op].makes}
+    # Back from the logarithms to the product, through casts and copies.
+    source = operations[trace.events[event]].reads[0]
+    while source in maker and operations[maker[source]].name not in PRODUCTS:
+        reads = operations[maker[source]].reads
+        if len(reads) != 1:
+            return None
+        source = reads[0]
+    if source not in maker:
+        return None
+    # And on from there: all that is made of the logits and as large, up to the products of backward.
+    first = storages[source].birth
+    large = {source}
+    for op in trace.events[first : trace.pass_events]:
+        if op >= 0 and operations[op].name not in PRODUCTS and not large.isdisjoint(operations[op].reads):
+            large |= {s for s in operations[op].makes if storages[s].bytes >= size // 2}
+    return LossHead(
+        rows, classes, sum(storages[s].bytes for s in large), first, max(timeline.plain_end[s] for s in large)
+    )
+
+
+def _last_logs(trace: Trace) -> tuple[int, int, int, int] | None:
+    """Event, rows, classes and bytes of the last logarithms of probabilities that a loss reads."""
+    read: set[int] = set()
+    for event in range(trace.forward_events - 1, -1, -1):
+        op = trace.events[event]
+        if op < 0:
+            continue
+        operation = trace.operations[op]
+        if operation.name in LOSSES:
+            read.add(operation.reads[0])
+        elif operation.name == "aten._log_softmax.default" and not read.isdisjoint(operation.makes):
+            shape = re.search(r"\[(\d+), (\d+)\]", operation.key)
+            if shape is None or operation.phase is not Phase.FORWARD:
+                return None
+            return event, int(shape[1]), int(shape[2]), trace.storages[operation.makes[0]].bytes
+    return None
+
+
+def sets_peak(timeline: Timeline, head: LossHead) -> bool:
+    """Whether the step is fullest in the head: as plain PyTorch runs it, or when all that can be dropped is."""
+    moments = (timeline.plain().peak_event, int(timeline.floor().argmax()))
+    return any(head.first <= moment <= head.last for moment in moments)

@@ -28,6 +28,7 @@ from memfit.planner.search import Search
 from memfit.planner.ways import Offers, ways
 from memfit.plans import Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
+from memfit.step.optimizers import arranged
 from memfit.step.program import OptimizerFactory
 from memfit.trace import Trace
 from memfit.units import format_bytes, parse_bytes
@@ -255,6 +256,8 @@ def apply(
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
+    if chosen is not None:
+        chosen = arranged(chosen, plan.choices, model)
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
     engine = Engine(plan, model, loss_fn, chosen)
     if runtime is not None:

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -168,43 +168,51 @@ class Engine:
         departures: list[str] = []
         reruns = 0
         value: torch.Tensor | None = None
-        with self._all_or_nothing() as keep:
-            for index, part in enumerate(parts):
-                weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
-                if weight == 0.0:
-                    continue  # nothing in this part counts (all its labels are masked), and its own mean is 0/0
+        weights: list[float | None] = [None]
+        if len(parts) > 1:
+            weights = [*shares] if shares is not None else [1.0 / len(parts)] * len(parts)
+        # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
+        counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight != 0.0]
+        with self._all_or_nothing() as keep, ExitStack() as whole:
+            for index, (part, weight) in enumerate(counting):
+                inside = None
+                if program.updates_in_backward and index == len(counting) - 1:
+                    whole.enter_context(self._updating())
+                    inside = program.updating()
                 value = None  # the loss of the part before must not lie beside this one's activations
                 follower = None if compiled.script.plain else Follower(compiled)
                 around = follower.following() if follower is not None else None
-                value = program.forward_backward(part, weight, around, check_finite=True)
+                value = program.forward_backward(part, weight, around, check_finite=True, around_backward=inside)
                 loss += float(value) * (1.0 if weight is None else weight)
                 if follower is not None:
                     reruns += follower.tape.reruns
                     if follower.departure is not None:
                         departures.append(follower.departure)
-                del follower, around
-            # The update, and with it the step, happens whole before a waiting interrupt is heard.
-            with _interrupts_wait():
-                self._update(program)
-                keep()
-                self.steps += 1
-                self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
-
-    def _update(self, program: StepProgram) -> None:
-        before = [(tensor, tensor._version) for tensor in self._updated()]
-        try:
+                del follower, around, inside
+            if not program.updates_in_backward:
+                whole.enter_context(self._updating())
             program.update()
-        except BaseException as error:
-            if any(tensor._version != version for tensor, version in before):
-                halfway = (
-                    f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
-                    "load the last snapshot (memfit resume does) and make an engine anew"
-                )
-                self._halfway = halfway
-                raise EngineError(halfway) from error
-            raise
-        finally:
             program.clear()
+            keep()
+            self.steps += 1
+            self.records.append(StepRecord(self.steps, loss, 0.0, len(parts), None, reruns, tuple(departures)))
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """The update, and with it the step, happens inside: whole, before a waiting interrupt is heard, or the engine knows that it did not."""
+        before = [(tensor, tensor._version) for tensor in self._updated()]
+        with _interrupts_wait():
+            try:
+                yield
+            except BaseException as error:
+                if any(tensor._version != version for tensor, version in before):
+                    halfway = (
+                        f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
+                        "load the last snapshot (memfit resume does) and make an engine anew"
+                    )
+                    self._halfway = halfway
+                    raise EngineError(halfway) from error
+                raise
 
     def _updated(self) -> list[torch.Tensor]:
         """What an update writes."""

@@ -15,6 +15,7 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
+from memfit.step import in_backward
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,6 +51,7 @@ class StepProgram:
         *,
         check_finite: bool = False,
         after_forward: Callable[[], None] | None = None,
+        around_backward: AbstractContextManager[object] | None = None,
     ) -> torch.Tensor:
         """One micro-batch: loss and gradients, added to what is in `.grad`.
 
@@ -59,6 +61,7 @@ class StepProgram:
             around_forward: entered for forward and loss only.
             check_finite: raise before backward when the loss is NaN or infinite, so that nothing is changed.
             after_forward: called between forward and backward.
+            around_backward: entered for backward only; of the last micro-batch it is `updating()` where the step updates inside backward.
 
         Returns:
             The unweighted loss, detached.
@@ -72,14 +75,28 @@ class StepProgram:
                 f"the loss is {value}: the step was not taken and parameters and optimizer are as before it. "
                 "Look at the batch and the learning rate, or lower the latter"
             )
-        if weight is None:
-            loss.backward()
-        else:
-            loss.backward(torch.full_like(loss.detach(), weight))
+        with around_backward or nullcontext():
+            if weight is None:
+                loss.backward()
+            else:
+                loss.backward(torch.full_like(loss.detach(), weight))
         return loss.detach()
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated inside the backward of the last micro-batch."""
+        return self.choices.update == "in_backward" and self.optimizer is not None
+
+    def updating(self, around: in_backward.Around = nullcontext) -> AbstractContextManager[object]:
+        """For the backward of the last micro-batch, when the step updates inside it; `around` as for `in_backward.updating`."""
+        assert self.optimizer is not None
+        return in_backward.updating(self.optimizer, around)
+
     def update(self) -> None:
-        """Clip the accumulated gradient once, step the optimizer once."""
+        """Clip the accumulated gradient once, step the optimizer once.
+
+        After an update inside backward few gradients are left, if any (of what only earlier micro-batches used); the optimizer's hooks run here either way.
+        """
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self.clip_norm)
         if self.optimizer is not None:

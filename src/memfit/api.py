@@ -34,6 +34,7 @@ from memfit.plans import FrozenPart, Plan, Prediction, Saving, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
 from memfit.step.freeze import freeze as freeze_for_good
 from memfit.step.freeze import frozen, frozen_parts
+from memfit.step.optimizers import arranged, offered
 from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
 from memfit.trace import Category, Trace
@@ -388,6 +389,8 @@ def apply(
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
+    if chosen is not None:
+        chosen = arranged(chosen, plan.choices, model)
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
     engine = Engine(plan, model, loss_fn, chosen)
     if runtime is not None:
@@ -706,7 +709,7 @@ def _search(
     plain = trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
     head = head_of(Timeline(plain))
     chunks = (fixed or {}).get("loss_chunks", 1)
-    offers = _offers(model, plain, head, chunks)
+    offers = _offers(model, optimizer, plain, head, chunks, host_budget)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     if head is not None and chunks > 1:
         found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -718,21 +721,40 @@ def _search(
     return Search(trace_of, samples, weights, micro_batches, possible, refused)
 
 
-def _offers(model: nn.Module, plain: Trace, head: LossHead | None, chunks: Any) -> Offers:
+def _offers(
+    model: nn.Module,
+    make_optimizer: OptimizerFactory | None,
+    plain: Trace,
+    head: LossHead | None,
+    chunks: Any,
+    host_budget: Budget | None,
+) -> Offers:
     """What a step could have besides running as it does; so many chunks of its loss head are the user's own wish."""
-    values: dict[str, tuple[Any, ...]] = {"precision": ("bf16", "fp16")}
+    values: dict[str, tuple[Any, ...]] = {}
     why_not: dict[str, str] = {}
+    on_request: dict[str, tuple[Any, ...]] = {}
+    if make_optimizer is None:
+        why_not |= dict.fromkeys(("state_format", "state_place", "update"), "there is no optimizer")
+    else:
+        with frozen(model, plain.choices.frozen):
+            values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
+        # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
+        places = values.pop("state_place", ())
+        on_request["state_place"] = places
+        if host_budget is not None:
+            values["state_place"] = places
+    values["precision"] = ("bf16", "fp16")
     unscalable = why_not_scaled(model)
     if unscalable is not None:
         values["precision"], why_not["precision"] = ("bf16",), unscalable
     if head is None:
         why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
     else:
-        offered = head.chunks() if sets_peak(Timeline(plain), head) else ()
+        worth = head.chunks() if sets_peak(Timeline(plain), head) else ()
         own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
-        values["loss_chunks"] = tuple(dict.fromkeys((*own, *offered)))
+        values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
         why_not["loss_chunks"] = f"its loss head has {head.rows} rows"
-    return Offers(values, why_not)
+    return Offers(values, why_not, on_request)
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

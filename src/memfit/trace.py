@@ -170,7 +170,8 @@ class Trace:
     @property
     def pass_seconds(self) -> float:
         """Seconds of one micro-batch's forward and backward, run plainly."""
-        return sum(self.operations[e].seconds for e in self.events[: self.pass_events] if e >= 0)
+        operations = (self.operations[e] for e in self.events[: self.pass_events] if e >= 0)
+        return sum(operation.seconds for operation in operations if operation.phase is not Phase.OPTIMIZER)
 
     @property
     def bytes_before_step(self) -> int:
@@ -180,8 +181,9 @@ class Trace:
     @property
     def plain_step_seconds(self) -> float:
         """Seconds of one optimizer step, run plainly."""
-        tail = sum(self.operations[e].seconds for e in self.events[self.pass_events :] if e >= 0)
-        return self.pass_seconds * self.micro_batches + tail
+        # An update inside backward happens in the last pass only.
+        every = sum(self.operations[e].seconds for e in self.events if e >= 0)
+        return every + self.pass_seconds * (self.micro_batches - 1)
 
     @property
     def forward_operations(self) -> int:

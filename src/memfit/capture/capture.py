@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +20,10 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent
 from memfit.choices import PLAIN, Choices
-from memfit.errors import CaptureError, MemfitError
+from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
 from memfit.step.freeze import Forced, watching
+from memfit.step.optimizers import arranged
 from memfit.step.precision import Scaling
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.trace import Category, Phase, Trace, digest
@@ -169,12 +170,15 @@ def _record(
     strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     micro_batches = len(parts)
+    believed = graded
     program = StepProgram(model, loss_fn, None, clip_norm, choices)
     trainable = program.trainable()
-    program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
+    if make_optimizer is not None:
+        program.optimizer = arranged(make_optimizer(iter(trainable)), choices, model)
     if choices.precision == "fp16" and program.optimizer is not None:
         program.scaling = Scaling(device_of(model))
     forced: Forced | None = None
+    inside = program.updates_in_backward
     weight = None if micro_batches == 1 else 1.0 / micro_batches
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
     # capturing a small model.
@@ -185,16 +189,23 @@ def _record(
         recorder.recording = False
         if graded is not None:
             for name, parameter in model.named_parameters():
-                if micro_batches > 1 and name in graded:
+                if (micro_batches > 1 or inside) and name in graded:
                     parameter.grad = _as_accumulated(parameter)
         else:
             with watching(model) if choices.frozen else contextlib.nullcontext() as forced:
-                if micro_batches == 1:
+                if micro_batches == 1 and not inside:
                     with recorder:
                         loss = program.loss(sample)
                     del loss
                 else:
                     program.forward_backward(parts[0], weight, recorder)
+        once = list(recorder.unrecorded)
+        if inside:
+            # What is updated inside the recorded backward has its state by then.
+            graded = graded if graded is not None else _graded(model)
+            _make_state(program, recorder)
+            if micro_batches == 1:
+                program.clear()
         # Cycles of that forward may hold activations; all are young, as no collection has run since they were made.
         gc.collect(0)
         recorder.recording = True
@@ -204,6 +215,18 @@ def _record(
         recorder.register((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
         recorder.register(program.scaling.tensors() if program.scaling is not None else (), Category.OTHER)
         recorder.register(batches.leaves(sample), Category.BATCH)
+        given: list[torch.Tensor | None] = []
+
+        @contextlib.contextmanager
+        def around_update(parameter: torch.Tensor) -> Iterator[None]:
+            if parameter.grad is not None:
+                recorder.recategorise((parameter.grad,), Category.GRADIENT)
+            if micro_batches > 1:
+                given.append(parameter.grad)  # at the peak of the parts before the last one all gradients are there
+            recorder.phase = Phase.OPTIMIZER
+            yield
+            recorder.phase = Phase.BACKWARD
+
         marks: list[int] = []
 
         def after_forward() -> None:
@@ -214,9 +237,17 @@ def _record(
             # [2] One micro-batch, recorded; the largest one, after the gradients exist when there are several.
             # The engine, too, holds the buffers that were there before the step, in case it fails.
             buffers = dict(model.named_buffers())
-            loss = program.forward_backward(parts[-1], weight, recorder.saving(), after_forward=after_forward)
+            loss = program.forward_backward(
+                parts[-1],
+                weight,
+                recorder.saving(),
+                after_forward=after_forward,
+                around_backward=program.updating(around_update) if inside else None,
+            )
             pass_events = len(recorder.events)
-            if recorder.unrecorded == [o.name for o in recorder.operations if o.phase is Phase.FORWARD]:
+            if once != [o.name for o in recorder.operations if o.phase is Phase.FORWARD]:
+                graded = believed
+            elif not inside:
                 graded = _graded(model)
             receiving = frozenset(name for name, p in model.named_parameters() if p.grad is not None)
             changed = {
@@ -227,11 +258,8 @@ def _record(
             del buffers
             recorder.recategorise((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
             # [3] The optimizer twice: the first time makes its state, the second is the steady one.
-            if program.optimizer is not None:
-                recorder.recording = False
-                program.optimizer.step()
-                recorder.recording = True
-                recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
+            if not inside:
+                _make_state(program, recorder)
             recorder.phase = Phase.CLIP
             program.unscale()
             program.clip()
@@ -239,10 +267,13 @@ def _record(
             if program.optimizer is not None:
                 program.optimizer.step()
             del loss
+            given.clear()
             program.clear()
         operations, storages, saves = recorder.tables()
         recorder.recording = False
     del program
+    if inside:
+        _check_reads(recorder)
     trace = Trace(
         events=tuple(recorder.events),
         operations=operations,
@@ -261,6 +292,35 @@ def _record(
         changed_buffer_bytes=sum(changed.values()),
     )
     return Captured(trace, recorder.calls, recorder.overwritten, graded, receiving, forced)
+
+
+def _make_state(program: StepProgram, recorder: Recorder) -> None:
+    """A first update, not recorded: it makes the optimizer's state. What of it lies elsewhere takes nothing of the device."""
+    if program.optimizer is None:
+        return
+    recording, recorder.recording = recorder.recording, False
+    with contextlib.nullcontext() if recording else recorder:
+        program.optimizer.step()
+    recorder.recording = recording
+    here = device_of(program.model).type
+    state = state_tensors(program.optimizer)
+    recorder.register((t for t in state if t.device.type == here), Category.OPTIMIZER_STATE)
+    recorder.register((t for t in state if t.device.type != here), Category.OPTIMIZER_STATE, counts=False)
+
+
+def _check_reads(recorder: Recorder) -> None:
+    """Refuse an update inside backward where backward reads a parameter after its update."""
+    updated: dict[int, int] = {}
+    for event, code in enumerate(recorder.events):
+        if code >= 0 and recorder.operations[code].phase is Phase.OPTIMIZER:
+            for storage in recorder.operations[code].writes:
+                updated.setdefault(storage, event)
+    for save in recorder.saves:
+        if any(event is not None and event > updated.get(save.storage, event) for event, _ in save.unpacks):
+            raise InputError(
+                f"backward reads a parameter in {save.module or 'the model'} again after its gradient is whole (a path that passes no gradient back), so it "
+                "cannot be updated inside backward: update after backward"
+            )
 
 
 def _graded(model: nn.Module) -> frozenset[str] | None:

@@ -135,11 +135,14 @@ class Recorder(TorchDispatchMode):
 
     # -- storages ------------------------------------------------------------------------------------------------------------
 
-    def register(self, tensors: Iterable[torch.Tensor], category: Category, module: str = "") -> None:
-        """Note storages that are there before the step; the first category given to a storage stays."""
+    def register(
+        self, tensors: Iterable[torch.Tensor], category: Category, module: str = "", *, counts: bool = True
+    ) -> None:
+        """Note storages that are there before the step; the first category given to a storage stays. What lies on another device counts nothing."""
         for tensor in tensors:
             if dispatch.has_storage(tensor) and dispatch.storage_key(tensor) not in self._ids:
-                self._add(tensor, category, module, BEFORE_STEP)
+                storage = self.storages[self._add(tensor, category, module, BEFORE_STEP)]
+                storage.bytes *= counts
 
     def recategorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Change the category of storages already known."""

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,7 +162,8 @@ class Engine:
 
         Raises:
             BatchError: there are none, they hold nothing that counts, or one is larger than planned; nothing was changed.
-            InputError: the plan is for the whole batch at once: it has neither weights nor room for gradients that are there already.
+            InputError: the plan is for the whole batch at once: it has neither weights nor room for gradients that are there already; or it updates
+                parameters inside backward.
             NonFiniteLossError, EngineError: as for `step`.
         """
         if self._halfway:
@@ -171,6 +172,11 @@ class Engine:
             raise InputError(
                 "this plan runs the batch whole, so it keeps no room for gradients between micro-batches and has not found how they are weighted: "
                 'plan with a sample that holds all samples of the step and fixed={"micro_batches": n}, or call engine.step'
+            )
+        if self._program(self.plan).updates_in_backward:
+            raise InputError(
+                "this plan updates parameters inside the backward of the last micro-batch, and which one is the last of a loader nobody knows: "
+                'plan with fixed={"update": "after"}, or call engine.step'
             )
         return self._recorded(lambda: self._accumulate(micro_batches), (), self.plan.signature, meter=meter)
 
@@ -217,19 +223,24 @@ class Engine:
     def _step(self, plan: Plan, batch: Batch) -> None:
         parts = self._parts(plan, batch)
         shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
+        weights: list[float | None] = [None]
+        if len(parts) > 1:
+            weights = [*shares] if shares is not None else [1.0 / len(parts)] * len(parts)
+        # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
+        counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight != 0.0]
         done = _Sum()
-        with self._all_or_nothing() as keep:
-            for index, part in enumerate(parts):
-                weight = None if len(parts) == 1 else (shares[index] if shares is not None else 1.0 / len(parts))
-                if weight == 0.0:
-                    continue  # nothing in this part counts (all its labels are masked), and its own mean is 0/0
-                self._forward_backward(plan, part, weight, done)
-            self._finish(plan, done, keep)
+        with self._all_or_nothing() as keep, ExitStack() as whole:
+            for index, (part, weight) in enumerate(counting):
+                inside = self._program(plan).updates_in_backward and index == len(counting) - 1
+                if inside:
+                    whole.enter_context(self._updating())
+                self._forward_backward(plan, part, weight, done, updates=inside)
+            self._finish(plan, done, keep, whole)
 
     def _accumulate(self, micro_batches: Iterable[Batch]) -> None:
         how = self.plan.choices.weights
         done = _Sum()
-        with self._all_or_nothing() as keep:
+        with self._all_or_nothing() as keep, ExitStack() as whole:
             for micro_batch in micro_batches:
                 self._add(micro_batch, how, done)
                 del micro_batch  # before the loader makes the next one
@@ -243,7 +254,7 @@ class Engine:
             done.loss *= share
             if share != 1.0:
                 torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], share)
-            self._finish(self.plan, done, keep)
+            self._finish(self.plan, done, keep, whole)
 
     def _add(self, micro_batch: Batch, how: str, done: _Sum) -> None:
         here = batches.map_tensors(lambda t: t.to(self.device), micro_batch)
@@ -258,14 +269,22 @@ class Engine:
     def _program(self, plan: Plan) -> StepProgram:
         return StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
 
-    def _forward_backward(self, plan: Plan, part: Batch, weight: float | None, done: _Sum) -> None:
-        """One micro-batch, followed as the plan says."""
+    def _forward_backward(
+        self, plan: Plan, part: Batch, weight: float | None, done: _Sum, *, updates: bool = False
+    ) -> None:
+        """One micro-batch, followed as the plan says; parameters are updated inside its backward or not at all."""
         compiled = self._compiled[plan.signature]
+        program = self._program(plan)
         done.last = None
         follower = None if compiled.script.plain else Follower(compiled)
-        around = follower.following() if follower is not None else None
         # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
-        done.last = self._program(plan).forward_backward(part, weight, around, check_finite=self.scaling is None)
+        done.last = program.forward_backward(
+            part,
+            weight,
+            follower.following() if follower is not None else None,
+            check_finite=self.scaling is None,
+            around_backward=program.updating() if updates else None,
+        )
         done.loss += float(done.last) * (1.0 if weight is None else weight)
         done.parts += 1
         if follower is not None:
@@ -273,32 +292,36 @@ class Engine:
             if follower.departure is not None:
                 done.departures.append(follower.departure)
 
-    def _finish(self, plan: Plan, done: _Sum, keep: Callable[[], None]) -> None:
-        # The update, and with it the step, happens whole before a waiting interrupt is heard.
-        with _interrupts_wait():
-            taken = self._update(self._program(plan))
-            if self.scaling is not None:
-                self.scaling.check_hope()
-            keep()
-            self.steps += 1
-            record = StepRecord(self.steps, done.loss, 0.0, done.parts, None, done.reruns, tuple(done.departures))
-            self.records.append(replace(record, skipped=not taken))
+    def _finish(self, plan: Plan, done: _Sum, keep: Callable[[], None], whole: ExitStack) -> None:
+        """The rest of the step: the update, where none began in backward, and the record."""
+        program = self._program(plan)
+        if not program.updates_in_backward:
+            whole.enter_context(self._updating())
+        taken = program.update()
+        program.clear()
+        if self.scaling is not None:
+            self.scaling.check_hope()
+        keep()
+        self.steps += 1
+        record = StepRecord(self.steps, done.loss, 0.0, done.parts, None, done.reruns, tuple(done.departures))
+        self.records.append(replace(record, skipped=not taken))
 
-    def _update(self, program: StepProgram) -> bool:
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """The update, and with it the step, happens inside: whole, before a waiting interrupt is heard, or the engine knows that it did not."""
         before = [(tensor, tensor._version) for tensor in self._updated()]
-        try:
-            return program.update()
-        except BaseException as error:
-            if any(tensor._version != version for tensor, version in before):
-                halfway = (
-                    f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
-                    "load the last snapshot (memfit resume does) and make an engine anew"
-                )
-                self._halfway = halfway
-                raise EngineError(halfway) from error
-            raise
-        finally:
-            program.clear()
+        with _interrupts_wait():
+            try:
+                yield
+            except BaseException as error:
+                if any(tensor._version != version for tensor, version in before):
+                    halfway = (
+                        f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
+                        "load the last snapshot (memfit resume does) and make an engine anew"
+                    )
+                    self._halfway = halfway
+                    raise EngineError(halfway) from error
+                raise
 
     def _updated(self) -> list[torch.Tensor]:
         """What an update writes."""
@@ -358,6 +381,11 @@ class Engine:
         Args:
             retain_graph: backward will run more than once through this graph; then nothing is let go early.
         """
+        if self._program(self.plan).updates_in_backward:
+            raise InputError(
+                "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "
+                'plan with fixed={"update": "after"}, or call engine.step'
+            )
         compiled = self._compiled[self.plan.signature]
         program = self._program(self.plan)
         if compiled.script.plain:

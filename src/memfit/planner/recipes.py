@@ -8,11 +8,11 @@ that reads a storage before its last write has none.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from memfit.trace import BEFORE_STEP, Category, Trace
+from memfit.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096
@@ -62,8 +62,13 @@ class Recipes:
             for s in operations[op].makes:
                 maker[s] = op
         writers: dict[int, list[int]] = defaultdict(list)
+        updated: dict[int, int] = {}  # parameter -> event of its update inside backward
         for event, op in enumerate(trace.events[: trace.pass_events]):
             if op < 0:
+                continue
+            if operations[op].phase is Phase.OPTIMIZER:
+                for s in operations[op].writes:
+                    updated.setdefault(s, event)
                 continue
             for s in operations[op].writes:
                 (last_write if s in managed else lasting_write)[s] = event
@@ -89,6 +94,23 @@ class Recipes:
         self.recipe_of: dict[int, int] = {}
         for ops in groups.values():
             self._add(sorted(ops), managed, maker, last_write, lasting_write)
+        if updated:
+            self._stop_at_updates(updated)
+
+    def _stop_at_updates(self, updated: dict[int, int]) -> None:
+        """Rule out recipes that read a parameter and may be asked for after its update: what they made would not be what forward made."""
+        asked: dict[int, int] = defaultdict(lambda: -1)  # storage -> last event that may ask for it
+        for event, storage, _ in self.unpacks:
+            asked[storage] = max(asked[storage], event)
+        # What a recipe reads is asked for with what it makes; later recipes read what earlier ones make.
+        for index in sorted(range(len(self.recipes)), key=lambda i: -self.recipes[i].operations[-1]):
+            recipe = self.recipes[index]
+            last = max((asked[s] for s in recipe.makes), default=-1)
+            for s in recipe.inputs:
+                asked[s] = max(asked[s], last)
+            reads = {s for op in recipe.operations for s in self.trace.operations[op].reads}
+            if any(updated.get(s, last) < last for s in reads):
+                self.recipes[index] = replace(recipe, runnable=False)
 
     def _add(
         self,

@@ -24,10 +24,12 @@ class Offers:
     Attributes:
         values: field of `Choices` -> values it could take beside plain PyTorch's.
         why_not: field of `Choices` -> why it can take no other.
+        on_request: field of `Choices` -> further values that are taken where the user fixes them, and not weighed otherwise.
     """
 
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     why_not: Mapping[str, str] = field(default_factory=dict)
+    on_request: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def ways(
@@ -116,7 +118,7 @@ def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
                 f"fixed {name}={value!r}: {'a whole number' if isinstance(plain, int) else 'a word'} is needed"
             )
         # How many chunks is the user's to say where chunks can be had at all.
-        possible = offers.values.get(name, ())
+        possible = tuple(dict.fromkeys((*offers.values.get(name, ()), *offers.on_request.get(name, ()))))
         if value != plain and value not in possible and not (name == "loss_chunks" and possible and value > 0):
             why = offers.why_not.get(name, "this step cannot have it")
             have = f"; there is {_listed((plain, *possible))}" if possible else ""

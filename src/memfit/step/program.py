@@ -15,6 +15,7 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
+from memfit.step import in_backward
 from memfit.step.freeze import unforced
 from memfit.step.loss import chunked_head
 from memfit.step.precision import Scaling, autocast
@@ -72,6 +73,7 @@ class StepProgram:
         *,
         check_finite: bool = False,
         after_forward: Callable[[], None] | None = None,
+        around_backward: AbstractContextManager[object] | None = None,
     ) -> torch.Tensor:
         """One micro-batch: loss and gradients, added to what is in `.grad`.
 
@@ -81,6 +83,7 @@ class StepProgram:
             around_forward: entered for forward and loss only.
             check_finite: raise before backward when the loss is NaN or infinite, so that nothing is changed.
             after_forward: called between forward and backward.
+            around_backward: entered for backward only; of the last micro-batch it is `updating()` where the step updates inside backward.
 
         Returns:
             The unweighted loss, detached.
@@ -95,14 +98,27 @@ class StepProgram:
                 "Look at the batch and the learning rate, or lower the latter"
             )
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
-        if weight is None:
-            scaled.backward()
-        else:
-            scaled.backward(torch.full_like(scaled.detach(), weight))
+        with around_backward or nullcontext():
+            if weight is None:
+                scaled.backward()
+            else:
+                scaled.backward(torch.full_like(scaled.detach(), weight))
         return loss.detach()
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated inside the backward of the last micro-batch."""
+        return self.choices.update == "in_backward" and self.optimizer is not None
+
+    def updating(self, around: in_backward.Around = nullcontext) -> AbstractContextManager[object]:
+        """For the backward of the last micro-batch, when the step updates inside it; `around` as for `in_backward.updating`."""
+        assert self.optimizer is not None
+        return in_backward.updating(self.optimizer, around)
 
     def update(self) -> bool:
         """Unscale and clip the accumulated gradient once, step the optimizer once.
+
+        After an update inside backward few gradients are left, if any (of what only earlier micro-batches used); the optimizer's hooks run here either way.
 
         Returns:
             Whether the step was taken; it is skipped where scaled gradients overflowed.

@@ -1,0 +1,77 @@
+"""Which optimizers update every element of a parameter by itself, so that their step may run on any part of it, and what state each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from memfit.step.formats import SIGNED, UNSIGNED
+from memfit.step.lion import Lion
+
+Group = dict[str, Any]
+Kind = type[torch.optim.Optimizer]
+
+
+def _adam(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _rmsprop(group: Group) -> tuple[str, ...]:
+    more = (("momentum_buffer", group["momentum"] > 0), ("grad_avg", group["centered"]))
+    return ("square_avg", *(name for name, there in more if there))
+
+
+# The moments that each keeps for a parameter of a group. Of a subclass nobody knows.
+MOMENTS: Final[Mapping[type, Callable[[Group], tuple[str, ...]]]] = {
+    torch.optim.AdamW: _adam,
+    torch.optim.Adam: _adam,
+    torch.optim.SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    Lion: lambda _: ("exp_avg",),
+    torch.optim.NAdam: lambda _: ("exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: lambda _: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adamax: lambda _: ("exp_avg", "exp_inf"),
+    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Adadelta: lambda _: ("square_avg", "acc_delta"),
+}
+# Those for which 8 bits are made: with moments of these names only.
+IN_8_BITS: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
+CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": SIGNED, "momentum_buffer": SIGNED, "exp_avg_sq": UNSIGNED}
+
+
+def why_no_8bit(kind: Kind, groups: Sequence[Group]) -> str | None:
+    """Why such an optimizer has no 8-bit state; None where it can have it."""
+    known = "it is there for AdamW and Adam (without amsgrad), SGD with momentum, and memfit's Lion"
+    if kind not in IN_8_BITS:
+        return f"{kind.__name__} has no 8-bit state: {known}"
+    moments = {name for group in groups for name in MOMENTS[kind](group)}
+    if not moments <= CODES.keys():
+        return f"{kind.__name__} with amsgrad=True has no 8-bit state: {known}"
+    if not moments:
+        return f"{kind.__name__} without momentum keeps no state, so 8 bits would save nothing"
+    return _why_no_chunks(kind, groups)
+
+
+def why_not_there(kind: Kind, groups: Sequence[Group], place: str) -> str | None:
+    """Why such an optimizer's state cannot lie on the "host" or the "disk" between updates; None where it can."""
+    if kind not in MOMENTS:
+        names = ", ".join(sorted(known.__name__ for known in MOMENTS))
+        return f"the state of {kind.__name__} stays on the device: only of {names} is it known that every element is updated by itself"
+    if place == "host" and any(p.device.type == "cpu" for group in groups for p in group["params"]):
+        return "the device is the CPU, so the host's memory is the device's: what would move away goes to the disk"
+    if not any(MOMENTS[kind](group) for group in groups):
+        return f"{kind.__name__} without momentum keeps no state that could lie elsewhere"
+    return _why_no_chunks(kind, groups)
+
+
+def _why_no_chunks(kind: Kind, groups: Sequence[Group]) -> str | None:
+    if any(group.get("differentiable") for group in groups):
+        return f"{kind.__name__} with differentiable=True updates whole parameters"
+    return None
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer's step without what torch wraps around each (hooks, a profiler's range): those belong to the whole step."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", None) else step)(optimizer)

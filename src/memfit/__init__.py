@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     )
     from memfit.machine import Machine
     from memfit.plans import Plan
+    from memfit.step.lion import Lion
+    from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.trace import Trace
 
 __version__: Final = "0.1.0"
 
 __all__ = [
+    "AdamW8bit",
     "BatchError",
     "BudgetError",
     "CaptureError",
@@ -42,16 +45,20 @@ __all__ = [
     "EngineError",
     "InfeasibleError",
     "InputError",
+    "Lion",
+    "Lion8bit",
     "Machine",
     "MemfitError",
     "NonFiniteLossError",
     "Plan",
     "PlanFileError",
     "Remedy",
+    "SGD8bit",
     "SnapshotError",
     "SplitError",
     "Trace",
     "apply",
+    "eight_bit",
     "fit",
     "frontier",
     "measure",
@@ -63,7 +70,9 @@ __all__ = [
 
 _HOME: Final = {
     **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
+    **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.step.optimizers"),
     "Engine": "memfit.engine",
+    "Lion": "memfit.step.lion",
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",
     "Trace": "memfit.trace",

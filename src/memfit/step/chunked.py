@@ -190,7 +190,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         packed = self._packed(parameter)
         computed = _computed_in(parameter.dtype) if packed else parameter.dtype
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half.
-        chunk = min(_chunk(parameter) // (2 if fresh else 1), blocks(values.numel()) * BLOCK)
+        chunk = _chunk(parameter, 2 if fresh else 1)
 
         def buffer(name: str, count: int) -> Tensor:
             return workspace.get(name, chunk, computed, parameter)[:count]
@@ -198,7 +198,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         moments = MOMENTS[self.kind](group)
         shared = {key: value for key, value in state.items() if not _is_moment(value)}
         own: dict[str, Any] = {}
-        for start in range(0, values.numel(), chunk):
+        for start in range(0, max(1, values.numel()), chunk):  # one of no elements has its counters, too
             stop = min(start + chunk, values.numel())
             count, padded = stop - start, blocks(stop - start) * BLOCK
             part, part_gradient = values[start:stop], gradient[start:stop]
@@ -330,7 +330,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         given = [saved[f"{name}_codes"], saved[f"{name}_scales"]] if was_packed else [flat(saved[name], parameter)]
         if self._as_ever(parameter):
             state = {name: flat(state[name], parameter)}
-        chunk = min(_chunk(parameter), blocks(parameter.numel()) * BLOCK)
+        chunk = _chunk(parameter)
         parts = self._parts_of(name, parameter)
         for start in range(0, parameter.numel(), chunk):
             stop = min(start + chunk, parameter.numel())
@@ -355,8 +355,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self._keeping.store(state, parameter, stretch)
 
 
-def _chunk(parameter: Tensor) -> int:
-    return CHUNK.get(parameter.device.type, CHUNK["cuda"])
+def _chunk(parameter: Tensor, parts: int = 1) -> int:
+    """Elements updated at a time; not more than the parameter has, in whole blocks."""
+    most = CHUNK.get(parameter.device.type, CHUNK["cuda"]) // parts
+    return min(most, max(1, blocks(parameter.numel())) * BLOCK)
 
 
 def _both(stretches: Sequence[Stretch]) -> tuple[Tensor, Tensor]:

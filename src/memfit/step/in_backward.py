@@ -47,15 +47,12 @@ def updating(
     """Run backward inside: the optimizer's parameters are updated on the way.
 
     Args:
-        optimizer: with each parameter's gradient whole at the end of this backward.
+        optimizer: one that can (`why_not_in_backward`), with each parameter's gradient whole at the end of this backward.
         around: gives what is entered for the update of a parameter.
 
     Raises:
-        InputError: the optimizer cannot do so; or, out of backward, a gradient was added to again after its update.
+        InputError: out of backward: a gradient was added to again after its update.
     """
-    reason = why_not_in_backward(optimizer)
-    if reason is not None:
-        raise InputError(reason)
     done: set[torch.Tensor] = set()
 
     def hook_of(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:

@@ -108,12 +108,15 @@ def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Modul
 
     Args:
         optimizer: as the user's factory made it. What a `ChunkedOptimizer` of the user's own has besides the choices, it keeps.
-        choices: `state_format` and `state_place` count.
+        choices: `state_format`, `state_place` and `update` count.
         model: tells the parameters' names.
 
     Raises:
-        InputError: as for `ChunkedOptimizer`.
+        InputError: as for `ChunkedOptimizer`; or the optimizer cannot update inside backward.
     """
+    reason = why_not_in_backward(optimizer) if choices.update == "in_backward" else None
+    if reason is not None:
+        raise InputError(reason)
     if isinstance(optimizer, ChunkedOptimizer):
         state_format = optimizer.state_format if choices.state_format == "32bit" else choices.state_format
         state_place = optimizer.state_place if choices.state_place == "device" else choices.state_place

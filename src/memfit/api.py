@@ -168,8 +168,8 @@ def _placement(keep: str | Sequence[str] | None, every: int | str | None, activa
             raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
         return Placement(keep=patterns)
     if every is not None:
-        number = {"block": 1, "sqrt": "sqrt"}.get(every) if isinstance(every, str) else every
-        if number is None or isinstance(number, bool) or (isinstance(number, int) and number < 1):
+        number = 1 if every == "block" else every
+        if number != "sqrt" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
         return Placement(every=number)
     assert activation_bytes is not None

@@ -115,9 +115,8 @@ def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
             raise InputError(
                 f"fixed {name}={value!r}: {'a whole number' if isinstance(plain, int) else 'a word'} is needed"
             )
-        # How many chunks is the user's to say where chunks can be had at all.
         possible = offers.values.get(name, ())
-        if value != plain and value not in possible and not (name == "loss_chunks" and possible and value > 0):
+        if value != plain and value not in possible:
             why = offers.why_not.get(name, "this step cannot have it")
             have = f"; there is {_listed((plain, *possible))}" if possible else ""
             raise InputError(f"fixed {name}={value!r} cannot be honoured: {why}{have}")

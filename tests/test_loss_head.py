@@ -322,9 +322,14 @@ def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     # Logits, their logarithms, what comes back to these and what comes back to the logits.
     assert head.bytes == 4 * head.rows * head.classes * 4
     assert sets_peak(timeline, head)
-    plain = planned(model, sample, None, loss_chunks=1)
-    made = planned(model, sample, None, plain.prediction.peak_bytes * 6 // 10)
-    assert made.choices.loss_chunks == 8
+    plain = planned(model, sample, None, micro_batches=2, loss_chunks=1)
+    less = plain.prediction.peak_bytes * 6 // 10
+    assert planned(model, sample, None, less, micro_batches=2).choices.loss_chunks == 8
+    whole = planned(model, sample, None, 1 << 50, micro_batches=2)
+    assert whole.choices == plain.choices
+    # One micro-batch is asked for, and with it every bit: then the head stays whole.
+    with pytest.raises(memfit.InfeasibleError, match="_log_softmax_backward_data"):
+        planned(model, sample, None, less)
     narrow, sample = llama(vocab=16, batch=8)
     timeline = Timeline(memfit.record(narrow, sample, None, adamw))
     head = head_of(timeline)

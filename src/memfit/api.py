@@ -608,7 +608,7 @@ def _search(
             )
     plain = trace_of(Choices(micro_batches=micro_batches or 1))
     chunks = (fixed or {}).get("loss_chunks", 1)
-    offers, head = _offers(plain, chunks)
+    offers, head = _offers(plain, chunks, bits=micro_batches == 1)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     if head is not None and chunks > 1:
         found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -620,13 +620,19 @@ def _search(
     return Search(trace_of, samples, weights, micro_batches, possible, refused)
 
 
-def _offers(plain: Trace, chunks: Any) -> tuple[Offers, LossHead | None]:
-    """What a step could have besides running as it does, and its loss head; so many chunks are the user's own wish."""
+def _offers(plain: Trace, chunks: Any, *, bits: bool) -> tuple[Offers, LossHead | None]:
+    """What a step could have besides running as it does, and its loss head.
+
+    Args:
+        plain: the step as it is.
+        chunks: of the loss head, where the user fixed their number.
+        bits: the user fixed one micro-batch, and with it every bit of the result: what adds up in another order is not on offer.
+    """
     timeline = Timeline(plain)
     head = head_of(timeline)
     if head is None:
         return Offers(why_not={"loss_chunks": "this step takes no cross entropy of what a linear layer makes"}), None
-    offered = head.chunks() if sets_peak(timeline, head) else ()
+    offered = head.chunks() if not bits and sets_peak(timeline, head) else ()
     own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
     why = f"its loss head has {head.rows} rows"
     return Offers({"loss_chunks": tuple(dict.fromkeys((*own, *offered)))}, {"loss_chunks": why}), head

@@ -228,8 +228,8 @@ def _placement(keep: str | Sequence[str] | None, every: int | str | None, activa
             raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
         return Placement(keep=patterns)
     if every is not None:
-        number = {"block": 1, "sqrt": "sqrt"}.get(every) if isinstance(every, str) else every
-        if number is None or isinstance(number, bool) or (isinstance(number, int) and number < 1):
+        number = 1 if every == "block" else every
+        if number != "sqrt" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
         return Placement(every=number)
     assert activation_bytes is not None
@@ -709,7 +709,7 @@ def _search(
     plain = trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
     head = head_of(Timeline(plain))
     chunks = (fixed or {}).get("loss_chunks", 1)
-    offers = _offers(model, optimizer, plain, head, chunks, host_budget)
+    offers = _offers(model, optimizer, plain, head, chunks, host_budget, bits=micro_batches == 1)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     if head is not None and chunks > 1:
         found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -728,8 +728,18 @@ def _offers(
     head: LossHead | None,
     chunks: Any,
     host_budget: Budget | None,
+    *,
+    bits: bool,
 ) -> Offers:
-    """What a step could have besides running as it does; so many chunks of its loss head are the user's own wish."""
+    """What a step could have besides running as it does.
+
+    Args:
+        model, make_optimizer, host_budget: as for `plan`.
+        plain: the step as it is.
+        head: its loss head.
+        chunks: of the loss head, where the user fixed their number.
+        bits: the user fixed one micro-batch, and with it every bit of the result: what adds up in another order is not on offer.
+    """
     values: dict[str, tuple[Any, ...]] = {}
     why_not: dict[str, str] = {}
     on_request: dict[str, tuple[Any, ...]] = {}
@@ -750,7 +760,7 @@ def _offers(
     if head is None:
         why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
     else:
-        worth = head.chunks() if sets_peak(Timeline(plain), head) else ()
+        worth = head.chunks() if not bits and sets_peak(Timeline(plain), head) else ()
         own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
         values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
         why_not["loss_chunks"] = f"its loss head has {head.rows} rows"

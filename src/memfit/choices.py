@@ -94,6 +94,8 @@ def conflict(choices: Choices, *, clips: bool = False) -> str | None:
             return "clipping needs the norm of all gradients before any parameter is updated, so nothing can be updated inside backward"
         if choices.precision == "fp16":
             return "the gradient scaler must see all gradients before any parameter is updated, so nothing can be updated inside backward"
+    if choices.loss_chunks > 1 and choices.precision == "fp16":
+        return "in fp16 gradients are scaled before they are rounded, and a loss head in chunks makes its own before backward brings the scale: take bf16"
     if choices.streamed:
         if choices.precision == "fp16":
             return "streaming updates a layer while others are in backward, the gradient scaler must see all gradients before: take bf16"

@@ -66,9 +66,9 @@ def test_what_is_allowed_and_cannot_be_is_named_with_the_reason() -> None:
 
 def test_what_is_fixed_is_in_every_way() -> None:
     found, _ = ways(
-        EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "loss_chunks": 77}
+        EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "state_format": "8bit"}
     )
-    assert {(w.precision, w.frozen, w.loss_chunks) for w in found} == {("fp16", ("embeddings",), 77)}
+    assert {(w.precision, w.frozen, w.state_format) for w in found} == {("fp16", ("embeddings",), "8bit")}
     assert {w.update for w in found} == {"after"}
 
 

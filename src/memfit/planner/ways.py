@@ -65,7 +65,7 @@ def ways(
     needs_leave = dict.fromkeys(ALLOWED.values())
     for each in fields(Choices):
         name, plain = each.name, each.default
-        if name in {"micro_batches", "micro_batch_size", "weights", "frozen"}:
+        if name in {"micro_batches", "micro_batch_size", "weights", "frozen", "unforced"}:
             continue
         if name in pinned:
             values[name] = (pinned[name],)
@@ -101,7 +101,7 @@ def ways(
 
 
 def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
-    known = [f.name for f in fields(Choices) if f.name not in {"micro_batch_size", "weights", "frozen"}]
+    known = [f.name for f in fields(Choices) if f.name not in {"micro_batch_size", "weights", "frozen", "unforced"}]
     pinned: dict[str, Any] = {}
     for name, value in fixed.items():
         if name == "frozen":
@@ -117,9 +117,8 @@ def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
             raise InputError(
                 f"fixed {name}={value!r}: {'a whole number' if isinstance(plain, int) else 'a word'} is needed"
             )
-        # How many chunks is the user's to say where chunks can be had at all.
         possible = tuple(dict.fromkeys((*offers.values.get(name, ()), *offers.on_request.get(name, ()))))
-        if value != plain and value not in possible and not (name == "loss_chunks" and possible and value > 0):
+        if value != plain and value not in possible:
             why = offers.why_not.get(name, "this step cannot have it")
             have = f"; there is {_listed((plain, *possible))}" if possible else ""
             raise InputError(f"fixed {name}={value!r} cannot be honoured: {why}{have}")

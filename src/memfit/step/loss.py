@@ -111,7 +111,7 @@ class Logits(Tensor):
     def __new__(cls, rows: Tensor, head: Head, dtype: torch.dtype) -> Self:
         """A tensor without storage."""
         learns = head.gradient and any(t is not None and t.requires_grad for t in (rows, head.weight, head.bias))
-        self: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001 - how torch makes a tensor without storage
+        self: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - how torch makes a tensor without storage
             cls, (*rows.shape[:-1], head.weight.shape[0]), dtype=dtype, device=rows.device, requires_grad=learns
         )
         self.rows, self.head, self.whole = rows, head, None
@@ -142,7 +142,7 @@ class Logits(Tensor):
         return func(*_made(args), **_made(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Nothing gets below autograd as a stand-in."""
         raise EngineError(
             f"{func} was called below autograd on what stands in for the logits of a chunked loss head, where they can no longer be made: "
@@ -292,7 +292,7 @@ def _cross_entropy(
     narrow = input.dtype in {torch.float16, torch.bfloat16}
     # Under autocast torch takes the loss in fp32.
     exact = torch.float32 if narrow and torch.is_autocast_enabled(input.device.type) else input.dtype
-    total: Tensor = _ChunkedCrossEntropy.apply(
+    found: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         input.rows,
         input.head.weight,
         input.head.bias,
@@ -302,13 +302,14 @@ def _cross_entropy(
         label_smoothing,
         input.head.product,
         exact,
+        reduction == "mean",
         input.requires_grad and torch.is_grad_enabled(),
     )
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
+    return found
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over rows of the cross entropy of `linear(rows, weight, bias)`. Forward makes the gradients too; backward scales them, in place, once."""
+    """Sum or mean over rows of the cross entropy of `linear(rows, weight, bias)`. Forward makes the gradients too; backward scales them, in place, once."""
 
     @staticmethod
     def forward(
@@ -322,16 +323,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         product: torch.dtype,
         exact: torch.dtype,
-        learns: bool,  # noqa: FBT001 - autograd passes by position
+        mean: bool,  # noqa: FBT001 - autograd passes by position
+        learns: bool,  # noqa: FBT001
     ) -> Tensor:
         with torch.autocast(rows.device.type, enabled=False):
             x, w = rows.to(product), weight.to(product)
             b = bias.to(product) if bias is not None else None
             wanted = [learns and wants for wants in ctx.needs_input_grad[:3]]
             d_rows = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-            d_weight = torch.zeros_like(w) if wanted[1] else None
+            d_weight = torch.zeros_like(weight) if wanted[1] else None
             d_bias = torch.zeros_like(b) if wanted[2] and b is not None else None
             total = torch.zeros((), dtype=exact, device=rows.device)
+            count = (target != ignore_index).sum().to(exact) if mean else None
             # As many chunks for every batch, so that a smaller one runs the same operations.
             bounds = [number * x.shape[0] // chunks for number in range(chunks + 1)]
             for start, stop in pairwise(bounds):
@@ -351,6 +354,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if smoothing:
                     d_logits -= smoothing / w.shape[0]
                 d_logits.scatter_(1, classes.masked_fill(gone, 0).unsqueeze(1), smoothing - 1.0, reduce="add")
+                if count is not None and product is not exact:
+                    d_logits /= (
+                        count  # before the rounding, as in plain PyTorch: scaled afterwards it would be rounded twice
+                    )
                 d_logits = d_logits.to(product)
                 # Ignored rows are left out of the products: those are narrow.
                 if d_rows is not None:
@@ -358,14 +365,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(d_logits, w, out=into)
                     into.masked_fill_(gone.unsqueeze(1), 0.0)
                 if d_weight is not None:
-                    d_weight.addmm_(d_logits.t(), part.masked_fill(gone.unsqueeze(1), 0.0))
+                    counted = part.masked_fill(gone.unsqueeze(1), 0.0)
+                    if d_weight.dtype is product:
+                        d_weight.addmm_(d_logits.t(), counted)
+                    else:
+                        d_weight += torch.mm(d_logits.t(), counted)
                 if d_bias is not None:
                     d_bias.addmv_(d_logits.t(), (~gone).to(product))
                 del d_logits
-        # Not among the saved tensors: a plan could only drop them to make them all again.
-        ctx.gradients = (d_rows, d_weight, d_bias)
+            # Not among the saved tensors: a plan could only drop them to make them all again.
+            ctx.gradients = (d_rows, d_weight, d_bias)
+            ctx.count = count if product is exact else None
         ctx.dtypes = (rows.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        return total
+        return total if count is None else total / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -376,7 +388,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 'plan with fixed={"loss_chunks": 1}'
             )
         gradients, ctx.gradients = ctx.gradients, None
+        scale = scale if ctx.count is None else scale / ctx.count
         scaled = [
             g.mul_(scale).to(dtype) if g is not None else None for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, *[None] * 7)
+        return (*scaled, *[None] * 8)

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
+from memfit.engine.swap import LowerTier
 from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
@@ -72,6 +73,7 @@ class Engine:
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
+        self._lower_tier = LowerTier(self.device)
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
@@ -81,8 +83,9 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have.
+            EngineError: the plan names a buffer that the model does not have, or swaps more than the lower tier has room for.
         """
+        self._lower_tier.reserve(plan.script.lower_bytes)
         buffers = dict(self.model.named_buffers())
         for name in plan.changed_buffers:
             if name not in buffers:
@@ -174,9 +177,13 @@ class Engine:
                 if weight == 0.0:
                     continue  # nothing in this part counts (all its labels are masked), and its own mean is 0/0
                 value = None  # the loss of the part before must not lie beside this one's activations
-                follower = None if compiled.script.plain else Follower(compiled)
+                follower = None if compiled.script.plain else Follower(compiled, lower_tier=self._lower_tier)
                 around = follower.following() if follower is not None else None
-                value = program.forward_backward(part, weight, around, check_finite=True)
+                try:
+                    value = program.forward_backward(part, weight, around, check_finite=True)
+                finally:
+                    if follower is not None:
+                        follower.tape.end()
                 loss += float(value) * (1.0 if weight is None else weight)
                 if follower is not None:
                     reruns += follower.tape.reruns
@@ -263,7 +270,7 @@ class Engine:
         if compiled.script.plain:
             yield None
             return
-        follower = Follower(compiled, retain=retain_graph)
+        follower = Follower(compiled, retain=retain_graph, lower_tier=self._lower_tier)
         with follower.following():
             yield follower
 

@@ -13,8 +13,11 @@ from typing import Final
 
 from memfit.errors import InfeasibleError, Remedy
 from memfit.garbage import uncollected
+from memfit.machine import Link
 from memfit.planner.prices import Solution, Solver
+from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
+from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
 from memfit.plans import Choices, ModuleSaving, Plan, Prediction
 from memfit.trace import Trace
@@ -35,12 +38,14 @@ class Search:
         samples: in the batch.
         weights: how parts add up, asked only when splitting is weighed: (weights or None, reason when None).
         fixed_micro_batches: the user's choice, or None.
+        lower_tier: where storages may be swapped to; None for nowhere.
     """
 
     trace_of: Callable[[int], Trace]
     samples: int
     weights: Callable[[], tuple[str | None, str]]
     fixed_micro_batches: int | None = None
+    lower_tier: Link | None = None
     _solvers: dict[int, Solver] = field(default_factory=dict)
 
     def solver(self, micro_batches: int) -> Solver:
@@ -48,7 +53,8 @@ class Search:
         if micro_batches not in self._solvers:
             trace = self.trace_of(micro_batches)
             with uncollected():
-                self._solvers[micro_batches] = Solver(Timeline(trace))
+                timeline = Timeline(trace, Recipes(trace, self.lower_tier))
+                self._solvers[micro_batches] = (SwapSolver if timeline.recipes.reloads else Solver)(timeline)
         return self._solvers[micro_batches]
 
     @property
@@ -143,7 +149,7 @@ class Search:
             )
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(self.trace_of, self.samples, self.weights)
+            other = Search(self.trace_of, self.samples, self.weights, lower_tier=self.lower_tier)
             other._solvers = self._solvers
             smaller, parts, free = other.smallest()
             if smaller < size:
@@ -199,11 +205,12 @@ class Search:
         kept: dict[str, int] = defaultdict(int)
         dropped: dict[str, int] = defaultdict(int)
         again: dict[str, float] = defaultdict(float)
+        below: dict[str, int] = defaultdict(int)
+        copying = evaluation.copying
         rebuilt = {m for runs in solution.reruns.values() for r in runs for m in recipes.recipes[r].makes}
         for s in recipes.saved:
-            (dropped if s in rebuilt and s in solution.dropped else kept)[trace.storages[s].module] += trace.storages[
-                s
-            ].bytes
+            where = below if s in copying.swapped else dropped if s in rebuilt and s in solution.dropped else kept
+            where[trace.storages[s].module] += trace.storages[s].bytes
         for runs in solution.reruns.values():
             for r in runs:
                 for op in recipes.recipes[r].operations:
@@ -225,8 +232,10 @@ class Search:
             phases=tuple(_where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
             plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
+            copy_seconds=trace.micro_batches * copying.copy_seconds,
+            exposed_seconds=trace.micro_batches * copying.exposed_seconds,
         )
-        names = sorted({*kept, *dropped, *again})
+        names = sorted({*kept, *dropped, *below, *again})
         return Plan(
             budget_bytes=budget_bytes,
             choices=Choices(trace.micro_batches, trace.micro_batch_size, weights),
@@ -237,7 +246,7 @@ class Search:
             device=trace.device,
             torch_version=trace.torch_version,
             clip_norm=trace.clip_norm,
-            by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n]) for n in names),
+            by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
             turned_down=tuple(turned_down),
             notes=trace.notes,
             source=trace.source,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+from memfit.choices import Choices
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
 
@@ -45,7 +46,7 @@ def test_a_saved_trace_gives_the_plans_that_the_model_gives(tmp_path: Path) -> N
 
 def test_a_trace_of_parts_keeps_to_them() -> None:
     trace = memfit.record(chain(), rows(16), squared_error, adamw, micro_batches=3)
-    assert (trace.micro_batches, trace.micro_batch_size, trace.weights) == (3, 6, "samples")
+    assert trace.choices == Choices(3, 6, "samples")
     made = memfit.replan(trace, "1GiB")
     assert made.choices.micro_batches == 3
     assert made.choices.weights == "samples"

@@ -165,7 +165,7 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
         ({"host_budget": "8GiB"}, "host_budget='8GiB' is not available in this version"),
         ({"allow": ["bf16"]}, "is not available in this version"),
         ({"freeze": ["0"]}, "is not available in this version"),
-        ({"fixed": {"layers": 3}}, "'layers' is no choice of this version; it has micro_batches"),
+        ({"fixed": {"layers": 3}}, "'layers' is no choice; there is 'micro_batches'"),
         ({"fixed": {"micro_batches": 0}}, "a whole number from 1 to the 16 samples"),
         ({"fixed": {"micro_batches": 17}}, "a whole number from 1 to the 16 samples"),
         ({"fixed": {"micro_batches": True}}, "a whole number from 1 to the 16 samples"),

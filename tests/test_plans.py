@@ -14,8 +14,9 @@ import torch
 
 import memfit
 import small
+from memfit.choices import Choices
 from memfit.errors import InputError, MemfitError, PlanFileError
-from memfit.plans import FORMAT_VERSION, KEPT, Choices, Plan, Prediction, Script, Step
+from memfit.plans import FORMAT_VERSION, KEPT, Plan, Prediction, Script, Step
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from memfit.choices import Choices
 from memfit.errors import PlanFileError
-from memfit.plans import Choices, Plan, Prediction, Script
+from memfit.plans import Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 
 

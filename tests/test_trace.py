@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
@@ -18,7 +19,9 @@ from planner import traces
 
 def trace() -> Trace:
     return replace(
-        traces.drawn(4, forward=12, rng_bytes=16, dispatch=1e-5), notes=("a note", "ünïcode"), micro_batches=3
+        traces.drawn(4, forward=12, rng_bytes=16, dispatch=1e-5),
+        notes=("a note", "ünïcode"),
+        choices=Choices(3, 5, "tokens:labels"),
     )
 
 
@@ -48,7 +51,7 @@ def test_a_trace_of_thousands_of_operations_stays_small(tmp_path: Path) -> None:
 
 def test_seconds_add_up_over_micro_batches() -> None:
     once = traces.layers(3, seconds=1.0)
-    several = replace(once, micro_batches=4)
+    several = replace(once, choices=Choices(4))
     update = once.operations[-1].seconds
     assert once.pass_seconds == pytest.approx(sum(o.seconds for o in once.operations) - update)
     assert several.plain_step_seconds == pytest.approx(4 * once.pass_seconds + update)

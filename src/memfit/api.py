@@ -20,11 +20,13 @@ from memfit.capture.capture import Captured, device_of, model_digest
 from memfit.capture.recorder import Strides
 from memfit.capture.scaled import trustworthy
 from memfit.capture.splitting import Splitting, find_splitting
+from memfit.choices import Choices, in_words
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
 from memfit.machine import Machine, known_machine
 from memfit.planner.search import Search
-from memfit.plans import Choices, Plan, Prediction, Script
+from memfit.planner.ways import Offers, ways
+from memfit.plans import Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
 from memfit.step.program import OptimizerFactory
 from memfit.trace import Trace
@@ -85,7 +87,7 @@ def plan(
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
         host_budget, allow, freeze: reserved for techniques this version does not have; anything but the default is refused.
-        fixed: choices that are the user's: {"micro_batches": n}.
+        fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.
         device: None for the device of the model, or the name of a GPU that is not here ("rtx4090"): then seconds are estimated.
         progress: called with what is being done and the share done.
@@ -133,7 +135,7 @@ def record(
         return trace
     weights, _ = search.weights()
     assert weights is not None, "a fixed number of parts is refused before, where the batch does not split"
-    return replace(trace, weights=weights)
+    return replace(trace, choices=replace(trace.choices, weights=weights))
 
 
 def replan(made: Plan | Trace, budget: Budget) -> Plan:
@@ -150,8 +152,10 @@ def replan(made: Plan | Trace, budget: Budget) -> Plan:
     budget_bytes = parse_bytes(budget)
     if isinstance(made, Trace):
         # The last part is the largest, so there may be fewer samples; only a search for the number of parts would need them exactly.
-        samples = made.micro_batch_size * made.micro_batches
-        search = Search(lambda _: made, samples, lambda: (made.weights, ""), made.micro_batches)
+        how = made.choices
+        samples = how.micro_batch_size * how.micro_batches
+        way = replace(how, micro_batches=1, micro_batch_size=0, weights="whole")
+        search = Search(lambda _: made, samples, lambda: (how.weights, ""), how.micro_batches, ways=(way,))
         return search.plan(budget_bytes)
     if not isinstance(made.runtime, Runtime):
         raise InputError(
@@ -466,24 +470,26 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    first: Captured | None = None
+    possible, refused = ways(Offers(), allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    believed: dict[Choices, Captured] = {}  # by the way the step is run
     strides: dict[str, Strides] = {}
 
-    def trace_of(number: int) -> Trace:
-        nonlocal first
+    def trace_of(choices: Choices) -> Trace:
+        number, way = choices.micro_batches, replace(choices, micro_batches=1)
+        named = f"{in_words(choices)}, " if in_words(choices) else ""
         for _ in range(LAYOUT_ROUNDS):
-            _tell(progress, f"capturing a step ({number} micro-batch{'es' if number > 1 else ''})", 0.1)
+            _tell(progress, f"capturing a step ({named}{number} micro-batch{'es' if number > 1 else ''})", 0.1)
             captured = trustworthy(
                 model,
                 sample,
                 loss_fn,
                 optimizer,
                 clip_norm=clip_norm,
-                micro_batches=number,
-                believed=first,
+                choices=choices,
+                believed=believed.get(way),
                 strides=strides,
             )
-            first = first or captured
+            believed.setdefault(way, captured)
             if table is None:
                 costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
                 break
@@ -527,7 +533,7 @@ def _search(
             raise SplitError(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
-    return Search(trace_of, samples, weights, micro_batches)
+    return Search(trace_of, samples, weights, micro_batches, possible, refused)
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -535,12 +541,9 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
-    if not fixed:
+    number = (fixed or {}).get("micro_batches")
+    if number is None:
         return None
-    unknown = [name for name in fixed if name != "micro_batches"]
-    if unknown:
-        raise InputError(f"fixed={dict(fixed)!r}: {unknown[0]!r} is no choice of this version; it has micro_batches")
-    number = fixed["micro_batches"]
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
         raise InputError(
             f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed"

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
 FORMAT_VERSION: Final = 4
-WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
 
@@ -192,35 +192,6 @@ class Script:
             end = swap.offset + swap.bytes
             if not made_by[storage] <= swap.begin <= swap.gone_by < len(self.operations):
                 raise ValueError(f"storage {storage} cannot be copied down by operation {swap.gone_by}")
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The few discrete choices around the actions; what plain PyTorch does is the default of each.
-
-    Attributes:
-        micro_batches: parts in which the batch is run, gradients accumulated.
-        micro_batch_size: samples in the largest part.
-        weights: how the parts' losses add up to the batch's: "whole" or one of `batches.weightings`.
-        precision: "full" (every operation as the model asks), or "bf16" or "fp16" (forward and loss under autocast, fp16 with a gradient scaler).
-        state_format: of the optimizer's state: "32bit" (as the optimizer keeps it) or "8bit" (block-wise).
-        state_place: where the optimizer's state lies between updates: "device", "host" or "disk".
-        update: "after" backward, or "in_backward" (each parameter as soon as its gradient is whole, which is then let go).
-        frozen: patterns of the modules that are not trained.
-        loss_chunk: rows of the loss head computed at a time; 0 for all at once.
-        streamed: path of the repeated blocks whose parameters lie on the lower tier; "" for none.
-    """
-
-    micro_batches: int = 1
-    micro_batch_size: int = 0
-    weights: str = "whole"
-    precision: str = "full"
-    state_format: str = "32bit"
-    state_place: str = "device"
-    update: str = "after"
-    frozen: tuple[str, ...] = ()
-    loss_chunk: int = 0
-    streamed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,16 +392,10 @@ class Plan:
             for name in ("moments", "phases", "plain_curve"):
                 prediction[name] = tuple(prediction[name])
             prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
-            choices = Choices(**{**data["choices"], "frozen": tuple(map(str, data["choices"]["frozen"]))})
+            choices = Choices.from_json(data["choices"])
             budget = data["budget_bytes"]
             if not isinstance(budget, int) or budget <= 0:
                 raise ValueError(f"budget_bytes is {budget!r}")
-            if not isinstance(choices.micro_batches, int) or choices.micro_batches < 1:
-                raise ValueError(f"micro_batches is {choices.micro_batches!r}")
-            if not isinstance(choices.micro_batch_size, int) or choices.micro_batch_size < (choices.micro_batches > 1):
-                raise ValueError(f"micro_batch_size is {choices.micro_batch_size!r}")
-            if str(choices.weights).partition(":")[0] not in WEIGHTINGS:
-                raise ValueError(f"weights is {choices.weights!r}")
             clip_norm = data["clip_norm"]
             if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
                 raise ValueError(f"clip_norm is {clip_norm!r}")

@@ -11,15 +11,16 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 BEFORE_STEP: Final = -1
 
 
@@ -125,8 +126,7 @@ class Trace:
         operations, storages, saves: the tables.
         forward_events: events [0, forward_events) belong to forward and loss.
         pass_events: events [0, pass_events) belong to one micro-batch; the rest run once a step.
-        micro_batches: how often the pass runs in a step; with more than one, gradients are there when the pass starts.
-        micro_batch_size: samples in the (largest) micro-batch captured.
+        choices: how the step was run. `micro_batches` is how often the pass runs in it; with more than one, gradients are there when the pass starts.
         device: name of the device the seconds are for.
         seconds_are: "measured" or "estimated".
         source: "fake", "real" or "scaled": how the bytes were found.
@@ -137,7 +137,6 @@ class Trace:
         dispatch_seconds: host seconds the engine adds to each forward operation while it follows a plan.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
-        weights: how the losses of micro-batches add up (`Choices.weights`).
         clip_norm: gradient clipping that the step includes.
         torch_version: with which it was captured.
     """
@@ -148,8 +147,7 @@ class Trace:
     saves: tuple[Save, ...]
     forward_events: int
     pass_events: int
-    micro_batches: int
-    micro_batch_size: int
+    choices: Choices
     device: str
     seconds_are: str
     source: str
@@ -160,10 +158,14 @@ class Trace:
     dispatch_seconds: float = 0.0
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
-    weights: str = "whole"
     clip_norm: float | None = None
     torch_version: str = ""
     format_version: int = field(default=FORMAT_VERSION)
+
+    @property
+    def micro_batches(self) -> int:
+        """How often the pass runs in a step."""
+        return self.choices.micro_batches
 
     @property
     def pass_seconds(self) -> float:
@@ -206,10 +208,9 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        scalars = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"operations", "storages", "saves"}
-        }
-        return {**scalars, **rows, "names": list(names)}
+        apart = {"operations", "storages", "saves", "choices"}
+        scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        return {**scalars, "choices": asdict(self.choices), **rows, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
@@ -259,13 +260,14 @@ class Trace:
             rest = {
                 f.name: data[f.name]
                 for f in fields(cls)
-                if f.name not in {"operations", "storages", "saves", "events", "notes", "changed_buffers"}
+                if f.name not in {"operations", "storages", "saves", "events", "choices", "notes", "changed_buffers"}
             }
             return cls(
                 operations=operations,
                 storages=storages,
                 saves=saves,
                 events=tuple(data["events"]),
+                choices=Choices.from_json(data["choices"]),
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 **rest,

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import small
 from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
+from memfit.choices import Choices
 from memfit.errors import CaptureError
 from memfit.trace import BEFORE_STEP, Category, Phase, Trace
 from models import case
@@ -166,7 +167,7 @@ def outline(trace: Trace) -> Any:
 def test_a_fake_capture_equals_a_real_one(name: str, micro_batches: int) -> None:
     model, sample, loss_fn = case(name).build()
     fake, real = (
-        f(model, sample, loss_fn, small.adamw, micro_batches=micro_batches).trace for f in (capture, capture_real)
+        f(model, sample, loss_fn, small.adamw, choices=Choices(micro_batches)).trace for f in (capture, capture_real)
     )
     assert (fake.source, real.source) == ("fake", "real")
     for one, other in zip(outline(fake), outline(real), strict=True):
@@ -240,7 +241,7 @@ def test_a_capture_leaves_the_model_as_it_was(how: Any) -> None:
     sample = torch.randn(6, 4)
     generator = torch.get_rng_state()
     sample_before = sample.clone()
-    how(model, sample, None, small.adamw, micro_batches=2)
+    how(model, sample, None, small.adamw, choices=Choices(2))
     after = everything(model)
     assert set(after) == set(before)
     assert [k for k in before if after[k] is not before[k]] == []
@@ -319,8 +320,8 @@ def test_a_capture_after_another_needs_no_first_pass(name: str) -> None:
     model, sample, loss_fn = case(name).build()
     one = capture(model, sample, loss_fn, small.adamw)
     assert one.graded is not None
-    usual = capture(model, sample, loss_fn, small.adamw, micro_batches=2)
-    after = capture(model, sample, loss_fn, small.adamw, micro_batches=2, after=one)
+    usual = capture(model, sample, loss_fn, small.adamw, choices=Choices(2))
+    after = capture(model, sample, loss_fn, small.adamw, choices=Choices(2), after=one)
     assert after.trace == usual.trace
     assert after.calls.keys() == usual.calls.keys()
 

@@ -15,6 +15,7 @@ import small
 from memfit.capture import scaled as module
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.scaled import rows_of, scaled, trustworthy
+from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
 from memfit.trace import Trace
 from models import case
@@ -63,13 +64,13 @@ def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypa
     everywhere_small(monkeypatch)
     model, sample = ThroughNumpy(), thirteen() if micro_batches == 1 else small.rows(26)
     found = scaled(
-        model, sample, small.squared_error, small.adamw, clip_norm=None, micro_batches=micro_batches, why="a test"
+        model, sample, small.squared_error, small.adamw, clip_norm=None, choices=Choices(micro_batches), why="a test"
     )
-    direct = capture_real(model, sample, small.squared_error, small.adamw, micro_batches=micro_batches)
+    direct = capture_real(model, sample, small.squared_error, small.adamw, choices=Choices(micro_batches))
     assert found.trace.source == "scaled"
     assert found.trace.events == direct.trace.events
     assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
-    assert found.trace.micro_batch_size == direct.trace.micro_batch_size == 13
+    assert found.trace.choices.micro_batch_size == direct.trace.choices.micro_batch_size == 13
     assert found.trace.micro_batches == micro_batches
     assert found.trace.signature == direct.trace.signature
     assert any("captured for real at 2 and 4 samples and scaled: a test" in note for note in found.trace.notes)
@@ -78,7 +79,7 @@ def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypa
 def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample = ThroughNumpy(), thirteen()
-    found = scaled(model, sample, small.squared_error, None, clip_norm=None, micro_batches=1, why="")
+    found = scaled(model, sample, small.squared_error, None, clip_norm=None, choices=PLAIN, why="")
     direct = capture_real(model, sample, small.squared_error, None)
     assert set(found.calls) == {op.key for op in found.trace.operations}
     for one, other in zip(found.trace.operations, direct.trace.operations, strict=True):
@@ -91,13 +92,13 @@ def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPa
 def test_models_that_need_no_scaling_agree_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample, loss_fn = case(name).build()
-    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, micro_batches=1, why="")
+    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, choices=PLAIN, why="")
     direct = capture_real(model, sample, loss_fn, small.adamw)
     assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
 
 
 def test_a_small_step_is_captured_whole() -> None:
-    found = scaled(ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, micro_batches=1, why="a test")
+    found = scaled(ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, choices=PLAIN, why="a test")
     assert found.trace.source == "real"
     assert found.trace.notes[-1] == "captured for real: a test"
 
@@ -106,7 +107,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model = ThroughNumpy()
     before = small.state_of(model)
-    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, micro_batches=1, why="")
+    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, choices=PLAIN, why="")
     assert small.same(small.state_of(model), before)
     assert all(p.grad is None for p in model.parameters())
 
@@ -127,7 +128,7 @@ def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypa
     with pytest.raises(
         CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"
     ):
-        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, micro_batches=1, why="why")
+        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, choices=PLAIN, why="why")
 
 
 class Squares(nn.Module):
@@ -146,7 +147,7 @@ def test_bytes_that_are_not_affine_are_noted(monkeypatch: pytest.MonkeyPatch) ->
     everywhere_small(monkeypatch)
     monkeypatch.setattr(module, "SMALL_SIZES", (20, 40, 30))
     sample = small.rows(60)
-    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, micro_batches=1, why="")
+    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, choices=PLAIN, why="")
     assert any("storages are not affine in the number of samples" in note for note in found.trace.notes)
 
 
@@ -282,5 +283,5 @@ def test_numbers_of_parts_that_are_weighed_one_after_the_other_are_captured_alik
         small.squared_error(model, small.rows(count))
     first = trustworthy(model, sample, small.squared_error, small.adamw)
     assert first.graded is not None
-    second = trustworthy(model, sample, small.squared_error, small.adamw, micro_batches=2, believed=first)
+    second = trustworthy(model, sample, small.squared_error, small.adamw, choices=Choices(2), believed=first)
     assert module.forward_names(first.trace) == module.forward_names(second.trace)

@@ -257,7 +257,7 @@ def test_planned_swapping_stays_in_its_budget() -> None:
     model, sample, loss_fn = case("gpt").build()
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
     trace = plain.runtime.search.solver(1).trace
-    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, LINK)
+    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=LINK)
     reference = outcome_of(model, sample, loss_fn)
     low, high = search.smallest()[0], search.plain_peak()
     assert low < plain.runtime.search.smallest()[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from memfit.choices import Choices
 from memfit.errors import InfeasibleError
 from memfit.planner.baselines import Chain, Stage, revolve_cost, rotor_schedule, smallest_chain_bytes
 from memfit.planner.prices import Solver
@@ -60,8 +61,7 @@ class ChainTrace:
             saves=tuple(Save(s, by, ((unpack, release),), release) for s, by, unpack, release in self.saves),
             forward_events=forward_events,
             pass_events=len(self.events),
-            micro_batches=1,
-            micro_batch_size=1,
+            choices=Choices(1, 1),
             device="",
             seconds_are="measured",
             source="fake",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
+from memfit.choices import Choices
 from memfit.errors import InfeasibleError
 from memfit.planner.search import SLACK_BYTES, Search
 from memfit.plans import KEPT
-from memfit.trace import Category, Trace
+from memfit.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network
 
 SAMPLES = 16
@@ -33,7 +35,7 @@ def sized(parts: int, *, layers: int = 6, overhead: float = 0.05) -> Trace:
         gradient = w.one((gradient, w.unpack(save)), size, seconds=seconds)
     w.update()
     w.run((gradient,), writes=(weight,), seconds=0.1)
-    return replace(w.trace(), micro_batches=parts, micro_batch_size=-(-SAMPLES // parts))
+    return replace(w.trace(), choices=Choices(parts, -(-SAMPLES // parts)))
 
 
 def search(
@@ -42,7 +44,8 @@ def search(
     """A search over `sized` chains, and the list of what it captured."""
     asked: list[int] = []
 
-    def trace_of(parts: int) -> Trace:
+    def trace_of(choices: Choices) -> Trace:
+        parts = choices.micro_batches
         assert parts not in asked, "captured twice"
         asked.append(parts)
         return replace(sized(parts, overhead=overhead), changed_buffer_bytes=extra)
@@ -177,3 +180,79 @@ def test_a_plan_tells_of_its_peak_what_the_trace_says(seed: int) -> None:
         assert saved == sum(trace.storages[s].bytes for s in recipes.saved)
         answered = {s for s in plan.script.saves if s != KEPT}
         assert bool(answered) is not plan.script.plain
+
+
+WAYS = (
+    Choices(),
+    Choices(state_format="8bit"),
+    Choices(update="in_backward"),
+    Choices(state_format="8bit", update="in_backward"),
+)
+
+
+def in_ways(ways: tuple[Choices, ...], *, slower: float = 0.05) -> tuple[Search, list[Choices]]:
+    """A search over a chain with optimizer state and gradients, of which 8 bits leave a quarter at some cost and an early update little at none."""
+    asked: list[Choices] = []
+
+    def trace_of(choices: Choices) -> Trace:
+        assert choices not in asked, "captured twice"
+        asked.append(choices)
+        base = sized(choices.micro_batches)
+        packed, early = choices.state_format == "8bit", choices.update == "in_backward"
+        state = Storage(1000 if packed else 4000, Category.OPTIMIZER_STATE, "", BEFORE_STEP, len(base.events))
+        gradient = Storage(100 if early else 2000, Category.GRADIENT, "", base.forward_events, len(base.events))
+        update = base.operations[-1]
+        return replace(
+            base,
+            storages=(*base.storages, state, gradient),
+            operations=(*base.operations[:-1], replace(update, seconds=update.seconds + slower * packed)),
+            choices=replace(choices, micro_batch_size=base.choices.micro_batch_size),
+        )
+
+    return Search(trace_of, SAMPLES, lambda: ("samples", ""), ways=ways), asked
+
+
+def test_what_is_allowed_is_not_tried_where_it_cannot_win() -> None:
+    made, asked = in_ways(WAYS, slower=50.0)
+    plain = made.plain_peak()
+    plan = made.plan(plain * 9 // 10)
+    assert plan.choices.state_format == "32bit"
+    assert not any(c.state_format == "8bit" and c.micro_batches > 1 for c in asked)
+    assert any("8-bit optimizer state" in text and "the chosen plan takes" in text for text in plan.turned_down)
+
+
+def test_a_bound_rules_a_way_out_before_it_is_captured() -> None:
+    made, asked = in_ways(
+        (Choices(), Choices(update="in_backward"), Choices(update="in_backward", state_format="8bit")), slower=0.0
+    )
+    plan = made.plan(made.plain_peak() - 1500)
+    assert plan.choices.update == "in_backward"
+    assert plan.script.plain
+    assert Choices(update="in_backward", state_format="8bit") not in asked
+
+
+def test_more_allowed_or_more_bytes_never_give_a_slower_plan() -> None:
+    everything, _ = in_ways(WAYS)
+    smallest, plain = everything.smallest()[0], everything.plain_peak()
+    budgets = [smallest + (plain - smallest) * i // 10 for i in range(11)]
+    before: list[float] = []
+    for count in range(1, len(WAYS) + 1):
+        made, _ = in_ways(WAYS[:count])
+        seconds = [
+            made.plan(budget).prediction.step_seconds if budget >= made.smallest()[0] else inf for budget in budgets
+        ]
+        assert seconds == sorted(seconds, reverse=True)
+        assert all(now <= was for now, was in zip(seconds, before or seconds, strict=True))
+        before = seconds
+    assert before[0] < inf
+
+
+def test_the_smallest_plan_is_looked_for_in_every_way() -> None:
+    alone, _ = in_ways(WAYS[:1])
+    everything, _ = in_ways(WAYS)
+    size, found = everything.smallest()
+    assert size <= alone.smallest()[0] - 3000
+    assert found.way == WAYS[3]
+    with pytest.raises(InfeasibleError, match=r"\(8-bit optimizer state, update inside backward, "):
+        everything.plan(100)
+    assert everything.plan(size).choices.state_format == "8bit"

@@ -127,7 +127,7 @@ def test_a_link_that_takes_no_time_hides_all_and_one_that_takes_long_hides_what_
     assert exposed[0] < 1e-6
 
 
-def test_what_is_copied_at_once_is_waited_for_in_full_and_takes_least() -> None:
+def test_what_is_copied_at_once_is_waited_for_longest_and_takes_least() -> None:
     trace = layers(6)
     recipes = Recipes(trace, Link("disk", 100.0, 100.0, least_bytes=1))
     timeline = Timeline(trace, recipes)
@@ -137,8 +137,6 @@ def test_what_is_copied_at_once_is_waited_for_in_full_and_takes_least() -> None:
         peaks.append(found.peak_bytes)
     assert peaks == sorted(peaks)
     seconds = [timeline.seconds(all_swapped(recipes, lag)) for lag in range(len(LAGS))]
-    copying = timeline.copying(all_swapped(recipes, 0))
-    assert copying.exposed_seconds == pytest.approx(copying.copy_seconds)
     assert max(seconds[1:]) < seconds[0]
 
 
@@ -300,7 +298,7 @@ def test_a_script_edited_into_nonsense_is_refused(edit: object, sentence: str) -
 
 def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
     trace = layers(6)
-    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, FAST)
+    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=FAST)
     plan = search.plan((search.smallest()[0] + search.plain_peak()) // 2)
     assert plan.script.swaps
     assert plan.prediction.copy_seconds > 0

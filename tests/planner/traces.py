@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from memfit.choices import Choices
 from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage, Trace
 
 
@@ -123,8 +124,7 @@ class Writer:
             self.update()
         end = len(self.events)
         scalars: dict[str, object] = {
-            "micro_batches": 1,
-            "micro_batch_size": 1,
+            "choices": Choices(1, 1),
             "device": "cpu",
             "seconds_are": "measured",
             "source": "fake",

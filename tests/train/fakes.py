@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memfit.choices import Choices
 from memfit.errors import NonFiniteLossError
-from memfit.plans import Choices, Plan, Prediction, Script
+from memfit.plans import Plan, Prediction, Script
 from memfit.report import Report, StepRecord
 from memfit.step.program import StepProgram
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from memfit.plans import Choices, ModuleSaving, Plan, Prediction, Script, Step
+from memfit.choices import Choices
+from memfit.plans import ModuleSaving, Plan, Prediction, Script, Step
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.trace import Category, Phase
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.plans import Choices, Plan, Prediction
+from memfit.choices import Choices
+from memfit.plans import Plan, Prediction
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.trace import Category
 from memfit.views import colours

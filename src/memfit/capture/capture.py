@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent
+from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError, MemfitError
 from memfit.garbage import uncollected
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
@@ -58,7 +59,7 @@ def capture(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    micro_batches: int = 1,
+    choices: Choices = PLAIN,
     device: torch.device | None = None,
     after: Captured | None = None,
     strides: Mapping[str, Strides] | None = None,
@@ -71,7 +72,7 @@ def capture(
         loss_fn: as in `StepProgram`.
         optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
         clip_norm: as in `StepProgram`.
-        micro_batches: into how many parts the batch is split; the largest part is captured.
+        choices: how the step is run; of several micro-batches the largest is captured.
         device: where the step is to run; the model's own device when None (the CPU for a meta model).
         after: an earlier fake capture of this model, split otherwise, whose forward was confirmed.
         strides: as for `Recorder`.
@@ -94,10 +95,10 @@ def capture(
         # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
         # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
-        parts = _parts(sample, micro_batches)
+        parts = _parts(sample, choices.micro_batches)
         with forked_generators(), lent(model, fake), mode:
             graded = after.graded if after is not None else None
-            return _record(model, sample, parts, loss_fn, optimizer, clip_norm, graded=graded, strides=strides)
+            return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, graded=graded, strides=strides)
     except MemfitError:
         raise
     except Exception as error:
@@ -113,7 +114,7 @@ def capture_real(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    micro_batches: int = 1,
+    choices: Choices = PLAIN,
 ) -> Captured:
     """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
 
@@ -123,9 +124,9 @@ def capture_real(
         )
         return fresh.copy_(tensor.detach())
 
-    parts = _parts(sample, micro_batches)
+    parts = _parts(sample, choices.micro_batches)
     with forked_generators(), lent(model, copy):
-        return _record(model, sample, parts, loss_fn, optimizer, clip_norm, source="real")
+        return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, source="real")
 
 
 def _parts(sample: Batch, micro_batches: int) -> list[Batch]:
@@ -156,12 +157,13 @@ def _record(
     loss_fn: LossFunction | None,
     make_optimizer: OptimizerFactory | None,
     clip_norm: float | None,
+    choices: Choices,
     source: str = "fake",
     graded: frozenset[str] | None = None,
     strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     micro_batches = len(parts)
-    program = StepProgram(model, loss_fn, None, clip_norm)
+    program = StepProgram(model, loss_fn, None, clip_norm, choices)
     trainable = program.trainable()
     program.optimizer = make_optimizer(iter(trainable)) if make_optimizer is not None else None
     weight = None if micro_batches == 1 else 1.0 / micro_batches
@@ -236,8 +238,7 @@ def _record(
         saves=saves,
         forward_events=marks[0],
         pass_events=pass_events,
-        micro_batches=micro_batches,
-        micro_batch_size=batches.size(parts[-1]),
+        choices=replace(choices, micro_batch_size=batches.size(parts[-1])),
         device=str(device_of(model)),
         seconds_are="none",
         source=source,

@@ -21,6 +21,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import Captured, capture, capture_real, forked_generators
 from memfit.capture.recorder import CallSpec, Strides, TensorSpec
 from memfit.capture.standins import lent
+from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
 from memfit.step.program import OptimizerFactory
 from memfit.trace import Trace
@@ -117,7 +118,7 @@ def scaled(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None,
-    micro_batches: int,
+    choices: Choices,
     why: str,
 ) -> Captured:
     """Real captures at small sizes, scaled to the size of the largest micro-batch.
@@ -126,12 +127,12 @@ def scaled(
         CaptureError: the sizes do not show the same operations, so nothing can be scaled.
     """
     total = batches.size(sample)
-    target = batches.micro_batch_sizes(total, micro_batches)[-1]
+    target = batches.micro_batch_sizes(total, choices.micro_batches)[-1]
     few, _ = looked_at(model, sample, loss_fn)
     two = capture_real(model, few, loss_fn, None)
     step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
     if target <= max(SMALL_SIZES) or step_bytes <= SMALL_STEP_BYTES:
-        one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches)
+        one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices)
         return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
     if few is sample:
         raise CaptureError(
@@ -140,11 +141,11 @@ def scaled(
     first, second, third = (
         capture_real(
             model,
-            rows_of(sample, size * min(micro_batches, 2)),
+            rows_of(sample, size * min(choices.micro_batches, 2)),
             loss_fn,
             optimizer,
             clip_norm=clip_norm,
-            micro_batches=min(micro_batches, 2),
+            choices=replace(choices, micro_batches=min(choices.micro_batches, 2)),
         )
         for size in SMALL_SIZES
     )
@@ -184,8 +185,7 @@ def scaled(
         first.trace,
         operations=tuple(replace(op, key=keys[op.key]) for op in first.trace.operations),
         storages=tuple(storages),
-        micro_batches=micro_batches,
-        micro_batch_size=target,
+        choices=replace(choices, micro_batch_size=target),
         source="scaled",
         signature=batches.signature(sample),
         notes=(*first.trace.notes, *notes),
@@ -294,14 +294,14 @@ def trustworthy(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    micro_batches: int = 1,
+    choices: Choices = PLAIN,
     believed: Captured | None = None,
     strides: Mapping[str, Strides] | None = None,
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, micro_batches, strides: as in `capture`.
+        model, sample, loss_fn, optimizer, clip_norm, choices, strides: as in `capture`.
         believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
 
     Raises:
@@ -316,28 +316,27 @@ def trustworthy(
             loss_fn,
             optimizer,
             clip_norm=clip_norm,
-            micro_batches=micro_batches,
+            choices=choices,
             after=after,
             strides=strides,
         )
 
     captured = _confirmed(model, sample, loss_fn, on_fakes, believed)
     if isinstance(captured, str):
-        captured = scaled(
-            model, sample, loss_fn, optimizer, clip_norm=clip_norm, micro_batches=micro_batches, why=captured
-        )
+        captured = scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=captured)
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn)
-    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample), micro_batches))
+    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample)))
 
 
-def _in_the_parts_that_run(trace: Trace, samples: int, asked: int) -> Trace:
+def _in_the_parts_that_run(trace: Trace, samples: int) -> Trace:
     """The trace with the true number of passes: the engine runs as few parts as do, since smaller ones hold no fewer bytes and take longer."""
-    runs = -(-samples // trace.micro_batch_size) if asked > 1 else 1
+    asked, largest = trace.micro_batches, trace.choices.micro_batch_size
+    runs = -(-samples // largest) if asked > 1 else 1
     if runs == asked:
         return trace
     note = (
-        f"{samples} samples in {asked} parts come to at most {trace.micro_batch_size} at a time, "
+        f"{samples} samples in {asked} parts come to at most {largest} at a time, "
         f"so they are run in {runs} parts: as many bytes, fewer passes"
     )
-    return replace(trace, micro_batches=runs, notes=(*trace.notes, note))
+    return replace(trace, choices=replace(trace.choices, micro_batches=runs), notes=(*trace.notes, note))

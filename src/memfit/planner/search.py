@@ -1,16 +1,18 @@
 """Traces + budget -> Plan: the few discrete choices around the minimum cuts, what was turned down, and what the user is told.
 
-The number of micro-batches is searched upwards in powers of two. It stops where more cannot help: when the plain time at a number of micro-batches is
-already longer than the best plan found.
+Ways to run the step are weighed one after the other, the plainest first. A way is not even captured where what is known bounds its seconds from below by
+more than the best plan takes. For each, the number of micro-batches is searched upwards in powers of two. It stops where more cannot help: when the plain
+time at a number of micro-batches is already longer than the best plan found.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from memfit.choices import PLAIN, Choices, in_words
 from memfit.errors import InfeasibleError, Remedy
 from memfit.garbage import uncollected
 from memfit.machine import Link
@@ -19,14 +21,16 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
 from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
-from memfit.plans import Choices, ModuleSaving, Plan, Prediction
-from memfit.trace import Trace
+from memfit.plans import ModuleSaving, Plan, Prediction
+from memfit.trace import Category, Trace
 from memfit.units import format_bytes, format_seconds
 
 CURVE_POINTS: Final = 240
 # Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once.
 SLACK_BYTES: Final = 512
-WORTH_MORE_MICRO_BATCHES: Final = 1.01  # a single batch is bit-equal to plain: splitting must gain this much
+WORTH_MORE: Final = (
+    1.01  # what is plainer must be slower by this much to be left: a single batch is bit-equal to plain, say
+)
 
 
 @dataclass(slots=True)
@@ -34,33 +38,41 @@ class Search:
     """Plans for one model and batch at any budget.
 
     Attributes:
-        trace_of: the trace with this many micro-batches; called once for each number.
+        trace_of: the trace of a step run this way; called once for each way and number of micro-batches.
         samples: in the batch.
         weights: how parts add up, asked only when splitting is weighed: (weights or None, reason when None).
         fixed_micro_batches: the user's choice, or None.
+        ways: how else the step may be run, each with one micro-batch; the first is the step as the user has it, and what "plain" means.
+        refused: ways that were asked for or allowed and cannot be taken, each with its reason.
         lower_tier: where storages may be swapped to; None for nowhere.
     """
 
-    trace_of: Callable[[int], Trace]
+    trace_of: Callable[[Choices], Trace]
     samples: int
     weights: Callable[[], tuple[str | None, str]]
     fixed_micro_batches: int | None = None
+    ways: Sequence[Choices] = (PLAIN,)
+    refused: Sequence[str] = ()
     lower_tier: Link | None = None
-    _solvers: dict[int, Solver] = field(default_factory=dict)
+    _solvers: dict[Choices, Solver] = field(default_factory=dict)
 
-    def solver(self, micro_batches: int) -> Solver:
+    def solver(self, micro_batches: int, way: Choices | None = None) -> Solver:
         """The solver for this many micro-batches; the trace is captured on first use."""
-        if micro_batches not in self._solvers:
-            trace = self.trace_of(micro_batches)
+        choices = replace(way or self.ways[0], micro_batches=micro_batches)
+        if choices not in self._solvers:
+            trace = self.trace_of(choices)
             with uncollected():
                 timeline = Timeline(trace, Recipes(trace, self.lower_tier))
-                self._solvers[micro_batches] = (SwapSolver if timeline.recipes.reloads else Solver)(timeline)
-        return self._solvers[micro_batches]
+                self._solvers[choices] = (SwapSolver if timeline.recipes.reloads else Solver)(timeline)
+        return self._solvers[choices]
+
+    def _plain(self) -> Solver:
+        return self.solver(self.fixed_micro_batches or 1)
 
     @property
     def extra_bytes(self) -> int:
         """What the engine keeps beside the trace: copies of the buffers that forward writes."""
-        return self.solver(self.fixed_micro_batches or 1).trace.changed_buffer_bytes
+        return self._plain().trace.changed_buffer_bytes
 
     def _numbers(self) -> list[int]:
         if self.fixed_micro_batches is not None:
@@ -78,87 +90,140 @@ class Search:
         Raises:
             InfeasibleError: nothing fits; names the smallest budget that would do.
         """
+        best: _Found | None = None
+        turned_down = list(self.refused)
+        ruled_out: list[Choices] = []
+        for way in self.ways:
+            if best is not None:
+                least = self._least_seconds(way, budget_bytes)
+                if least * WORTH_MORE >= best.seconds:
+                    if not any(_adds_to(other, way) for other in ruled_out):  # else what adds to it need not be named
+                        turned_down.append(
+                            f"{in_words(way)}: {format_seconds(least)} a step at least, the chosen plan takes {format_seconds(best.seconds)}"
+                        )
+                    ruled_out.append(way)
+                    continue
+            best = self._weigh(way, budget_bytes, best, turned_down)
+        if best is None:
+            raise self._infeasible(budget_bytes, turned_down)
+        return self.describe(budget_bytes, best, turned_down)
+
+    def _weigh(self, way: Choices, budget_bytes: int, best: _Found | None, turned_down: list[str]) -> _Found | None:
+        """The best of what was found and what this way gives, its micro-batches searched upwards."""
         room = budget_bytes - self.extra_bytes - SLACK_BYTES
-        best: tuple[float, int, Solution] | None = None
-        turned_down: list[str] = []
-        weights = "whole"
+        own: _Found | None = None  # of this way
         for number in self._numbers():
             if number > 1:
                 how, reason = self.weights()
                 if how is None:
-                    turned_down.append(f"micro-batches: {reason}")
+                    if f"micro-batches: {reason}" not in turned_down:
+                        turned_down.append(f"micro-batches: {reason}")
                     break
-                weights = how
-            solver = self.solver(number)
+            solver = self.solver(number, way)
             plain = solver.trace.plain_step_seconds
-            if best is not None and plain * WORTH_MORE_MICRO_BATCHES >= best[0]:
+            name = _named(way, number)
+            if best is not None and plain * WORTH_MORE >= best.seconds:
                 turned_down.append(
-                    f"{_parts(number)}: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best[0])}"
+                    f"{name}: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best.seconds)}"
                 )
                 break
             # Plain is let through at its own peak to the byte: what the slack is for, plain PyTorch needs as well.
-            found = solver.plain if solver.plain.peak + self.extra_bytes <= budget_bytes else solver.solve(room)
-            if found is None:
+            solution = solver.plain if solver.plain.peak + self.extra_bytes <= budget_bytes else solver.solve(room)
+            if solution is None:
                 turned_down.append(
-                    f"{_parts(number)}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
+                    f"{name}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
                 )
                 continue
-            seconds = plain + solver.trace.micro_batches * found.seconds
-            if best is None or seconds * WORTH_MORE_MICRO_BATCHES < best[0]:
+            found = _Found(way, number, solver, solution)
+            faster = own is None or found.seconds * WORTH_MORE < own.seconds
+            if best is None or found.seconds * WORTH_MORE < best.seconds:
                 if best is not None:
-                    turned_down.append(_slower(best))
-                best = (seconds, number, found)
+                    turned_down.append(best.slower())
+                best = found
             else:
-                turned_down.append(_slower((seconds, number, found)))
+                turned_down.append(found.slower())
+            if not faster:
                 break
-            if seconds - plain <= (WORTH_MORE_MICRO_BATCHES - 1) * seconds:
+            own = found
+            if found.worth_no_more():
                 break  # what more parts could still save is not worth them
-        if best is None:
-            raise self._infeasible(budget_bytes, turned_down)
-        return self.describe(budget_bytes, best[1], best[2], weights if best[1] > 1 else "whole", turned_down)
+        return best
 
-    def smallest(self) -> tuple[int, int, Solution]:
-        """(bytes, micro-batches, plan) of the smallest plan found."""
-        found: list[tuple[int, int, Solution]] = []
-        for number in self._numbers():
-            if number > 1 and self.weights()[0] is None:
-                break
-            smallest = self.solver(number).smallest()
-            slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
-            found.append((smallest.peak + self.extra_bytes + slack, number, smallest))
-            if len(found) > 1 and found[-1][0] >= found[-2][0]:
-                break
+    def _least_seconds(self, way: Choices, budget: int) -> float:
+        """Seconds that a step run this way takes at least, from the ways already captured whose techniques it takes over and adds to.
+
+        A technique that only moves or packs bytes makes no operation faster, and with the bytes it saves at most the rest of the step is no
+        easier than the older way is with that much more budget. What such techniques add to a step, each by itself, they add together too.
+        """
+        least = 0.0
+        known = {replace(choices, micro_batches=1) for choices in self._solvers} - {way}
+        for other in known:
+            saved = _saves_at_most(other, way, self._plain().trace)
+            if saved is None:
+                continue
+            added = sum(
+                self._added_seconds(other, name, value)
+                for name, value in set(way.told_apart()) - set(other.told_apart())
+            )
+            bounds = [
+                solver.trace.plain_step_seconds + added + solver.trace.micro_batches * solver.bound(budget + saved)
+                for choices, solver in self._solvers.items()
+                if replace(choices, micro_batches=1) == other
+            ]
+            least = max(least, min(bounds))
+        return least
+
+    def _added_seconds(self, to: Choices, name: str, value: object) -> float:
+        """What one technique adds to a step that is run a known way, by the ways that were captured; 0 where nobody knows."""
+        plain = self.ways[0]
+        alone = replace(plain, **{name: value})  # type: ignore[arg-type]
+        if getattr(to, name) != getattr(plain, name):
+            return 0.0
+        seconds = [
+            self._solvers[replace(way, micro_batches=number)].trace.plain_step_seconds
+            for way in (plain, alone)
+            for number in (self.fixed_micro_batches or 1,)
+            if replace(way, micro_batches=number) in self._solvers
+        ]
+        return max(0.0, seconds[1] - seconds[0]) if len(seconds) == 2 else 0.0
+
+    def smallest(self) -> tuple[int, _Found]:
+        """Bytes and plan of the smallest plan found."""
+        found: list[tuple[int, _Found]] = []
+        for way in self.ways:
+            own: list[int] = []
+            for number in self._numbers():
+                if number > 1 and self.weights()[0] is None:
+                    break
+                solver = self.solver(number, way)
+                smallest = solver.smallest()
+                slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
+                own.append(smallest.peak + self.extra_bytes + slack)
+                found.append((own[-1], _Found(way, number, solver, smallest)))
+                if len(own) > 1 and own[-1] >= own[-2]:
+                    break
         return min(found, key=lambda f: f[0])
 
     def plain_peak(self) -> int:
         """Budget in which the step runs as PyTorch runs it, whole batch at once."""
-        return self.solver(self.fixed_micro_batches or 1).plain.peak + self.extra_bytes + SLACK_BYTES
+        return self._plain().plain.peak + self.extra_bytes + SLACK_BYTES
 
     def _infeasible(self, budget: int, turned_down: Sequence[str]) -> InfeasibleError:
-        size, number, solution = self.smallest()
-        solver = self.solver(number)
-        phase, module, operation = _where(solver.trace, solution.evaluation.peak_event)
-        trace = solver.trace
-        seconds = trace.plain_step_seconds + trace.micro_batches * solution.seconds
-        plain = self.solver(self.fixed_micro_batches or 1).trace.plain_step_seconds
+        size, found = self.smallest()
+        trace, solution = found.solver.trace, found.solution
+        phase, module, operation = _where(trace, solution.evaluation.peak_event)
+        plain = self._plain().trace.plain_step_seconds
+        how = _named(found.way, found.number) if found.number > 1 or found.way != self.ways[0] else ""
         remedies = [
-            Remedy(
-                f'budget="{_budget_of(size)}"' + (f" ({_parts(number)})" if number > 1 else ""),
-                size - budget,
-                seconds - plain,
-            )
+            Remedy(f'budget="{_budget_of(size)}"' + (f" ({how})" if how else ""), size - budget, found.seconds - plain)
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(self.trace_of, self.samples, self.weights, lower_tier=self.lower_tier)
+            other = Search(self.trace_of, self.samples, self.weights, ways=self.ways, lower_tier=self.lower_tier)
             other._solvers = self._solvers
-            smaller, parts, free = other.smallest()
+            smaller, free = other.smallest()
             if smaller < size:
                 remedies.append(
-                    Remedy(
-                        f'fixed={{"micro_batches": {parts}}}',
-                        size - smaller,
-                        other.solver(parts).trace.plain_step_seconds + parts * free.seconds - plain,
-                    )
+                    Remedy(f'fixed={{"micro_batches": {free.number}}}', size - smaller, free.seconds - plain)
                 )
         state = sum(s.bytes for s in trace.storages if s.category == "optimizer_state")
         if state:
@@ -190,13 +255,11 @@ class Search:
         )
 
     @uncollected()
-    def describe(
-        self, budget_bytes: int, number: int, solution: Solution, weights: str, turned_down: Sequence[str] = ()
-    ) -> Plan:
-        """A solution as a Plan, with everything a person may ask about it."""
-        solver = self.solver(number)
+    def describe(self, budget_bytes: int, found: _Found, turned_down: Sequence[str] = ()) -> Plan:
+        """What was found as a Plan, with everything a person may ask about it."""
+        solver, solution = found.solver, found.solution
         trace, recipes, timeline = solver.trace, solver.recipes, solver.timeline
-        plain_trace = self.solver(self.fixed_micro_batches or 1).trace
+        plain_trace = self._plain().trace
         evaluation = solution.evaluation
         phase, module, operation = _where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
@@ -218,7 +281,7 @@ class Search:
         prediction = Prediction(
             peak_bytes=evaluation.peak_bytes + self.extra_bytes,
             plain_peak_bytes=self.plain_peak() - SLACK_BYTES,
-            step_seconds=trace.plain_step_seconds + trace.micro_batches * solution.seconds,
+            step_seconds=found.seconds,
             plain_step_seconds=plain_trace.plain_step_seconds,
             bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
             seconds_are=trace.seconds_are,
@@ -238,7 +301,7 @@ class Search:
         names = sorted({*kept, *dropped, *below, *again})
         return Plan(
             budget_bytes=budget_bytes,
-            choices=Choices(trace.micro_batches, trace.micro_batch_size, weights),
+            choices=replace(trace.choices, weights=self.weights()[0] or "whole") if found.number > 1 else trace.choices,
             script=compile_script(recipes, solution.reruns),
             prediction=prediction,
             signature=trace.signature,
@@ -254,9 +317,53 @@ class Search:
         )
 
 
-def _slower(candidate: tuple[float, int, Solution]) -> str:
-    seconds, number, solution = candidate
-    return f"{_parts(number)}: {format_seconds(seconds)} a step at {format_bytes(solution.peak)}"
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan that fits, not yet put into words."""
+
+    way: Choices
+    number: int
+    solver: Solver
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return self.solver.trace.plain_step_seconds + self.solver.trace.micro_batches * self.solution.seconds
+
+    def worth_no_more(self) -> bool:
+        """Whether what this plan does about bytes takes so little that saving all of it gains nothing worth a change."""
+        return self.solver.trace.micro_batches * self.solution.seconds <= (WORTH_MORE - 1) * self.seconds
+
+    def slower(self) -> str:
+        """Why it is not taken."""
+        return f"{_named(self.way, self.number)}: {format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
+
+
+def _saves_at_most(known: Choices, way: Choices, plain: Trace) -> int | None:
+    """Bytes by which the peak may fall from one way to another that adds to it; None where it does not, or nobody can say."""
+    if not _adds_to(known, way):
+        return None
+    added = dict(way.told_apart()).keys() - dict(known.told_apart()).keys()
+    of: dict[Category, int] = defaultdict(int)
+    for storage in plain.storages:
+        of[storage.category] += storage.bytes
+    state, gradients = of[Category.OPTIMIZER_STATE], of[Category.GRADIENT]
+    saves = {"state_format": state, "state_place": state, "update": gradients}
+    if any(name not in saves for name in added):
+        return None
+    return sum(saves[name] for name in added)
+
+
+def _adds_to(known: Choices, way: Choices) -> bool:
+    """Whether a way takes over every technique of a known one."""
+    own = dict(way.told_apart())
+    return all(own.get(name) == value for name, value in known.told_apart())
+
+
+def _named(way: Choices, number: int) -> str:
+    words = in_words(way)
+    return f"{words}, {_parts(number)}" if words else _parts(number)
 
 
 def _parts(number: int) -> str:

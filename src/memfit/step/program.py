@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
+from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
-from memfit.plans import Choices
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,7 +40,7 @@ class StepProgram:
     loss_fn: LossFunction | None
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
-    choices: Choices = field(default_factory=Choices)
+    choices: Choices = PLAIN
 
     def forward_backward(
         self,

@@ -1,0 +1,99 @@
+"""What the user sets becomes the ways to run the step: nothing he did not allow, nothing that cannot stand together, nothing dropped in silence."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from memfit.choices import VALUES, Choices, conflict, in_words
+from memfit.errors import InputError
+from memfit.planner.ways import Offers, ways
+
+EVERYTHING = Offers(
+    {
+        "precision": ("bf16", "fp16"),
+        "state_format": ("8bit",),
+        "state_place": ("disk",),
+        "update": ("in_backward",),
+        "loss_chunk": (128,),
+        "streamed": ("layers",),
+    }
+)
+
+
+def test_with_nothing_on_offer_there_is_the_plain_step() -> None:
+    assert ways(Offers()) == ((Choices(),), ())
+
+
+def test_what_changes_results_is_weighed_only_where_it_is_named() -> None:
+    found, _ = ways(EVERYTHING)
+    assert {w.precision for w in found} == {"full"}
+    assert {w.state_format for w in found} == {"32bit"}
+    assert {w.update for w in found} == {"after", "in_backward"}
+    found, _ = ways(EVERYTHING, allow=["bf16", "8bit"])
+    assert {w.precision for w in found} == {"full", "bf16"}
+    assert {w.state_format for w in found} == {"32bit", "8bit"}
+
+
+def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
+    found, _ = ways(EVERYTHING, allow=["bf16", "fp16", "8bit"])
+    assert len(found) == len(set(found))
+    every = [
+        Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunk=c, streamed=b)
+        for p, f, s, u, c, b in product(
+            VALUES["precision"], VALUES["state_format"], ("device", "disk"), VALUES["update"], (0, 128), ("", "layers")
+        )
+    ]
+    assert set(found) == {w for w in every if conflict(w) is None}
+    counts = [sum(1 for _ in w.told_apart()) for w in found]
+    assert counts == sorted(counts)
+    assert found[0] == Choices()
+
+
+def test_what_cannot_stand_together_is_told_once_with_its_reason() -> None:
+    found, refused = ways(EVERYTHING, clips=True)
+    assert {w.update for w in found} == {"after"}
+    (about_clipping,) = [text for text in refused if "clipping" in text]
+    assert about_clipping.startswith("update inside backward: ")
+
+
+def test_what_is_allowed_and_cannot_be_is_named_with_the_reason() -> None:
+    _, refused = ways(Offers(why_not={"state_format": "the optimizer is a Muon"}), allow=["8bit", "bf16"])
+    assert refused == ("bf16: this step cannot have it", "8bit: the optimizer is a Muon")
+
+
+def test_what_is_fixed_is_in_every_way() -> None:
+    found, _ = ways(
+        EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "loss_chunk": 77}
+    )
+    assert {(w.precision, w.frozen, w.loss_chunk) for w in found} == {("fp16", ("embeddings",), 77)}
+    assert {w.update for w in found} == {"after"}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"allow": "bf16"}, r"allow='bf16' is a word: give a list of them, allow=\['bf16'\]"),
+        ({"allow": ["bf32"]}, "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', '8bit'"),
+        ({"fixed": {"precisoin": "bf16"}}, "'precisoin' is no choice; there is 'micro_batches', 'precision'"),
+        ({"fixed": {"precision": "int4"}}, "fixed precision='int4': there is 'full', 'bf16', 'fp16'"),
+        ({"fixed": {"loss_chunk": "all"}}, "fixed loss_chunk='all': a whole number is needed"),
+        ({"fixed": {"loss_chunk": True}}, "fixed loss_chunk=True: a whole number is needed"),
+        ({"fixed": {"frozen": ["a"]}}, "what is frozen is named by freeze="),
+        ({"fixed": {"streamed": "blocks"}}, "cannot be honoured: this step cannot have it; there is '', 'layers'"),
+        (
+            {"fixed": {"update": "in_backward"}, "clips": True},
+            "cannot be honoured: update inside backward: clipping needs",
+        ),
+    ],
+)
+def test_bad_wishes_are_refused_in_one_sentence(named: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ways(EVERYTHING, **named)
+
+
+def test_a_way_is_put_into_words() -> None:
+    assert in_words(Choices(4, 2, "samples")) == ""
+    assert in_words(Choices(precision="bf16", state_place="disk")) == "bf16 autocast, optimizer state on the disk"

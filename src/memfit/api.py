@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +24,9 @@ from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.choices import Choices, in_words
 from memfit.engine.engine import Engine, norm_statistics
+from memfit.engine.swap import swap_folder
 from memfit.errors import CaptureError, InfeasibleError, InputError, PlanFileError, SnapshotError, SplitError
-from memfit.machine import Machine, known_machine
+from memfit.machine import Link, Machine, known_machine
 from memfit.planner.by_hand import Placement, plan_by_hand
 from memfit.planner.head import LossHead, head_of, sets_peak
 from memfit.planner.search import Search
@@ -37,7 +39,7 @@ from memfit.step.freeze import frozen, frozen_parts
 from memfit.step.optimizers import arranged, offered
 from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
-from memfit.trace import Category, Trace
+from memfit.trace import Category, Phase, Trace
 from memfit.units import format_bytes, format_seconds, parse_bytes
 
 Progress = Callable[[str, float], None]
@@ -46,6 +48,7 @@ Budget = str | int
 REPAIR_ROUNDS: Final = 3
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
+LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -148,8 +151,9 @@ def plan(
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
-        host_budget: reserved for techniques this version does not have; anything but the default is refused.
-        allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler).
+        host_budget: bytes on the tier below that activations and optimizer state may be moved to: the host's memory for a GPU (None: as much as it takes), the
+            disk for a CPU (None: nothing is moved).
+        allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state).
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
             is; `apply` freezes it.
         fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
@@ -415,7 +419,9 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
     def made(batch: Batch) -> Plan:
         optimizer = None if engine.optimizer is None else (runtime.optimizer or default_optimizer)
         chosen = engine.plan.choices
-        fixed = {**(runtime.fixed or {}), "precision": chosen.precision}  # the scaler goes on
+        # The scaler goes on, and so does the optimizer as it was made.
+        lasting = {name: getattr(chosen, name) for name in ("precision", "state_format", "state_place")}
+        fixed = {**(runtime.fixed or {}), **lasting}
         norm = engine.plan.clip_norm
         if runtime.placement is None:
             return plan(
@@ -625,10 +631,6 @@ def _search(
     device: str | None,
     progress: Progress | None,
 ) -> Search:
-    if host_budget:
-        raise InputError(
-            f"host_budget={host_budget!r} is not available in this version: nothing is moved to the host. Leave host_budget out"
-        )
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
     samples = batches.size(sample)
@@ -637,6 +639,8 @@ def _search(
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
     _frozen_parts(model, freeze)
+    link = cache(partial(_link, here, machine, device))
+    room_bytes = None if host_budget is None else parse_bytes(host_budget, total_bytes=_below_bytes(here))
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     unforced: dict[Choices, tuple[str, ...]] = {}
     strides: dict[str, Strides] = {}
@@ -681,6 +685,10 @@ def _search(
             allocation_bytes=machine.allocation_bytes,
             beside_bytes=beside,
         )
+        if choices.state_place != "device":
+            lying = trace_of(replace(choices, state_place="device"))
+            state = _bytes_of(lying, Category.OPTIMIZER_STATE)
+            trace = _with_update_seconds(trace, link().out_seconds(state) + link().in_seconds(state))
         return replace(
             trace,
             rng_state_bytes=RNG_STATE_BYTES.get(here.type, 0),
@@ -709,7 +717,23 @@ def _search(
     plain = trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
     head = head_of(Timeline(plain))
     chunks = (fixed or {}).get("loss_chunks", 1)
-    offers = _offers(model, optimizer, plain, head, chunks, host_budget, bits=micro_batches == 1)
+    # A GPU's host is swapped to by default, a machine's own disk only where the user says how much of it.
+    below = replace(link(), room_bytes=room_bytes) if host_budget is not None or machine.kind == "cuda" else None
+    state = _bytes_of(plain, Category.OPTIMIZER_STATE)
+    if room_bytes is not None and (fixed or {}).get("state_place", "device") != "device" and state > room_bytes:
+        raise InputError(
+            f"host_budget={host_budget!r} is less than the optimizer state that is to lie there ({format_bytes(state)}): give it as much, or keep the "
+            "state on the device"
+        )
+    offers = _offers(
+        model,
+        optimizer,
+        plain,
+        head,
+        chunks,
+        lower_tier=room_bytes is not None and state <= room_bytes,
+        bits=micro_batches == 1,
+    )
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     if head is not None and chunks > 1:
         found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -718,7 +742,29 @@ def _search(
                 f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
                 "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
             )
-    return Search(trace_of, samples, weights, micro_batches, possible, refused)
+    return Search(trace_of, samples, weights, micro_batches, possible, refused, below)
+
+
+def _below_bytes(here: torch.device) -> int:
+    """What the tier below a device holds: the host's memory, or what is free on the disk that a CPU swaps to."""
+    if here.type == "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return shutil.disk_usage(swap_folder()).free
+
+
+def _link(here: torch.device, machine: Machine, device: str | None) -> Link:
+    if device is not None:
+        return Link("host", machine.link_bandwidth, machine.link_bandwidth, LINK_LATENCY_SECONDS)
+    return cost_tables.lower_tier(here, swap_folder())
+
+
+def _with_update_seconds(trace: Trace, seconds: float) -> Trace:
+    """The trace with an update that takes longer: its state comes from the tier below and goes back, chunk by chunk, while nothing else runs."""
+    last = max((i for i, o in enumerate(trace.operations) if o.phase is Phase.OPTIMIZER), default=None)
+    if last is None:
+        return trace
+    longer = replace(trace.operations[last], seconds=trace.operations[last].seconds + seconds)
+    return replace(trace, operations=(*trace.operations[:last], longer, *trace.operations[last + 1 :]))
 
 
 def _offers(
@@ -727,17 +773,18 @@ def _offers(
     plain: Trace,
     head: LossHead | None,
     chunks: Any,
-    host_budget: Budget | None,
     *,
+    lower_tier: bool,
     bits: bool,
 ) -> Offers:
     """What a step could have besides running as it does.
 
     Args:
-        model, make_optimizer, host_budget: as for `plan`.
+        model, make_optimizer: as for `plan`.
         plain: the step as it is.
         head: its loss head.
         chunks: of the loss head, where the user fixed their number.
+        lower_tier: the user gave it room enough for the optimizer's state.
         bits: the user fixed one micro-batch, and with it every bit of the result: what adds up in another order is not on offer.
     """
     values: dict[str, tuple[Any, ...]] = {}
@@ -751,7 +798,7 @@ def _offers(
         # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
         places = values.pop("state_place", ())
         on_request["state_place"] = places
-        if host_budget is not None:
+        if lower_tier:
             values["state_place"] = places
     values["precision"] = ("bf16", "fp16")
     unscalable = why_not_scaled(model)

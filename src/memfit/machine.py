@@ -1,4 +1,4 @@
-"""What hardware offers: bytes, FLOP/s, bandwidth. A value, with a table of common GPUs for planning without one at hand.
+"""What hardware offers: bytes, FLOP/s, bandwidth, the link to the tier below. A value, with a table of common GPUs for planning without one at hand.
 
 Figures of the table are the makers' data sheets (dense rates, no sparsity; memory as sold). Planning on them is marked *estimated*: real kernels reach
 a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
@@ -52,6 +52,34 @@ class Machine:
         rate = (self.tensor_flops if half else self.fp32_flops) * MATRIX_EFFICIENCY
         compute = flops / rate if rate else 0.0
         return max(compute, moved_bytes / (self.bandwidth * BANDWIDTH_EFFICIENCY)) + self.launch_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins a device to the memory tier below it: a GPU to pinned host memory, main memory to a disk.
+
+    Attributes:
+        tier: "host" or "disk".
+        out_bandwidth, in_bandwidth: bytes/s from the device down, and back up.
+        latency_seconds: of each copy, beside its bytes.
+        room_bytes: how many bytes may lie below; None for no bound but what is there.
+        least_bytes: smaller storages are not worth a copy.
+    """
+
+    tier: str
+    out_bandwidth: float
+    in_bandwidth: float
+    latency_seconds: float = 0.0
+    room_bytes: int | None = None
+    least_bytes: int = 1 << 16
+
+    def out_seconds(self, size: int) -> float:
+        """Time of a copy down, alone on the link."""
+        return self.latency_seconds + size / self.out_bandwidth
+
+    def in_seconds(self, size: int) -> float:
+        """Time of a copy up, alone on the link."""
+        return self.latency_seconds + size / self.in_bandwidth
 
 
 def _gpu(name: str, gib: float, fp32: float, tensor: float, gb_s: float, link: float, *, bf16: bool = True) -> Machine:

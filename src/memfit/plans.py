@@ -28,7 +28,8 @@ class Step:
 
     Attributes:
         save: number of the save it asks for.
-        runs: recipes to run first; each is the operations to run, in order.
+        runs: recipes to run first; each is the operations to run, in order, or `~storage` alone where the copy of that storage back from the lower
+            tier begins.
         releases: for each run, storages to let go after it.
         after: storages to let go once the tensor has been handed over.
     """
@@ -37,6 +38,22 @@ class Step:
     runs: tuple[tuple[int, ...], ...]
     releases: tuple[tuple[int, ...], ...]
     after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """How one storage goes to the lower tier.
+
+    Attributes:
+        offset, bytes: its place there.
+        begin: forward operation after which its copy down begins.
+        gone_by: forward operation after which that copy is waited for and the storage let go.
+    """
+
+    offset: int
+    bytes: int
+    begin: int
+    gone_by: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,7 @@ class Script:
         saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
         wanted: of each forward operation, whether one of its arguments needs a gradient.
+        swaps: storages that go to the lower tier.
     """
 
     operations: tuple[str, ...] = ()
@@ -63,6 +81,7 @@ class Script:
     saves: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
     wanted: tuple[bool, ...] = ()
+    swaps: Mapping[int, Swap] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -72,7 +91,12 @@ class Script:
     @property
     def reruns(self) -> int:
         """Operations run again in one micro-batch."""
-        return sum(len(run) for step in self.steps for run in step.runs)
+        return sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
+
+    @property
+    def lower_bytes(self) -> int:
+        """Bytes of the lower tier in which all places lie."""
+        return max((swap.offset + swap.bytes for swap in self.swaps.values()), default=0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and strings; operation names are stored once each."""
@@ -90,6 +114,7 @@ class Script:
                 [s.save, [list(r) for r in s.runs], [list(r) for r in s.releases], list(s.after)] for s in self.steps
             ],
             "wanted": "".join("01"[w] for w in self.wanted),
+            "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by] for k, s in self.swaps.items()},
         }
 
     @classmethod
@@ -117,6 +142,7 @@ class Script:
                 for save, runs, releases, after in data["steps"]
             ),
             tuple(w == "1" for w in data["wanted"]),
+            {int(k): Swap(*(int(x) for x in v)) for k, v in data["swaps"].items()},
         )
         count = len(operations)
         if len(script.wanted) != count:
@@ -130,19 +156,24 @@ class Script:
                 raise ValueError(f"step for save {step.save}, which autograd keeps or does not exist")
             if len(step.releases) != len(step.runs):
                 raise ValueError(f"{len(step.releases)} releases for {len(step.runs)} runs at save {step.save}")
-            for operation in (x for run in step.runs for x in run):
-                if operation not in script.recorded:
-                    raise ValueError(f"operation {operation} is to run again but is not recorded")
+            for run in step.runs:
+                for operation in run:
+                    if operation < 0 and (len(run) > 1 or ~operation not in script.swaps):
+                        raise ValueError(f"storage {~operation} is to come back, but was not copied down")
+                    if operation >= 0 and operation not in script.recorded:
+                        raise ValueError(f"operation {operation} is to run again but is not recorded")
         answered = {s for s in script.saves if s != KEPT}
         read = {s for places in script.recorded.values() for s in places if s >= 0}
-        for storage in (*script.held, *answered, *read):
+        for storage in (*script.held, *answered, *read, *script.swaps):
             if storage not in known:
                 raise ValueError(f"storage {storage} is made by no operation")
         if answered and not script.steps:
             raise ValueError("saves are answered for, but no step answers")
+        script._check_swaps()
         rebuilt = {
             s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
         }
+        rebuilt |= {~op for step in script.steps for run in step.runs for op in run if op < 0}
         unheld = (read | {script.saves[step.save] for step in script.steps}) - rebuilt - script.held
         if unheld:
             raise ValueError(
@@ -151,6 +182,17 @@ class Script:
         if not all(isinstance(name, str) for name in script.operations):
             raise ValueError("operation names are words")
         return script
+
+    def _check_swaps(self) -> None:
+        """Raise ValueError where places on the lower tier overlap, or a storage goes before it is made."""
+        made_by = {s: operation for operation, made in self.makes.items() for _, s, _ in made}
+        end = 0
+        for storage, swap in sorted(self.swaps.items(), key=lambda item: item[1].offset):
+            if swap.offset < end or swap.bytes < 0:
+                raise ValueError(f"the place of storage {storage} on the lower tier overlaps another")
+            end = swap.offset + swap.bytes
+            if not made_by[storage] <= swap.begin <= swap.gone_by < len(self.operations):
+                raise ValueError(f"storage {storage} cannot be copied down by operation {swap.gone_by}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +208,8 @@ class Prediction:
         peak_phase, peak_module, peak_operation: where the peak is.
         categories_at_peak: bytes by category there.
         curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
+        copy_seconds: the link to the lower tier is busy in a step.
+        exposed_seconds: of these, computing waits; the rest hides behind it.
     """
 
     peak_bytes: int
@@ -182,6 +226,8 @@ class Prediction:
     phases: tuple[str, ...] = ()
     curve: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     plain_curve: tuple[int, ...] = ()
+    copy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
     @property
     def slowdown(self) -> float:
@@ -197,12 +243,14 @@ class ModuleSaving:
         module: path.
         kept_bytes, dropped_bytes: of what autograd saves there.
         rerun_seconds: spent running operations of this module again, per micro-batch.
+        swapped_bytes: copied to the lower tier and back.
     """
 
     module: str
     kept_bytes: int
     dropped_bytes: int
     rerun_seconds: float
+    swapped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +383,12 @@ class Plan:
                         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
                         f"{format_seconds(m.rerun_seconds)} again"
                     )
+        if self.script.swaps:
+            hidden = 1 - p.exposed_seconds / p.copy_seconds if p.copy_seconds else 1.0
+            lines.append(
+                f"Swapped: {format_bytes(sum(s.bytes for s in self.script.swaps.values()))} go to the tier below and come back; "
+                f"{format_seconds(p.copy_seconds)} of copying a step, of which {100 * hidden:.0f} % hide behind computing."
+            )
         if self.frozen:
             count = sum(part.parameters for part in self.frozen)
             held = format_bytes(sum(part.bytes for part in self.frozen))
@@ -456,7 +510,7 @@ def _check_prediction(prediction: Prediction) -> None:
         value = getattr(prediction, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"{name} is {value!r}")
-    for name in ("step_seconds", "plain_step_seconds", "bound_seconds"):
+    for name in ("step_seconds", "plain_step_seconds", "bound_seconds", "copy_seconds", "exposed_seconds"):
         value = getattr(prediction, name)
         if not _is_number(value) or value < 0:
             raise ValueError(f"{name} is {value!r}")

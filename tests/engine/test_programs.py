@@ -24,10 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import batches
+from memfit.machine import Link
 from memfit.meter import metered
+from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import SLACK_BYTES
+from memfit.planner.timeline import Timeline
 from memfit.step.program import StepProgram
 from models.outcome import measured_peak, outcome_of, plans_between, same
 from models.programs import (
@@ -73,21 +76,25 @@ def leaks(model: nn.Module, sample: Any) -> bool:
 
 
 def plans_of(model: nn.Module, sample: Any) -> list[memfit.Plan]:
-    """Plans at three budgets, one that drops all it can, and one that drops half of it, drawn blindly."""
+    """Plans at three budgets; drawn blindly, one that drops all it can, one that drops half of it, and one that swaps, drops or keeps."""
     plans = plans_between(model, sample, program_loss, fractions=(1.0, 0.6, 0.0))
     plain = memfit.plan(model, sample, program_loss, 1 << 50, None, fixed={"micro_batches": 1})
     search = plain.runtime.search
     solver = search.solver(1)
     droppable = sorted(solver.recipes.saved & solver.recipes.rebuildable)
     draw = random.Random(len(droppable))
-    for dropped in (droppable, [s for s in droppable if draw.random() < 0.5]):
-        reruns = reruns_for(solver.recipes, dropped)
-        peak = solver.timeline.evaluate(reruns).peak_bytes + search.extra_bytes
+    recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    timeline = Timeline(solver.trace, recipes)
+    swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.4}
+    half = [s for s in droppable if draw.random() < 0.5]
+    for dropped, below in ((droppable, {}), (half, {}), ([s for s in half if s not in swapped], swapped)):
+        reruns = reruns_for(recipes, dropped, swapped=below)
+        peak = timeline.evaluate(reruns).peak_bytes + search.extra_bytes
         plans.append(
             replace(
                 plain,
                 budget_bytes=peak + SLACK_BYTES,
-                script=compile_script(solver.recipes, reruns),
+                script=compile_script(recipes, reruns),
                 prediction=replace(plain.prediction, peak_bytes=peak),
             )
         )

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from memfit.machine import Link
 from memfit.planner.local_search import trim
+from memfit.planner.recipes import Recipes
 from memfit.planner.replay import Replay
 from memfit.planner.timeline import Timeline
-from planner.test_timeline import some_plan
+from planner.test_timeline import some_plan, swapping_plan
 from planner.traces import drawn, network
 
 
@@ -41,6 +43,23 @@ def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) 
             replay.remove(gone, changes)
             assert replay.peak_bytes == timeline.evaluate(replay.reruns()).peak_bytes
             assert fits == (replay.peak_bytes <= budget)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    link = Link("disk", chance.choice((10.0, 1e3)), chance.choice((10.0, 1e3)), least_bytes=1)
+    removed = 0
+    for trace in (drawn(seed, forward=chance.randint(4, 14), rng_bytes=chance.choice((0, 11))), network(seed)):
+        recipes = Recipes(trace, link)
+        timeline = Timeline(trace, recipes)
+        replay = Replay(timeline, swapping_plan(recipes, chance))
+        while replay.recipe_at:
+            gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
+            removed += sum(replay.recipe_at[slot] in recipes.reloads for slot in gone)
+            replay.remove(gone, replay.changes(gone))
+            assert replay.peak_bytes == timeline.peak(replay.reruns())
+    assert removed or seed % 10
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from memfit.planner.recipes import Recipes
+from memfit.planner.recipes import SIZED_BY_VALUES, Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import SIZED_BY_VALUES, compile_script
+from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
 from memfit.plans import KEPT, Script
 from memfit.trace import Trace

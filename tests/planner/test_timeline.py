@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from memfit.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
@@ -35,7 +36,7 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
     """Bytes at each event, by walking through all moments.
 
     What autograd keeps itself is wanted until autograd lets go. What the plan answers for (made again, or asked for where reruns start) is
-    wanted by unpacks and reruns, each of which takes the newest copy.
+    wanted by unpacks and reruns, each of which takes the newest copy; the first copy of what is swapped also by its copy down.
     """
     events = len(trace.events)
     reruns = {e: list(runs) for e, runs in reruns.items() if runs}
@@ -51,6 +52,8 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
         births: list[Tick] = [(storage.birth, OWN) if storage.birth != BEFORE_STEP else (0, -1), *makings.get(s, [])]
         mine = [Copy(storage.bytes, born, [born]) for born in births]
         mine[0].wanted.append((storage.death, OWN))
+        ways = [recipes.reloads[r] for runs in reruns.values() for r in runs if r in recipes.reloads]
+        mine[0].wanted += [(way.gone_by, OWN) for way in ways if way.storage == s]
         taking: list[tuple[Tick, Tick]] = []  # (when it is taken, until when it is wanted)
         for e in reruns:
             taking += [((e, p), (e, p)) for p, r in enumerate(reruns[e]) if s in table[r].inputs]
@@ -94,16 +97,30 @@ def some_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
     return reruns_for(recipes, dropped, window, transients)
 
 
-def check(trace: Trace, reruns: Mapping[int, Sequence[int]]) -> None:
-    timeline = Timeline(trace)
+def swapping_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
+    """`some_plan` in which some storages are swapped, some of them read by reruns alone."""
+    swapped = {s: chance.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if chance.random() < 0.5}
+    dropped = [s for s in sorted(recipes.saved & recipes.rebuildable - swapped.keys()) if chance.random() < 0.5]
+    transients = [s for s in sorted(recipes.rebuildable - recipes.saved - swapped.keys()) if chance.random() < 0.3]
+    window = None
+    if chance.random() < 0.6:
+        length = chance.randint(1, 4)
+        window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
+    return reruns_for(recipes, dropped, window, transients, swapped=swapped)
+
+
+def check(trace: Trace, reruns: Mapping[int, Sequence[int]], recipes: Recipes | None = None) -> None:
+    timeline = Timeline(trace, recipes)
     found = timeline.evaluate(reruns)
     expected = simulate(trace, timeline.recipes, reruns)
     assert found.levels[: len(expected)].tolist() == expected
     assert found.peak_bytes == max(expected)
     assert expected[found.peak_event] == found.peak_bytes
     runs = [timeline.recipes.recipes[r] for rs in reruns.values() for r in rs]
-    engine = trace.dispatch_seconds * (trace.forward_operations + sum(len(r.operations) for r in runs)) if runs else 0
-    assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine)
+    actions = sum(len(r.operations) or 2 for r in runs)  # a copy down and one up
+    engine = trace.dispatch_seconds * (trace.forward_operations + actions) if runs else 0
+    waiting = found.copying.exposed_seconds
+    assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine + waiting)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -122,6 +139,16 @@ def test_plans_of_networks_come_to_the_same(seed: int) -> None:
     trace = network(seed, blocks=4)
     for number in range(4):
         check(trace, some_plan(Recipes(trace), random.Random(number)))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_plans_that_swap_come_to_what_walking_through_time_says(seed: int) -> None:
+    chance = random.Random(seed)
+    link = Link("disk", chance.choice((1.0, 30.0, 1e9)), chance.choice((1.0, 30.0, 1e9)), least_bytes=1)
+    for trace in (drawn(seed, forward=chance.randint(4, 14), rng_bytes=chance.choice((0, 11))), network(seed)):
+        recipes = Recipes(trace, link)
+        for _ in range(4):
+            check(trace, swapping_plan(recipes, chance), recipes)
 
 
 def test_the_plans_of_these_tests_are_no_empty_ones() -> None:

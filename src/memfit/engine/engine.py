@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
+from memfit.engine.swap import LowerTier
 from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError, InputError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
@@ -94,6 +95,7 @@ class Engine:
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
+        self._lower_tier = LowerTier(self.device)
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
@@ -104,8 +106,9 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have.
+            EngineError: the plan names a buffer that the model does not have, or swaps more than the lower tier has room for.
         """
+        self._lower_tier.reserve(plan.script.lower_bytes)
         buffers = dict(self.model.named_buffers())
         for name in plan.changed_buffers:
             if name not in buffers:
@@ -276,15 +279,19 @@ class Engine:
         compiled = self._compiled[plan.signature]
         program = self._program(plan)
         done.last = None
-        follower = None if compiled.script.plain else Follower(compiled)
-        # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
-        done.last = program.forward_backward(
-            part,
-            weight,
-            follower.following() if follower is not None else None,
-            check_finite=self.scaling is None,
-            around_backward=program.updating() if updates else None,
-        )
+        follower = None if compiled.script.plain else Follower(compiled, lower_tier=self._lower_tier)
+        try:
+            # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
+            done.last = program.forward_backward(
+                part,
+                weight,
+                follower.following() if follower is not None else None,
+                check_finite=self.scaling is None,
+                around_backward=program.updating() if updates else None,
+            )
+        finally:
+            if follower is not None:
+                follower.tape.end()
         done.loss += float(done.last) * (1.0 if weight is None else weight)
         done.parts += 1
         if follower is not None:
@@ -392,7 +399,7 @@ class Engine:
             with program.as_chosen():
                 yield None
             return
-        follower = Follower(compiled, retain=retain_graph)
+        follower = Follower(compiled, retain=retain_graph, lower_tier=self._lower_tier)
         with follower.following(), program.as_chosen():
             yield follower
 

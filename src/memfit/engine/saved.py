@@ -5,6 +5,9 @@ operation index; a saved tensor whose storage is dropped is replaced by a `Handl
 others, are run again, as the script says. Nothing is traced or compiled at run time, and nothing of PyTorch is patched.
 
 What a rerun reads is noted as *storages and geometry*, never as tensors of the graph: a graph node must not come to own itself.
+
+A swapped storage goes the same ways: its copy down begins after the operation that writes it last, is waited for where the script says, and a copy up
+stands among the reruns. Bytes so follow the script alone, however fast the copies are (`swap`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit import dispatch
+from memfit.engine.swap import Arena, Copy, LowerTier
 from memfit.errors import EngineError
 from memfit.plans import KEPT, Script
 
@@ -90,7 +94,16 @@ class CompiledScript:
         self.count = len(self.functions)
         self.outputs: list[tuple[tuple[int, int, int], ...]] = [script.makes.get(i, ()) for i in range(self.count)]
         self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
-        self.acts = [bool(o) or r is not None for o, r in zip(self.outputs, self.recorded, strict=True)]
+        # Storages whose copy down begins after an operation, and those that are gone by it.
+        self.leaving: dict[int, list[int]] = {}
+        self.gone: dict[int, list[int]] = {}
+        for number, swap in script.swaps.items():
+            self.leaving.setdefault(swap.begin, []).append(number)
+            self.gone.setdefault(swap.gone_by, []).append(number)
+        self.acts = [
+            bool(o) or r is not None or i in self.leaving or i in self.gone
+            for i, (o, r) in enumerate(zip(self.outputs, self.recorded, strict=True))
+        ]
         self.makes = dict(script.makes)
         # Generator states go right after the recipe that needs them last: (step, position among its runs) -> operations.
         last: dict[int, tuple[int, int]] = {}
@@ -130,6 +143,63 @@ class Tape:
         self.cursor = 0
         self.in_order = not retain
         self.reruns = 0
+        self.lower_tier: LowerTier | None = None
+        self.arena: Arena | None = None  # as long as it is lent
+        self.leaving: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
+        self.coming: dict[int, Copy] = {}
+        self.below: dict[int, tuple[int, torch.device]] = {}  # what has been copied down: bytes, and from where
+
+    # -- swap ----------------------------------------------------------------------------------------------------------------
+
+    def send(self, number: int) -> None:
+        """Begin to copy a storage down, where it has room there; else hold it."""
+        swap = self.compiled.script.swaps[number]
+        storage = self.made[number]()
+        assert storage is not None, "the operation that has just run wrote it"
+        assert self.arena is not None
+        if number not in self.compiled.script.held:
+            self.live.pop(number, None)
+        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == self.arena.device_type:
+            self.below[number] = storage.nbytes(), storage.device
+            self.leaving[number] = storage, self.arena.copy_down(storage, swap.offset)
+        else:
+            self.live[number] = storage
+
+    def let_go(self, number: int) -> None:
+        """Wait for a copy down, and hold its storage no longer for it."""
+        if number in self.leaving:
+            self.leaving[number][1].wait()
+            del self.leaving[number]
+
+    def fetch(self, number: int) -> None:
+        """Make room for a swapped storage, and begin to copy it up."""
+        if number not in self.below:
+            return  # it was held
+        if self.arena is None:
+            raise EngineError(_LET_GO)
+        self.let_go(number)
+        self.arrive(number)
+        size, device = self.below[number]
+        storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        self.live[number] = storage
+        self.coming[number] = self.arena.copy_up(storage, self.compiled.script.swaps[number].offset)
+
+    def arrive(self, number: int) -> None:
+        """Wait for a copy up."""
+        copy = self.coming.pop(number, None)
+        if copy is not None:
+            copy.wait()
+
+    def release(self, number: int) -> None:
+        """Hold a storage no longer."""
+        self.arrive(number)
+        self.live.pop(number, None)
+
+    def end(self) -> None:
+        """Nothing will be asked for any more: give the lower tier back."""
+        if self.lower_tier is not None:
+            self.lower_tier.give_back(self)
+            self.arena = None
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -150,15 +220,20 @@ class Tape:
             if step.runs:
                 with _rerunning():
                     for position, (run, releases) in enumerate(zip(step.runs, step.releases, strict=True)):
-                        self._run(run)
+                        if run and run[0] < 0:
+                            self.fetch(~run[0])
+                        else:
+                            self._run(run)
                         for storage in releases:
-                            self.live.pop(storage, None)
+                            self.release(storage)
                         for operation in compiled.states_ending.get((self.cursor, position), ()):
                             self.states.pop(operation, None)
             tensor = self._view(handle, storage_number)
             for storage in step.after:
-                self.live.pop(storage, None)
+                self.release(storage)
             self.cursor += 1
+            if self.cursor == len(steps):
+                self.end()
             return tensor
         # Backward went another way than the captured one: from here on make what is missing and let nothing go early.
         self.in_order = False
@@ -168,12 +243,16 @@ class Tape:
         return self._view(handle, storage_number)
 
     def _view(self, handle: Handle, number: int) -> torch.Tensor:
+        self.arrive(number)
         storage = self.live.get(number)
         if storage is None:
             raise EngineError(_LET_GO)
         return _looked_at(handle, storage)
 
     def _make(self, number: int) -> None:
+        if number in self.below:
+            self.fetch(number)
+            return
         recipe = self.compiled.recipe_of.get(number)
         if recipe is None or any(operation not in self.noted for operation in recipe):
             raise EngineError(_LET_GO)
@@ -201,12 +280,14 @@ class Tape:
             if made:
                 results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
                 for output, number, _ in made:
+                    self.arrive(number)
                     self.live[number] = results[output].untyped_storage()
             self.reruns += 1
 
     def _argument(self, value: Any) -> Any:
         if type(value) is Argument:
             if value.place >= 0:
+                self.arrive(value.place)
                 storage = self.live[value.place]
             else:
                 assert value.storage is not None
@@ -266,9 +347,14 @@ class Follower(TorchDispatchMode):
     """The dispatch mode and saved-tensor hooks of one followed forward.
 
     At the first operation that differs from the script the rest of the forward is kept plain; `departure` then says where.
+
+    Args:
+        compiled: what to follow.
+        retain: backward may run more than once; nothing is let go early.
+        lower_tier: where to swap to, for a script that does.
     """
 
-    def __init__(self, compiled: CompiledScript, *, retain: bool = False) -> None:
+    def __init__(self, compiled: CompiledScript, *, retain: bool = False, lower_tier: LowerTier | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
         self.tape = Tape(compiled, retain=retain)
@@ -279,6 +365,13 @@ class Follower(TorchDispatchMode):
         self._acts = compiled.acts
         self._count = compiled.count
         self._wanted = compiled.script.wanted
+        if compiled.script.swaps:
+            assert lower_tier is not None, "an engine whose plan swaps has a lower tier"
+            self.tape.lower_tier, self.tape.arena = lower_tier, lower_tier.lend(self.tape)
+            if self.tape.arena is None:
+                self._depart(
+                    "an earlier forward, whose backward has not run yet, still has what it swapped on the lower tier"
+                )
 
     @contextmanager
     def following(self) -> Iterator[Follower]:
@@ -289,6 +382,8 @@ class Follower(TorchDispatchMode):
             self._depart(f"forward ended after {self.index} operations, the plan has {self._count}")
         if self.departure is None and self.save != len(self.compiled.script.saves):
             self._depart(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
+        for number in list(self.tape.leaving):  # after a departure
+            self.tape.let_go(number)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -330,8 +425,12 @@ class Follower(TorchDispatchMode):
                     )
                     return result
                 tape.made[number] = weakref.ref(storage)
-                if number in held:
+                if number in held or number in compiled.script.swaps:
                     tape.live[number] = storage
+        for number in compiled.leaving.get(index, ()):
+            tape.send(number)
+        for number in compiled.gone.get(index, ()):
+            tape.let_go(number)
         return result
 
     def _note(

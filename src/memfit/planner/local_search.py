@@ -1,7 +1,8 @@
 """Local search over reruns: take some out, put some in, keep what is faster and fits.
 
 Where plans come from (cuts at prices, windows, chains) they follow a rule of scheduling; here nothing is left of the rule. Any set of reruns is a plan, so
-the moves are the simplest there are: a rerun less, and a rerun more, which lets the copy it renews go earlier.
+the moves are the simplest there are: a rerun less, and a rerun more, which lets the copy it renews go earlier. Reloads are reruns here: one put in where a
+recipe ran, which is then taken out, turns recomputing into swapping, and the other way round.
 """
 
 from __future__ import annotations
@@ -56,26 +57,30 @@ def trim(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[in
 
 def with_rerun(timeline: Timeline, reruns: Reruns, event: int, recipe: int) -> dict[int, list[int]]:
     """The plan with a recipe run again before an event too; recipes run in the order of forward."""
-    table = timeline.recipes.recipes
     more = {e: list(rs) for e, rs in reruns.items()}
-    more[event] = sorted([*reruns.get(event, ()), recipe], key=lambda r: table[r].operations[-1])
+    more[event] = sorted([*reruns.get(event, ()), recipe], key=timeline.recipes.last_operation.__getitem__)
     return dict(sorted(more.items()))
 
 
 def one_more(timeline: Timeline, reruns: Reruns) -> Iterator[dict[int, list[int]]]:
-    """The plan with one rerun more: before any use of a copy that some rerun, or forward, left there for it."""
-    table, recipe_of = timeline.recipes.recipes, timeline.recipes.recipe_of
-    rebuildable = timeline.recipes.rebuildable
+    """The plan with one rerun or reload more: before any use of a copy that some rerun, or forward, left there for it."""
+    recipes = timeline.recipes
     wanted: dict[tuple[int, int], None] = {}
+
+    def want(s: int, event: int) -> None:
+        if s in recipes.rebuildable:
+            wanted[event, recipes.recipe_of[s]] = None
+        if event >= timeline.trace.forward_events:
+            for recipe in recipes.reloads_of.get(s, ()):
+                wanted[recipes.begin(recipe, event), recipe] = None
+
     for s, uses in timeline.unpack_uses.items():
-        if s in rebuildable:
-            for event, _ in uses:
-                wanted[event, recipe_of[s]] = None
+        for event, _ in uses:
+            want(s, event)
     for event in sorted(reruns):
         for recipe in reruns[event]:
-            for s in table[recipe].inputs:
-                if s in rebuildable:
-                    wanted[event, recipe_of[s]] = None
+            for s in recipes.recipes[recipe].inputs:
+                want(s, event)
     for event, recipe in wanted:
         if recipe in reruns.get(event, ()):
             continue
@@ -93,7 +98,7 @@ def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dic
             tries -= 1
             if tries <= 0:
                 break
-            if timeline.peak(more) > budget:
+            if timeline.peak(more) > budget or not timeline.has_room(more):
                 continue
             trimmed = trim(timeline, more, budget, 400)
             took = timeline.seconds(trimmed)
@@ -106,21 +111,25 @@ def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dic
 def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[int, list[int]]:
     """Rebuild all that a stretch of backward reads, and trim: other reruns may go then than went before. The stretches are drawn, always alike."""
     chance = random.Random(rounds)
-    table, recipe_of = timeline.recipes.recipes, timeline.recipes.recipe_of
-    rebuildable = timeline.recipes.rebuildable
+    recipe_of, rebuildable = timeline.recipes.recipe_of, timeline.recipes.rebuildable
     first_uses = [(uses[0][0], recipe_of[s]) for s, uses in sorted(timeline.unpack_uses.items()) if s in rebuildable]
+    reloads = [
+        (timeline.recipes.begin(ways[1], uses[0][0]), ways[1])
+        for s, uses in sorted(timeline.unpack_uses.items())
+        if uses[0][0] >= timeline.trace.forward_events and (ways := timeline.recipes.reloads_of.get(s))
+    ]
     begin, end = timeline.trace.forward_events, timeline.trace.pass_events
     length = SHAKEN * (end - begin)
     current = {e: list(rs) for e, rs in reruns.items()}
     seconds = timeline.seconds(current)
-    for _ in range(rounds):
+    for number in range(rounds):
         start = begin + chance.random() * (end - begin - length)
         more = {e: set(rs) for e, rs in current.items()}
-        for event, recipe in first_uses:
+        for event, recipe in reloads if reloads and number % 2 else first_uses:
             if start <= event < start + length:
                 more.setdefault(event, set()).add(recipe)
-        plan = {e: sorted(rs, key=lambda r: table[r].operations[-1]) for e, rs in sorted(more.items())}
-        if timeline.peak(plan) > budget:
+        plan = {e: sorted(rs, key=timeline.recipes.last_operation.__getitem__) for e, rs in sorted(more.items())}
+        if timeline.peak(plan) > budget or not timeline.has_room(plan):
             continue
         trimmed = trim(timeline, plan, budget, 6000)
         took = timeline.seconds(trimmed)
@@ -153,7 +162,7 @@ def shrink(timeline: Timeline, reruns: Reruns, tries: int) -> dict[int, list[int
         for event, recipe in replay.held_over(top):
             tries -= 1
             more = with_rerun(timeline, current, event, recipe)
-            if timeline.peak(more) < peak:
+            if timeline.peak(more) < peak and timeline.has_room(more):
                 current = more
                 break
         else:

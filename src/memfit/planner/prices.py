@@ -15,7 +15,7 @@ torch.compile's partitioner (Horace He, 2022), which minimises saved bytes, not 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
@@ -89,7 +89,7 @@ class Solution:
 
 
 @dataclass(slots=True)
-class _Layout:
+class Layout:
     """One way to cut forward into windows.
 
     Attributes:
@@ -143,7 +143,7 @@ class Solver:
         self._solved: set[int] = set()
         self._floor = int(timeline.floor().max())
         self._bounds: dict[int, float] = {}
-        self._tight: list[tuple[Solution, _Layout]] = []
+        self._tight: list[tuple[Solution, Layout]] = []
         self._cut_at: dict[tuple[tuple[int, ...], tuple[tuple[int, float], ...], float], Solution] = {}
         self._solution_of: dict[tuple[tuple[int, ...], bytes], Solution] = {}
         self._enumerated = False
@@ -206,7 +206,7 @@ class Solver:
 
     # -- the cut -------------------------------------------------------------------------------------------------------------
 
-    def layout(self, cells: int, *, around: bool = False) -> _Layout:
+    def layout(self, cells: int, *, around: bool = False) -> Layout:
         """Windows of `cells` cells each; 0 for one window, in which everything stays once rebuilt.
 
         Args:
@@ -215,10 +215,10 @@ class Solver:
         """
         cuts = self.cuts_around if around else self.cuts
         if cells == 0 or not cuts:
-            return _Layout(0, False, (), None, frozenset(), frozenset())
+            return Layout(0, False, (), None, frozenset(), frozenset())
         chosen = cuts[cells - 1 :: cells]
         crossing = frozenset(s for b in chosen for s in b.storages)
-        return _Layout(
+        return Layout(
             cells,
             around,
             tuple(b.event for b in chosen),
@@ -227,19 +227,19 @@ class Solver:
             crossing & self.recipes.saved,
         )
 
-    def layouts(self) -> list[_Layout]:
+    def layouts(self) -> list[Layout]:
         """All layouts worth trying."""
         out = [self.layout(size) for size in _window_sizes(len(self.cuts))]
         return out + [self.layout(size, around=True) for size in _window_sizes(len(self.cuts_around))[1:]]
 
-    def _keep_prices(self, layout: _Layout, cumulative: Any) -> Any:
+    def _keep_prices(self, layout: Layout, cumulative: Any) -> Any:
         """What it costs to hold each storage from when it would die until its window is rebuilt; boundaries are held anyway."""
         if layout.held is None:
             layout.held = self._held(layout)
         first, until, sizes = layout.held
         return np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0)
 
-    def _held(self, layout: _Layout) -> tuple[Any, Any, Any]:
+    def _held(self, layout: Layout) -> tuple[Any, Any, Any]:
         """For each storage, from which event until before which it would be held, and its bytes."""
         never = self.timeline.events + 1
         events, by = self._unpacks.T
@@ -250,7 +250,7 @@ class Solver:
         first = np.minimum(np.maximum(self._node_death, self._node_birth) + 1, never)
         return first, until, np.where(np.isin(self._node, sorted(layout.forced)), 0, self._node_bytes)
 
-    def cut(self, layout: _Layout, prices: Any) -> Solution:
+    def cut(self, layout: Layout, prices: Any) -> Solution:
         """The plan of the cheapest cut at prices per byte and event; the boundaries of a layout are kept."""
         cumulative = np.concatenate([[0.0], np.cumsum(prices)])
         sides, _ = self._network(self.droppable).cut(self._keep_prices(layout, cumulative))
@@ -276,7 +276,7 @@ class Solver:
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 
-    def solution(self, layout: _Layout, dropped: Collection[int], transients: Collection[int]) -> Solution:
+    def solution(self, layout: Layout, dropped: Collection[int], transients: Collection[int]) -> Solution:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
@@ -309,7 +309,7 @@ class Solver:
         if self._good(budget, target):
             return
         # A few prices tell which layouts suit this budget; those are looked at closely.
-        promising: list[tuple[float, int, _Layout]] = []
+        promising: list[tuple[float, int, Layout]] = []
         plain = {self.plain.evaluation.peak_event: 1.0}
         for tight, layout in self._tightest():
             if tight.peak <= budget:
@@ -376,7 +376,7 @@ class Solver:
         self._front.add(found)
         return found
 
-    def _tightest(self) -> list[tuple[Solution, _Layout]]:
+    def _tightest(self) -> list[tuple[Solution, Layout]]:
         if not self._tight:
             for layout in self.layouts():
                 self._tight.append((self.tightest(layout), layout))
@@ -393,7 +393,7 @@ class Solver:
         if self._few:
             self._enumerate_in([layout for layout in layouts if layout.around], seen)
 
-    def _enumerate_in(self, layouts: Sequence[_Layout], seen: set[tuple[tuple[int, ...], ...]]) -> bool:
+    def _enumerate_in(self, layouts: Sequence[Layout], seen: set[tuple[tuple[int, ...], ...]]) -> bool:
         """Every plan in these layouts that is not among those seen; False where they are too many."""
         droppable = sorted(self.droppable)
         transients = [s for s in self.nodes if s not in self.recipes.saved]
@@ -430,13 +430,13 @@ class Solver:
             self._cells = CellChain(self.timeline, self.cuts)
         return self._cells
 
-    def tightest(self, layout: _Layout) -> Solution:
+    def tightest(self, layout: Layout) -> Solution:
         """Everything that can be dropped is, but the boundaries of the windows."""
         found = self.solution(layout, self.droppable - layout.boundary_storages, ())
         self._front.add(found)
         return found
 
-    def _by_prices(self, layout: _Layout, budget: int) -> list[Solution]:
+    def _by_prices(self, layout: Layout, budget: int) -> list[Solution]:
         """Bisect the price, then price the moments that stay too full. Returns the plans found, trimmed."""
         weights = {self.plain.evaluation.peak_event: 1.0}
         before: Solution | None = None
@@ -459,7 +459,7 @@ class Solver:
             weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
         return found
 
-    def _mixed(self, layout: _Layout, fitting: Solution, larger: Solution, budget: int) -> Solution:
+    def _mixed(self, layout: Layout, fitting: Solution, larger: Solution, budget: int) -> Solution:
         """Of a plan that fits and a larger one: the first's decisions in the first part of forward, the other's in the rest.
 
         Where many blocks are alike one price decides alike about all of them; so a long plan is brought near the budget at once, and trimming has less to do.
@@ -481,7 +481,7 @@ class Solver:
         return best
 
     def _bisect(
-        self, layout: _Layout, weights: dict[int, float], budget: int, steps: int
+        self, layout: Layout, weights: dict[int, float], budget: int, steps: int
     ) -> tuple[Solution | None, Solution | None]:
         """The plans at the lowest price at which they fit and at the highest at which they do not, after so many steps."""
         low, high = self._scale() * 1e-4, self._scale() * 1e4
@@ -496,7 +496,7 @@ class Solver:
                 low, worst = middle, found
         return fitting, worst
 
-    def _at_price(self, layout: _Layout, weights: dict[int, float], price: float) -> Solution:
+    def _at_price(self, layout: Layout, weights: dict[int, float], price: float) -> Solution:
         """The plan of a cut. Budgets share their first cuts, so each is made once."""
         key = (layout.cuts, tuple(sorted(weights.items())), price)
         found = self._cut_at.get(key)
@@ -616,27 +616,38 @@ class Solver:
             held = int(chargeable[sides[: len(self.nodes)] & ~sides[self._recipe_of_node]].sum())
             return value + price * (floor - budget), held + floor - budget
 
-        best = known
-        low, high = 0.0, self._scale() * 1e3
-        low_value, low_slope = tangent(low)
-        if low_slope <= 0:
-            return best
-        high_value, high_slope = tangent(high)
-        best = max(best, high_value)
-        for _ in range(TANGENTS):
-            if high_slope >= 0:
-                break
-            price = (high_value - low_value + low_slope * low - high_slope * high) / (low_slope - high_slope)
-            ceiling = low_value + low_slope * (price - low)
-            if not low < price < high or ceiling <= best * 1.0005:
-                break
-            value, slope = tangent(price)
-            best = max(best, value)
-            if slope > 0:
-                low, low_value, low_slope = price, value, slope
-            else:
-                high, high_value, high_slope = price, value, slope
+        return best_dual(tangent, self._scale() * 1e3, known)
+
+
+def best_dual(tangent: Callable[[float], tuple[float, float]], high: float, known: float) -> float:
+    """The largest value of a concave dual between the prices 0 and `high`, and at least `known`.
+
+    Args:
+        tangent: the dual at a price, and its slope there.
+        high: the highest price.
+        known: what is known from elsewhere.
+    """
+    best = known
+    low = 0.0
+    low_value, low_slope = tangent(low)
+    if low_slope <= 0:
         return best
+    high_value, high_slope = tangent(high)
+    best = max(best, high_value)
+    for _ in range(TANGENTS):
+        if high_slope >= 0:
+            break
+        price = (high_value - low_value + low_slope * low - high_slope * high) / (low_slope - high_slope)
+        ceiling = low_value + low_slope * (price - low)
+        if not low < price < high or ceiling <= best * 1.0005:
+            break
+        value, slope = tangent(price)
+        best = max(best, value)
+        if slope > 0:
+            low, low_value, low_slope = price, value, slope
+        else:
+            high, high_value, high_slope = price, value, slope
+    return best
 
 
 class _Front:

@@ -3,19 +3,39 @@
 A *recipe* is the operation that made a storage together with every operation that later wrote into it, in order (CPU dropout is `empty_like`, then
 `bernoulli_` in place). Several outputs of one operation share its recipe. Running a recipe needs its inputs in their final state, so an operation
 that reads a storage before its last write has none.
+
+A *reload* is the other way to have a storage back: it is copied to the lower tier in forward, let go, and copied up again. It is a recipe too, without
+operations and inputs, so that plans, liveness and nesting (reload a boundary, recompute the interior from it) are the same for both.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from memfit.machine import Link
 from memfit.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096
+# How much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for), some (a saturated
+# link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
+LAGS: Final = (0.0, 0.5, 2.0)
+ALIGNMENT_BYTES: Final = 4096  # of the places on the lower tier
+# Results of these are as large as the values of their inputs make them: sizes of one batch say nothing about the next.
+SIZED_BY_VALUES: Final = frozenset(
+    {
+        "aten.nonzero.default",
+        "aten.masked_select.default",
+        "aten._unique2.default",
+        "aten.unique_dim.default",
+        "aten.unique_consecutive.default",
+        "aten.repeat_interleave.Tensor",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +43,7 @@ class Recipe:
     """Operations to run again, and what for.
 
     Attributes:
-        operations: indices of forward operations, ascending.
+        operations: indices of forward operations, ascending; none for a reload.
         inputs: managed storages that must be there.
         makes: storages that come out.
         seconds: time of all its operations.
@@ -41,14 +61,45 @@ class Recipe:
     runnable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """How one storage goes to the lower tier and comes back.
+
+    Attributes:
+        storage: which.
+        ready: operation (event) of forward after which nothing writes it; its copy down begins there.
+        gone_by: operation (event) of forward after which that copy is waited for and the first copy let go: never earlier, never later, so that bytes
+            do not depend on how fast the link is that day.
+        out_seconds, in_seconds: of the copies, alone on the link.
+        lead_seconds: how much computing lies between the beginning of the copy up, for which room is taken then, and what reads it.
+    """
+
+    storage: int
+    ready: int
+    gone_by: int
+    out_seconds: float
+    in_seconds: float
+    lead_seconds: float
+
+
 class Recipes:
     """All recipes of a trace's forward.
 
     *Managed* storages are those made by forward operations; all others are there anyway.
+
+    Args:
+        trace: the step.
+        lower_tier: where storages may be swapped to; None for nowhere.
+
+    Attributes:
+        reloads: of each recipe that is a reload, how.
+        reloads_of: of each storage that may be swapped, its reloads, one for each of `LAGS`.
+        clock: seconds of the plain step before each event, the engine's own included.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, lower_tier: Link | None = None) -> None:
         self.trace = trace
+        self.lower_tier = lower_tier
         self.managed: list[int] = [s for s, st in enumerate(trace.storages) if 0 <= st.birth < trace.forward_events]
         managed = set(self.managed)
         operations = trace.operations
@@ -96,6 +147,15 @@ class Recipes:
             self._add(sorted(ops), managed, maker, last_write, lasting_write)
         if updated:
             self._stop_at_updates(updated)
+        self.reloads: dict[int, Reload] = {}
+        self.reloads_of: dict[int, tuple[int, ...]] = {}
+        self.clock: list[float] = [0.0]
+        for event, op in enumerate(trace.events):
+            seconds = operations[op].seconds if op >= 0 else 0.0
+            seconds += trace.dispatch_seconds if op >= 0 and event < trace.forward_events else 0.0
+            self.clock.append(self.clock[-1] + seconds)
+        if lower_tier is not None:
+            self._add_reloads(lower_tier, maker, last_write)
 
     def _stop_at_updates(self, updated: dict[int, int]) -> None:
         """Rule out recipes that read a parameter and may be asked for after its update: what they made would not be what forward made."""
@@ -170,6 +230,55 @@ class Recipes:
             )
         )
 
+    def _add_reloads(self, link: Link, maker: dict[int, int], last_write: dict[int, int]) -> None:
+        """Reloads of whatever forward made and backward, or a recipe, reads: whether it can run again or draws random numbers does not matter here."""
+        trace = self.trace
+        if any(op.name in SIZED_BY_VALUES for op in trace.operations):
+            return  # the places on the lower tier are of fixed sizes
+        events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
+        ends = [self.clock[e + 1] for e in events]
+        wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}
+        for s in sorted(wanted & self.returned):
+            size = trace.storages[s].bytes
+            ready = max(self.event_of_operation[maker[s]], last_write.get(s, -1))
+            if size < link.least_bytes or ready >= trace.forward_events:
+                continue
+            death = bisect_left(events, min(trace.storages[s].death, events[-1]))
+            out_seconds, in_seconds = link.out_seconds(size), link.in_seconds(size)
+            found = []
+            for lag in LAGS:
+                done = bisect_left(ends, self.clock[ready + 1] + lag * out_seconds)
+                gone_by = events[min(max(death, done, bisect_left(events, ready)), len(events) - 1)]
+                found.append(len(self.recipes))
+                self.reloads[len(self.recipes)] = Reload(s, ready, gone_by, out_seconds, in_seconds, lag * in_seconds)
+                self.recipes.append(Recipe((), (), (s,), 0.0, 0, size, runnable=True))
+            self.reloads_of[s] = tuple(found)
+
+    def place_bytes(self, storage: int) -> int:
+        """What a storage takes on the lower tier."""
+        return -(-self.trace.storages[storage].bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def begin(self, reload: int, event: int) -> int:
+        """The unpack at which a reload has to begin to be done, on an idle link, when an event needs it; the first one there is where that is too late."""
+        events, clocks = self._asked
+        lead = self.reloads[reload].lead_seconds
+        if lead <= 0.0 or not events or events[0] >= event:
+            return event
+        place = bisect_right(clocks, self.clock[event] - lead) - 1
+        return min(events[max(place, 0)], event)
+
+    @cached_property
+    def _asked(self) -> tuple[list[int], list[float]]:
+        """Unpacks in backward at which the engine can act, and the clock there."""
+        events = [event for event, s, _ in self.unpacks if s in self.returned]
+        return events, [self.clock[event] for event in events]
+
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """Managed storages that the operation that makes them returns, so that the engine sees them."""
+        operations = (self.trace.operations[op] for op in self.event_of_operation)
+        return frozenset(op.makes[place] for op in operations for place in op.outputs if place >= 0)
+
     @cached_property
     def rebuildable(self) -> frozenset[int]:
         """Managed storages that have a recipe that may run again (its own inputs rebuilt, or held where they are not rebuildable)."""
@@ -199,8 +308,8 @@ class Recipes:
 
     @cached_property
     def last_operation(self) -> list[int]:
-        """Of each recipe: recipes run again in this order."""
-        return [recipe.operations[-1] for recipe in self.recipes]
+        """Of each recipe: recipes run again in this order, reloads before them so that the link is busy meanwhile."""
+        return [recipe.operations[-1] if recipe.operations else -1 for recipe in self.recipes]
 
     @cached_property
     def last_reads(self) -> dict[int, int]:

@@ -68,8 +68,12 @@ class Replay:
         self._runs_of: dict[int, list[int]] = defaultdict(list)
         for slot, recipe in self.recipe_at.items():
             self._runs_of[recipe].append(slot)
-        dispatch = timeline.trace.dispatch_seconds
-        self._seconds_of = [r.seconds + dispatch * len(r.operations) for r in self._recipes]
+        # What a reload costs depends on all others; here each is charged the share of its copies that this plan does not hide.
+        copying = timeline.copying(reruns)
+        exposed = copying.exposed_seconds / copying.copy_seconds if copying.copy_seconds else 0.0
+        self._seconds_of = [
+            timeline.run_seconds(r) + exposed * timeline.link_seconds(r) for r in range(len(self._recipes))
+        ]
         # A move stays what it was until the life of a storage it depends on changes.
         self._moves: dict[tuple[int, ...], Move] = {}
         self._removals = 0
@@ -106,7 +110,7 @@ class Replay:
         recipe_of = timeline.recipes.recipe_of
         event_of_slot = {where: event for event, where in enumerate(self._slot_of_event)} | self.event_at
         out: dict[tuple[int, int], int] = {}
-        for s in timeline.recipes.rebuildable:
+        for s in timeline.recipes.rebuildable | timeline.recipes.reloads_of.keys():
             if s in self._births:
                 uses = [use for use, _ in self._uses[s]]
                 born = self._births[s][0]
@@ -115,8 +119,12 @@ class Replay:
                 born = self._slot_of_event[timeline.trace.storages[s].birth] - 1
             later = [use for use in uses if use > slot]
             if later and born < slot:
-                event, recipe = event_of_slot[later[0]], recipe_of[s]
-                out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
+                event = event_of_slot[later[0]]
+                if event >= timeline.trace.forward_events:
+                    # Copied down and up at once it is away for longest.
+                    ways = [recipe_of[s]] if s in timeline.recipes.rebuildable else []
+                    for recipe in (*ways, *timeline.recipes.reloads_of.get(s, ())[:1]):
+                        out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
         wanted = sorted(out, key=lambda pair: (-out[pair], pair))
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}
         return [pair for pair in wanted if pair not in present]
@@ -250,6 +258,12 @@ class Replay:
                     answered = True
                     break
         end = where[timeline.transient_end[s] if answered else timeline.last_end[s]]
+        reloads = timeline.recipes.reloads
+        if reloads:
+            for birth in births[1:]:
+                reload = reloads.get(self.recipe_at[birth])
+                if reload is not None:
+                    end = max(end, where[reload.gone_by])
         out = []
         copy = 0
         until = births[1] if len(births) > 1 else _AWAY

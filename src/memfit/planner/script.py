@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final
+from collections.abc import Mapping
 
-from memfit.planner.recipes import Recipes
+from memfit.planner.recipes import SIZED_BY_VALUES, Recipes, Reload
 from memfit.planner.timeline import Reruns
-from memfit.plans import KEPT, Script, Step
-
-# Results of these are as large as the values of their inputs make them: sizes of one batch say nothing about the next.
-SIZED_BY_VALUES: Final = frozenset(
-    {
-        "aten.nonzero.default",
-        "aten.masked_select.default",
-        "aten._unique2.default",
-        "aten.unique_dim.default",
-        "aten.unique_consecutive.default",
-        "aten.repeat_interleave.Tensor",
-    }
-)
+from memfit.plans import KEPT, Script, Step, Swap
 
 
 def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
@@ -87,7 +75,12 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         steps.append(
             Step(
                 save_number,
-                tuple(tuple(number[op] for op in recipes.recipes[r].operations) for r in runs),
+                tuple(
+                    (~recipes.reloads[r].storage,)
+                    if r in recipes.reloads
+                    else tuple(number[op] for op in recipes.recipes[r].operations)
+                    for r in runs
+                ),
                 tuple(tuple(sorted(releases.get((event, p), ()))) for p in range(len(runs))),
                 tuple(sorted(releases.get((event, len(runs)), ()))),
             )
@@ -113,4 +106,22 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
+        _swaps(recipes, reruns, number),
     )
+
+
+def _swaps(recipes: Recipes, reruns: Reruns, number: Mapping[int, int]) -> dict[int, Swap]:
+    """What goes to the lower tier, in the order in which it goes; every storage has a place of its own, as all are there when forward ends."""
+    chosen: dict[int, Reload] = {}
+    for recipe in (r for runs in reruns.values() for r in runs if r in recipes.reloads):
+        reload = recipes.reloads[recipe]
+        if reload.storage not in chosen or chosen[reload.storage].gone_by < reload.gone_by:
+            chosen[reload.storage] = reload
+    events = recipes.trace.events
+    out: dict[int, Swap] = {}
+    offset = 0
+    for s, reload in sorted(chosen.items(), key=lambda item: (item[1].ready, item[0])):
+        begin, gone_by = number[events[reload.ready]], number[events[reload.gone_by]]
+        out[s] = Swap(offset, recipes.trace.storages[s].bytes, begin, gone_by)
+        offset += recipes.place_bytes(s)
+    return out

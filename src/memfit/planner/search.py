@@ -15,9 +15,12 @@ from typing import Final
 from memfit.choices import PLAIN, Choices, in_words
 from memfit.errors import InfeasibleError, Remedy
 from memfit.garbage import uncollected
+from memfit.machine import Link
 from memfit.planner.head import head_of
 from memfit.planner.prices import Solution, Solver
+from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
+from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
 from memfit.plans import ModuleSaving, Plan, Prediction
 from memfit.trace import Category, Trace
@@ -42,6 +45,7 @@ class Search:
         fixed_micro_batches: the user's choice, or None.
         ways: how else the step may be run, each with one micro-batch; the first is the step as the user has it, and what "plain" means.
         refused: ways that were asked for or allowed and cannot be taken, each with its reason.
+        lower_tier: where storages may be swapped to; None for nowhere.
     """
 
     trace_of: Callable[[Choices], Trace]
@@ -50,6 +54,7 @@ class Search:
     fixed_micro_batches: int | None = None
     ways: Sequence[Choices] = (PLAIN,)
     refused: Sequence[str] = ()
+    lower_tier: Link | None = None
     _solvers: dict[Choices, Solver] = field(default_factory=dict)
 
     def solver(self, micro_batches: int, way: Choices | None = None) -> Solver:
@@ -58,8 +63,18 @@ class Search:
         if choices not in self._solvers:
             trace = self.trace_of(choices)
             with uncollected():
-                self._solvers[choices] = Solver(Timeline(trace))
+                timeline = Timeline(trace, Recipes(trace, self._room_for_swaps(choices)))
+                self._solvers[choices] = (SwapSolver if timeline.recipes.reloads else Solver)(timeline)
         return self._solvers[choices]
+
+    def _room_for_swaps(self, choices: Choices) -> Link | None:
+        """The lower tier without what the optimizer's state takes of it."""
+        tier = self.lower_tier
+        if tier is None or tier.room_bytes is None or choices.state_place == "device":
+            return tier
+        trace = self._plain().trace  # in 32 bits: where it is in 8, some room is left over
+        state = sum(s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE)
+        return replace(tier, room_bytes=max(0, tier.room_bytes - state))
 
     def _plain(self) -> Solver:
         return self.solver(self.fixed_micro_batches or 1)
@@ -213,7 +228,7 @@ class Search:
             Remedy(f'budget="{_budget_of(size)}"' + (f" ({how})" if how else ""), size - budget, found.seconds - plain)
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(self.trace_of, self.samples, self.weights, ways=self.ways)
+            other = Search(self.trace_of, self.samples, self.weights, ways=self.ways, lower_tier=self.lower_tier)
             other._solvers = self._solvers
             smaller, free = other.smallest()
             if smaller < size:
@@ -263,11 +278,12 @@ class Search:
         kept: dict[str, int] = defaultdict(int)
         dropped: dict[str, int] = defaultdict(int)
         again: dict[str, float] = defaultdict(float)
+        below: dict[str, int] = defaultdict(int)
+        copying = evaluation.copying
         rebuilt = {m for runs in solution.reruns.values() for r in runs for m in recipes.recipes[r].makes}
         for s in recipes.saved:
-            (dropped if s in rebuilt and s in solution.dropped else kept)[trace.storages[s].module] += trace.storages[
-                s
-            ].bytes
+            fate = below if s in copying.swapped else dropped if s in rebuilt and s in solution.dropped else kept
+            fate[trace.storages[s].module] += trace.storages[s].bytes
         for runs in solution.reruns.values():
             for r in runs:
                 for op in recipes.recipes[r].operations:
@@ -289,8 +305,10 @@ class Search:
             phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
             plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
+            copy_seconds=trace.micro_batches * copying.copy_seconds,
+            exposed_seconds=trace.micro_batches * copying.exposed_seconds,
         )
-        names = sorted({*kept, *dropped, *again})
+        names = sorted({*kept, *dropped, *below, *again})
         return Plan(
             budget_bytes=budget_bytes,
             choices=replace(trace.choices, weights=self.weights()[0] or "whole") if found.number > 1 else trace.choices,
@@ -301,7 +319,7 @@ class Search:
             device=trace.device,
             torch_version=trace.torch_version,
             clip_norm=trace.clip_norm,
-            by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n]) for n in names),
+            by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
             turned_down=tuple(turned_down),
             notes=trace.notes,
             source=trace.source,

@@ -3,21 +3,42 @@
 A plan is `Reruns`: for an unpack event, the recipes to run before the saved tensor is handed over. All else follows by liveness: a copy of a storage
 is alive from when it is made until its last use before it is made again. Uses are unpacks (held until the backward node lets go) and inputs of
 reruns. The engine does the same, operation by operation; `tests/engine` compares the two.
+
+A storage that is reloaded is *swapped*: its first copy lives at least until the moment at which its copy down is waited for (`Reload.gone_by`), and the
+next from where its copy up begins. Both moments are the plan's, so bytes are as exact as without; what the link adds is seconds, which a walk over its
+two queues tells (`Timeline.copying`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from memfit.planner.recipes import Recipes
+from memfit.planner.recipes import Recipes, Reload
 from memfit.trace import BEFORE_STEP, Category, Trace
 
 Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What goes over the link in one micro-batch.
+
+    Attributes:
+        swapped: storages that are copied down, and up again.
+        lower_bytes: what they take on the lower tier.
+        copy_seconds: the link is busy, both ways together.
+        exposed_seconds: of these, computing waits.
+    """
+
+    swapped: frozenset[int] = frozenset()
+    lower_bytes: int = 0
+    copy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +48,16 @@ class Evaluation:
     Attributes:
         peak_bytes: largest number of bytes held at once during the step.
         peak_event: the event at which.
-        extra_seconds: time of the reruns of one micro-batch, and of following the plan.
+        extra_seconds: time of the reruns of one micro-batch, of following the plan, and of waiting for copies.
         levels: bytes at each event, reruns before it included.
+        copying: of one micro-batch.
     """
 
     peak_bytes: int
     peak_event: int
     extra_seconds: float
     levels: Any
+    copying: Copying
 
 
 class _Rows:
@@ -125,7 +148,12 @@ class Timeline:
         self._inputs = _Rows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
         self._recipe_seconds = [r.seconds for r in table]
-        self._recipe_operations = [len(r.operations) for r in table]
+        # A reload is two actions of the engine: a copy down and a copy up.
+        self._recipe_operations = [len(r.operations) or 2 for r in table]
+        self._gone_by = np.array(
+            [self.recipes.reloads[r].gone_by if r in self.recipes.reloads else -1 for r in range(len(table))],
+            dtype=np.int64,
+        )
         self._saved_at = np.full(self.events + 1, -1, dtype=np.int64)
         for event, s in self.saves_at.items():
             self._saved_at[event] = s
@@ -149,6 +177,9 @@ class Timeline:
 
     def seconds(self, reruns: Reruns) -> float:
         """Extra seconds of a plan: cheap, as nothing is replayed."""
+        return self._computing(reruns) + self.copying(reruns).exposed_seconds
+
+    def _computing(self, reruns: Reruns) -> float:
         runs = operations = 0
         extra = 0.0
         for event in sorted(reruns):
@@ -158,10 +189,92 @@ class Timeline:
                 runs += 1
         return extra + self._following + self.trace.dispatch_seconds * operations if runs else 0.0
 
+    def run_seconds(self, recipe: int) -> float:
+        """Seconds of one run of a recipe, the engine's own included and waiting for copies not."""
+        return self._recipe_seconds[recipe] + self.trace.dispatch_seconds * self._recipe_operations[recipe]
+
+    def copying(self, reruns: Reruns) -> Copying:
+        """What the copies of a plan take, and how much of that computing does not hide.
+
+        One queue in each direction, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both share slows neither
+        down here: the bandwidths are measured, and what is left shows in the rehearsal.
+        """
+        reloads, clock = self.recipes.reloads, self.recipes.clock
+        if not reloads:
+            return Copying()
+        chosen: dict[int, Reload] = {}
+        copies = 0
+        copy_seconds = 0.0
+        for runs in reruns.values():
+            for recipe in runs:
+                if recipe in reloads:
+                    reload = reloads[recipe]
+                    copies += 1
+                    copy_seconds += reload.in_seconds
+                    if reload.storage not in chosen or chosen[reload.storage].gone_by < reload.gone_by:
+                        chosen[reload.storage] = reload
+        if not copies:
+            return Copying()
+        copy_seconds += sum(r.out_seconds for r in chosen.values())
+        # [1] Down: begun once a storage is written, waited for where the plan lets it go.
+        delay = free = 0.0
+        done: dict[int, float] = {}
+        moments = [(r.ready, False, s) for s, r in chosen.items()] + [(r.gone_by, True, s) for s, r in chosen.items()]
+        for event, waits, s in sorted(moments):
+            now = clock[event + 1] + delay
+            if waits:
+                delay += max(0.0, done[s] - now)
+            else:
+                free = done[s] = max(free, now) + chosen[s].out_seconds
+        # [2] Up: begun at an unpack, waited for by whatever reads it first. Recipes run meanwhile hide copies as well.
+        table = self.recipes.recipes
+        free = computed = 0.0
+        coming: dict[int, float] = {}
+        asked = {event for s in chosen for event, _ in self.unpack_uses.get(s, ())}
+        for event in sorted(asked.union(reruns)):
+            for recipe in reruns.get(event, ()):
+                now = clock[event] + delay
+                if recipe in reloads:
+                    s = reloads[recipe].storage
+                    free = coming[s] = max(free, now, done[s]) + reloads[recipe].in_seconds
+                    continue
+                for s in table[recipe].inputs:
+                    if s in coming:
+                        delay += max(0.0, coming.pop(s) - clock[event] - delay)
+                seconds = self.run_seconds(recipe)
+                delay += seconds
+                computed += seconds
+            s = self.saves_at[event]
+            if s in coming:
+                delay += max(0.0, coming.pop(s) - clock[event] - delay)
+        return Copying(
+            frozenset(chosen), sum(map(self.recipes.place_bytes, chosen)), copy_seconds, max(0.0, delay - computed)
+        )
+
+    def link_seconds(self, recipe: int) -> float:
+        """What a reload keeps the link busy, down and up; 0 for what computes."""
+        reload = self.recipes.reloads.get(recipe)
+        return reload.out_seconds + reload.in_seconds if reload is not None else 0.0
+
+    def has_room(self, reruns: Reruns) -> bool:
+        """Whether what a plan swaps has room on the lower tier."""
+        link, reloads = self.recipes.lower_tier, self.recipes.reloads
+        if link is None or link.room_bytes is None:
+            return True
+        swapped = {reloads[r].storage for runs in reruns.values() for r in runs if r in reloads}
+        return sum(map(self.recipes.place_bytes, swapped)) <= link.room_bytes
+
     def floor(self) -> Any:
         """Bytes at each event when every storage that forward saved and can rebuild goes as early as it can, and none is rebuilt."""
+        return self._floor(self.recipes.saved & self.recipes.rebuildable)
+
+    def floor_with_swap(self) -> Any:
+        """The same when what can be swapped goes as well."""
+        return self._floor(self.recipes.saved & (self.recipes.rebuildable | self.recipes.reloads_of.keys()))
+
+    def _floor(self, dropped: Iterable[int]) -> Any:
         changes = self._plain.copy()
-        for s in self.recipes.saved & self.recipes.rebuildable:
+        for s in dropped:
             size = self.trace.storages[s].bytes
             changes[self.transient_end[s] + 1] -= size
             changes[self.last_end[s] + 1] += size
@@ -178,7 +291,9 @@ class Timeline:
         first = np.concatenate([[0], expanded.slot_of_event[:-1] + 1])
         totals = np.maximum.reduceat(expanded.totals, first)
         peak_event = int(np.argmax(totals))
-        return Evaluation(int(totals[peak_event]), peak_event, self.seconds(reruns), totals)
+        copying = self.copying(reruns)
+        seconds = self._computing(reruns) + copying.exposed_seconds
+        return Evaluation(int(totals[peak_event]), peak_event, seconds, totals, copying)
 
     def expand(self, reruns: Reruns) -> _Expanded:
         """The replay itself: every copy as an interval of slots."""
@@ -191,8 +306,8 @@ class Timeline:
         slot_of_event = self._every_event + np.cumsum(before)
         count = self.events + 1 + len(slots)
         # [1] When is each storage made again, and used by reruns?
-        made, owner = self._makes.gather(recipes)
-        made_at = slots[owner]
+        made, made_by = self._makes.gather(recipes)
+        made_at = slots[made_by]
         used, owner = self._inputs.gather(recipes)
         used_at = slots[owner]
         # The engine answers for what it makes again, and for what is asked for where reruns start; autograd keeps the rest itself.
@@ -205,7 +320,9 @@ class Timeline:
         first = np.flatnonzero(touched)
         storages = np.concatenate([first, made])
         births = np.concatenate([slot_of_event[self._birth[first]] - 1, made_at])
-        lasting = np.where(answered[first], self._transient_end[first], self._end[first])
+        gone_by = np.full(len(self._bytes), -1, dtype=np.int64)
+        np.maximum.at(gone_by, made, self._gone_by[recipes[made_by]])
+        lasting = np.where(answered[first], np.maximum(self._transient_end, gone_by)[first], self._end[first])
         ends = np.concatenate([slot_of_event[lasting], made_at])
         # [3] Uses: inputs of reruns, and unpacks, held until the backward node lets go.
         asked = np.flatnonzero(answered)

@@ -1,0 +1,345 @@
+"""Plans that may swap: the third thing to do with a storage, beside keeping it and recomputing it.
+
+The cut of `prices` gets one number more: a storage that is not recomputed costs the cheaper of being kept and of being swapped, and swapping costs what of
+its copies is not hidden: seconds on the link times a *price of the link*. A link that nobody waits for is free, one that everybody waits for costs a
+second a second; where a plan lies between the two is not known before it is replayed, so a few prices of the link are tried with every price of memory, and
+the replay, which walks through the link's queues (`Timeline.copying`), says what each plan takes. While a copy is on its way it still takes memory, which
+is charged at the moments' prices as if it were kept.
+
+A swapped storage needs nothing to come back, neither inputs nor an operation that may run twice. So what no recipe can make again (large custom operations,
+results of random ones without a generator's state) can go as well, and a boundary that is reloaded gives the window behind it to recomputing for nothing.
+
+Whatever is found without the link is in the front too, so allowing to swap never makes a plan slower.
+
+Sources: vDNN (Rhu et al. 2016) for swapping activations behind computing; Capuchin (Peng et al. 2020) and POFO (Beaumont et al. 2021) weigh it against
+recomputing, storage by storage in order of gain, and on chains. The cut is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any, Final
+
+import numpy as np
+
+from memfit.garbage import uncollected
+from memfit.planner.mincut import PricedNetwork
+from memfit.planner.prices import BISECTIONS, CLOSE, GLANCES, Layout, Solution, Solver, best_dual
+from memfit.planner.recipes import LAGS
+from memfit.planner.schedule import reruns_for
+from memfit.planner.timeline import Reruns, Timeline
+
+# Prices of the link: a link that is always waited for, one that sometimes is, one that never is.
+LINK_PRICES: Final = (1.0, 0.3, 0.02)
+CLOSELY: Final = 2  # layouts that are looked at at all prices
+EVERY_PLAN: Final = 729  # this many divisions into kept, recomputed and swapped are enumerated
+BOUND_PRICES: Final = (0.0, 0.4, 0.8)
+
+
+class SwapSolver(Solver):
+    """Plans for one trace at any budget, with a lower tier to swap to.
+
+    Args:
+        timeline: whose recipes know a lower tier.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline)
+        recipes, trace = timeline.recipes, timeline.trace
+        self._without = Solver(Timeline(trace))
+        self._lag = len(LAGS) // 2
+        self._floor = int(timeline.floor_with_swap().max())
+        swappable = recipes.reloads_of.keys()
+        movable = recipes.rebuildable | swappable
+        nodes: set[int] = set()
+        stack = list(recipes.saved & movable)
+        while stack:
+            s = stack.pop()
+            if s not in nodes:
+                nodes.add(s)
+                if s in recipes.rebuildable:
+                    stack += [i for i in recipes.recipes[recipes.recipe_of[s]].inputs if i in movable]
+        self._movable = sorted(nodes)
+        number = {s: i for i, s in enumerate(self._movable)}
+        used = sorted({recipes.recipe_of[s] for s in self._movable})
+        run = {r: len(number) + i for i, r in enumerate(used)}
+        runnable = [recipes.recipes[r].runnable for r in used]
+        self._again_seconds = np.array(
+            [timeline.run_seconds(r) if may else inf for r, may in zip(used, runnable, strict=True)]
+        )
+        self._arcs = [
+            (run[r], number[s], inf)
+            for r, may in zip(used, runnable, strict=True)
+            if may
+            for s in recipes.recipes[r].inputs
+            if s in number
+        ]
+        self._run_of = np.array([run[recipes.recipe_of[s]] for s in self._movable], dtype=np.int64)
+        self._swap_networks: dict[tuple[frozenset[int], float], PricedNetwork] = {}
+        self._spans: dict[tuple[tuple[int, ...], int], Any] = {}
+        self._decided: dict[tuple[object, ...], Solution] = {}
+        # A row for each node.
+        storages = [trace.storages[s] for s in self._movable]
+        ways = [recipes.reloads_of.get(s) for s in self._movable]
+        self._size = np.array([st.bytes for st in storages], dtype=np.int64)
+        self._place = np.array([recipes.place_bytes(s) for s in self._movable], dtype=np.int64)
+        self._is_saved = np.array([s in recipes.saved for s in self._movable], dtype=bool)
+        self._may_rerun = np.array([s in recipes.rebuildable for s in self._movable], dtype=bool)
+        self._may_swap = np.array([w is not None for w in ways], dtype=bool)
+        self._birth = np.array([st.birth for st in storages], dtype=np.int64)
+        self._death = np.array([st.death for st in storages], dtype=np.int64)
+        self._copy_seconds = np.array([timeline.link_seconds(w[0]) if w else inf for w in ways])
+        self._up_seconds = np.array([recipes.reloads[w[0]].in_seconds if w else inf for w in ways])
+        end = timeline.events + 1
+        reads = [timeline.unpack_uses.get(s, ()) for s in self._movable]
+        self._first = np.array([min((e for e, _ in uses), default=end) for uses in reads], dtype=np.int64)
+        by = {save.storage: -1 for save in trace.saves}
+        for save in trace.saves:
+            by[save.storage] = max(by[save.storage], save.by) if save.unpacks else by[save.storage]
+        self._asks = np.array(
+            [by[s] if by.get(s, -1) >= 0 else trace.storages[s].birth for s in self._movable], dtype=np.int64
+        )
+
+    # -- the cut -------------------------------------------------------------------------------------------------------------
+
+    def _cut_network(self, needed: frozenset[int], again: float) -> PricedNetwork:
+        """Nodes are the storages, then their recipes, whose seconds count `again` times; backward reads the needed storages."""
+        if (needed, again) not in self._swap_networks:
+            source = [inf if s in needed else 0.0 for s in self._movable] + [0.0] * len(self._again_seconds)
+            seconds = np.where(np.isinf(self._again_seconds), inf, 0.0)
+            finite = np.isfinite(self._again_seconds)
+            seconds[finite] = self._again_seconds[finite] * again
+            sink = [0.0] * len(self._movable) + seconds.tolist()
+            self._swap_networks[needed, again] = PricedNetwork(
+                source, sink, self._arcs, list(enumerate(self._run_of.tolist()))
+            )
+        return self._swap_networks[needed, again]
+
+    def _span(self, layout: Layout, lag: int) -> tuple[Any, Any, Any, Any]:
+        """Of each node: from which event, until before which one it would be held; by when it is gone, and from when it is back, when it is swapped."""
+        key = layout.cuts, lag
+        if key not in self._spans:
+            never = self.timeline.events + 1
+            events, by = self._unpacks.T
+            begins = np.full(layout.windows, never)
+            np.minimum.at(begins, layout.window_of(by), events)
+            begins[begins == never] = self.trace.forward_events
+            until = np.minimum(begins[layout.window_of(self._asks)], self._first)
+            first = np.minimum(np.maximum(self._death, self._birth) + 1, never)
+            gone, back = first.copy(), until.copy()
+            for i, s in enumerate(self._movable):
+                if self._may_swap[i]:
+                    reload = self.recipes.reloads_of[s][lag]
+                    gone[i] = self.recipes.reloads[reload].gone_by + 1
+                    back[i] = self.recipes.begin(reload, int(min(until[i], self.trace.pass_events)))
+            self._spans[key] = first, until, np.maximum(gone, first), np.minimum(back, until)
+        found: tuple[Any, Any, Any, Any] = self._spans[key]
+        return found
+
+    def decide(self, layout: Layout, prices: Any, link_price: float, lag: int) -> Solution:
+        """The plan of the cheapest cut at prices per byte and event and per second of the link."""
+        first, until, gone, back = self._span(layout, lag)
+        cumulative = np.concatenate([[0.0], np.cumsum(prices)])
+        keep = np.where(until > first, (cumulative[until] - cumulative[first]) * self._size, 0.0)
+        on_its_way = (cumulative[gone] - cumulative[first] + cumulative[until] - cumulative[back]) * self._size
+        swap = np.where(
+            self._may_swap & (back > gone),
+            link_price * np.where(self._may_swap, self._copy_seconds, 0.0) + on_its_way,
+            inf,
+        )
+        forced = np.isin(self._movable, sorted(layout.forced))
+        saved = frozenset(s for s, is_saved in zip(self._movable, self._is_saved, strict=True) if is_saved)
+        sides, _ = self._cut_network(saved, 1.0).cut(np.where(forced, 0.0, np.minimum(keep, swap)))
+        count = len(self._movable)
+        again = sides[self._run_of] & self._may_rerun & ~forced
+        there = (sides[:count] & ~sides[self._run_of]) | forced
+        swapped = self._with_room(there & (swap < keep), keep - swap)
+        return self._planned(layout, lag, self._is_saved & again, ~self._is_saved & there & ~swapped & ~forced, swapped)
+
+    def _with_room(self, wanted: Any, gain: Any) -> Any:
+        """Of the storages to swap, those that gain most for their bytes and have room together on the lower tier."""
+        link = self.recipes.lower_tier
+        if link is None or link.room_bytes is None:
+            return wanted
+        chosen = np.flatnonzero(wanted)
+        order = chosen[np.argsort(-(gain[chosen] / np.maximum(self._place[chosen], 1)), kind="stable")]
+        out = np.zeros(len(wanted), dtype=bool)
+        out[order[np.cumsum(self._place[order]) <= link.room_bytes]] = True
+        return out
+
+    def _planned(self, layout: Layout, lag: int, dropped: Any, held: Any, swapped: Any) -> Solution:
+        key = layout.cuts, lag, np.packbits([dropped, held, swapped]).tobytes()
+        if key not in self._decided:
+            named = np.array(self._movable, dtype=np.int64)
+            reruns = reruns_for(
+                self.recipes,
+                named[dropped].tolist(),
+                layout.window_of_event,
+                named[held].tolist(),
+                swapped={s: self.recipes.reloads_of[s][lag] for s in named[swapped].tolist()},
+            )
+            self._decided[key] = self._keep(reruns)
+        return self._decided[key]
+
+    def _keep(self, reruns: Reruns) -> Solution:
+        found = Solution(
+            reruns,
+            self.timeline.evaluate(reruns),
+            self.droppable & {s for runs in reruns.values() for r in runs for s in self.recipes.recipes[r].makes},
+        )
+        if self.timeline.has_room(reruns):
+            self._front.add(found)
+        return found
+
+    # -- plans ---------------------------------------------------------------------------------------------------------------
+
+    def _search(self, budget: int) -> None:
+        self._without.solve(budget)
+        self._take_over()
+        if budget < self._floor:
+            self.smallest()
+            return
+        self._enumerate_swaps()
+        target = self.bound(budget) + CLOSE * self.trace.pass_seconds
+        if self._good(budget, target):
+            return
+        promising = []
+        for number, layout in enumerate(self.layouts()):
+            fitting = self._at_prices(layout, budget, LINK_PRICES[1], self._lag, GLANCES)
+            if fitting is not None:
+                promising.append((fitting.seconds, number, layout))
+        starts: list[Solution] = []
+        for _, _, layout in sorted(promising, key=lambda p: p[:2])[:CLOSELY]:
+            found = [
+                self._at_prices(layout, budget, price, lag, BISECTIONS)
+                for price in LINK_PRICES
+                for lag in range(len(LAGS))
+            ]
+            fitting = min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
+            if fitting is not None:
+                starts.append(self._trimmed(fitting, budget))
+        if self._front.best(budget) is None:
+            self.smallest()
+        self._improve(budget, starts)
+
+    def _take_over(self) -> None:
+        """What is known without the lower tier is a plan with it, too: recipes have the same numbers."""
+        for solution in self._without._front:  # noqa: SLF001 - a solver of our own
+            self._front.add(solution)
+
+    def _at_prices(self, layout: Layout, budget: int, link_price: float, lag: int, steps: int) -> Solution | None:
+        """The fastest plan that fits found on the way to the lowest price of memory at which plans fit; then the same with a price for what was too full."""
+        weights = {self.plain.evaluation.peak_event: 1.0}
+        best: Solution | None = None
+        for _ in range(2):
+            low, high = self._scale() * 1e-4, self._scale() * 1e4
+            worst: Solution | None = None
+            for _ in range(steps):
+                middle = (low * high) ** 0.5
+                found = self.decide(layout, self._prices(weights, middle), link_price, lag)
+                if found.peak <= budget:
+                    high = middle
+                    if best is None or found.seconds < best.seconds:
+                        best = found
+                else:
+                    low, worst = middle, found
+            if worst is None:
+                break
+            event = worst.evaluation.peak_event
+            weights[event] = weights.get(event, 0.0) + 0.5 * sum(weights.values())
+        return best
+
+    def _enumerate_swaps(self) -> None:
+        """On small graphs, every way to keep, recompute or swap what backward reads, once."""
+        if self._enumerated:
+            return
+        self._enumerated = True
+        ways = [
+            [0] + [1] * bool(rerun) + [2] * bool(swap)
+            for rerun, swap in zip(self._may_rerun[self._is_saved], self._may_swap[self._is_saved], strict=True)
+        ]
+        count = 1
+        for each in ways:
+            count *= len(each)
+            if count > EVERY_PLAN:
+                return
+        saved = np.flatnonzero(self._is_saved)
+        none = np.zeros(len(self._movable), dtype=bool)
+        for layout in self.layouts():
+            for lag in range(len(LAGS)):
+                for number in range(count):
+                    dropped, swapped, left = none.copy(), none.copy(), number
+                    for node, each in zip(saved, ways, strict=True):
+                        left, way = divmod(left, len(each))
+                        dropped[node], swapped[node] = each[way] == 1, each[way] == 2
+                    self._planned(layout, lag, dropped, none, swapped)
+
+    # -- the smallest budget -------------------------------------------------------------------------------------------------
+
+    def _find_smallest(self) -> None:
+        self._without.smallest()
+        self._take_over()
+        self._enumerate_swaps()
+        none = np.zeros(len(self._movable), dtype=bool)
+        size = self._size.astype(float)
+        found: list[Solution] = []
+        for layout in self.layouts():
+            border = np.isin(self._movable, sorted(layout.boundary_storages))
+            # [1] Everything goes down. [2] Boundaries go down, what lies between them is recomputed.
+            all_down = self._with_room(self._may_swap & (self._is_saved | border), size)
+            rerun = self._is_saved & self._may_rerun & ~border
+            for swapped in (all_down, self._with_room(self._may_swap & (border | (self._is_saved & ~rerun)), size)):
+                dropped = rerun & ~swapped
+                found.append(self._planned(layout, 0, dropped, none, swapped))
+        for start in sorted(found, key=lambda f: f.peak)[:2]:
+            self._shrunk(start)
+        best = self._front.smallest()
+        self._trimmed(best, best.peak)
+
+    # -- the bound -----------------------------------------------------------------------------------------------------------
+
+    @uncollected()
+    def bound(self, budget_bytes: int) -> float:
+        """Extra seconds of one micro-batch that no plan within the budget can avoid, swapping or not.
+
+        A swapped storage costs nothing as long as its copies hide; all copies up together hide behind no more than the whole pass and what is recomputed.
+        Both are weighed (a Lagrangian of the link), and the best weight counts.
+        """
+        if self.plain.peak <= budget_bytes:
+            return 0.0
+        if budget_bytes not in self._bounds:
+            overhead = self.trace.dispatch_seconds * self.trace.forward_operations
+            levels = self.plain.evaluation.levels
+            best = 0.0
+            for moment in sorted(self._moments(budget_bytes), key=lambda e: (-int(levels[e]), e))[:4]:
+                for price in BOUND_PRICES:
+                    tangent = self._tangent(moment, budget_bytes, price)
+                    best = best_dual(tangent, self._scale() * 1e3, best)
+            self._bounds[budget_bytes] = best + overhead
+        bound, known = self._bounds[budget_bytes], self._front.best(budget_bytes)
+        return known.seconds if known is not None and known.seconds < bound <= known.seconds * (1 + 1e-9) else bound
+
+    def _tangent(self, moment: int, budget: int, link_price: float) -> Callable[[float], tuple[float, float]]:
+        """The dual at a price of memory at this moment, and its slope there."""
+        timeline = self.timeline
+        held = np.array(
+            [any(e <= moment <= r for e, r in timeline.unpack_uses.get(s, ())) for s in self._movable], dtype=bool
+        )
+        needed = np.array([any(e > moment for e, _ in timeline.unpack_uses.get(s, ())) for s in self._movable])
+        gone = (self._birth <= moment) & (self._death < moment)
+        chargeable = np.where(gone & ~held, self._size, 0)
+        ends = np.array([timeline.plain_end[s] for s in self._movable], dtype=np.int64)
+        floor = int(self.plain.evaluation.levels[moment]) - int(chargeable[self._is_saved & (ends >= moment)].sum())
+        named = frozenset(s for s, wanted in zip(self._movable, needed & self._is_saved, strict=True) if wanted)
+        network = self._cut_network(named, 1.0 - link_price)
+        swap = np.where(self._may_swap, link_price * np.where(self._may_swap, self._up_seconds, 0.0), inf)
+        hidden = link_price * (self.trace.pass_seconds + self.trace.dispatch_seconds * self.trace.forward_operations)
+
+        def tangent(price: float) -> tuple[float, float]:
+            keep = price * chargeable
+            sides, value = network.cut(np.minimum(keep, swap))
+            there = sides[: len(self._movable)] & ~sides[self._run_of] & (keep <= swap)
+            return value - hidden + price * (floor - budget), int(chargeable[there].sum()) + floor - budget
+
+        return tangent

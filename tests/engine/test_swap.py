@@ -1,0 +1,620 @@
+"""Swapping for real, to a disk: the same numbers, the predicted bytes however slow the disk is, and what happens when it fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+import small
+from memfit.capture import costs
+from memfit.engine import swap
+from memfit.engine.swap import Copy, DiskArena, LowerTier
+from memfit.errors import EngineError, InputError
+from memfit.machine import Link
+from memfit.planner.recipes import LAGS, SIZED_BY_VALUES, Recipes
+from memfit.planner.schedule import reruns_for
+from memfit.planner.script import compile_script
+from memfit.planner.search import Search
+from memfit.planner.timeline import Timeline
+from memfit.trace import Trace
+from models import CASES, Case, case
+from models.outcome import measured_peak, outcome_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LINK = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
+Choice = Callable[[Recipes], dict[int, list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where these tests swap to."""
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    return tmp_path
+
+
+def everything(lag: int) -> Choice:
+    """Swap whatever backward reads."""
+
+    def plan(recipes: Recipes) -> dict[int, list[int]]:
+        swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+        assert swapped
+        return reruns_for(recipes, (), swapped=swapped)
+
+    return plan
+
+
+def mixed(seed: int) -> Choice:
+    """Swap some, recompute some from what is kept or swapped, in windows or not."""
+
+    def plan(recipes: Recipes) -> dict[int, list[int]]:
+        chance = random.Random(seed)
+        swapped = {s: chance.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if chance.random() < 0.4}
+        rest = sorted(recipes.saved & recipes.rebuildable - swapped.keys())
+        dropped = [s for s in rest if chance.random() < 0.6]
+        length = max(1, recipes.trace.forward_events // 4)
+        window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)} if seed % 2 else None
+        return reruns_for(recipes, dropped, window, swapped=swapped)
+
+    return plan
+
+
+def forced(
+    model: nn.Module, sample: Any, loss_fn: Any, choice: Choice, optimizer: Any = None, parts: int = 1
+) -> tuple[memfit.Plan, Trace]:
+    """A plan that swaps as it is told, not as it pays."""
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
+    search = plain.runtime.search
+    trace = search.solver(parts).trace
+    recipes = Recipes(trace, LINK)
+    reruns = choice(recipes)
+    peak = Timeline(trace, recipes).evaluate(reruns).peak_bytes + search.extra_bytes
+    script = compile_script(recipes, reruns)
+    return replace(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace
+
+
+def check(each: Case, choices: Sequence[Choice]) -> None:
+    model, sample, loss_fn = each.build()
+    outcome_of(model, sample, loss_fn)
+    reference = outcome_of(model, sample, loss_fn)
+    for choice in choices:
+        made, _ = forced(model, sample, loss_fn, choice)
+        made = memfit.Plan.from_json(made.to_json())
+        engine = memfit.apply(made, model, loss_fn, None)
+        for _ in range(2):  # the second time over what lies there from the first
+            found = outcome_of(model, sample, loss_fn, engine)
+            assert found.departure is None
+            assert found.differs(reference) is None
+        measured = measured_peak(made, model, sample, loss_fn)
+        assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+# Custom functions, views, autocast, dropout, running statistics, fused kernels, modules called twice; the others take minutes.
+QUICK = {
+    "amp_gpt",
+    "bert_eager",
+    "custom_function_ctx",
+    "gpt_dropout",
+    "lstm",
+    "nonzero_model",
+    "resnet",
+    "twice",
+    "views",
+}
+
+
+@pytest.mark.parametrize(
+    "each",
+    [pytest.param(c, marks=() if c.name in QUICK else pytest.mark.slow, id=c.name) for c in CASES if not c.slow],
+)
+def test_any_model_swaps_all_it_can_and_gives_plain_numbers_and_the_predicted_peak(each: Case) -> None:
+    model, sample, loss_fn = each.build()
+    trace = memfit.record(model, sample, loss_fn, None)
+    if any(op.name in SIZED_BY_VALUES for op in trace.operations):
+        assert not Recipes(trace, LINK).reloads_of
+    else:
+        check(each, [everything(1)])
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert_sdpa", "resnet", "lstm"])
+def test_swapping_and_recomputing_mix(name: str) -> None:
+    check(case(name), [everything(0), everything(2), *map(mixed, range(2))])
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_process_really_gets_smaller() -> None:
+    """Resident memory at the end of forward, where plain PyTorch holds everything; the layers are so large that the allocator gives each back at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4096), *(nn.Tanh() for _ in range(8)), nn.Linear(4096, 1))
+    sample = torch.ones(4096, 8)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    made, trace = forced(model, sample, loss_fn, everything(0))
+    taken = []
+    for engine in (None, memfit.apply(made, model, loss_fn, None)):
+        before = resident_bytes()
+        if engine is None:
+            loss = loss_fn(model, sample)
+        else:
+            with engine.forward() as follower:
+                loss = loss_fn(model, sample)
+            assert follower is not None
+            assert follower.departure is None
+        taken.append(resident_bytes() - before)
+        loss.backward()
+        model.zero_grad()
+        del loss
+    saved = sum(trace.storages[s].bytes for s in Recipes(trace, LINK).saved)
+    assert saved > 400 << 20
+    assert taken[0] > 0.9 * saved
+    assert taken[1] < 0.3 * saved
+
+
+class Watched(DiskArena):
+    """Notes what is begun and what is waited for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.told: list[tuple[str, int, int]] = []
+
+    def _noted(self, way: str, copy: Copy, offset: int, size: int) -> Copy:
+        self.told.append((way, offset, size))
+        told = self.told
+
+        class Waiting(Copy):
+            def wait(self) -> None:
+                copy.wait()
+                told.append((f"{way} done", offset, size))
+
+        return Waiting()
+
+    def copy_down(self, storage: swap.Storage, offset: int) -> Copy:
+        return self._noted("down", super().copy_down(storage, offset), offset, storage.nbytes())
+
+    def copy_up(self, storage: swap.Storage, offset: int) -> Copy:
+        return self._noted("up", super().copy_up(storage, offset), offset, storage.nbytes())
+
+
+@pytest.mark.parametrize("lag", range(len(LAGS)))
+def test_copies_begin_and_end_in_the_order_of_the_plan_and_no_more_are_on_their_way(
+    lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sample, loss_fn = case("gpt").build()
+    made, _ = forced(model, sample, loss_fn, everything(lag))
+    arenas: list[Watched] = []
+
+    def watched(size: int) -> Watched:
+        arenas.append(Watched(size))
+        return arenas[-1]
+
+    monkeypatch.setattr(swap, "DiskArena", watched)
+    outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
+    (arena,) = arenas
+    script = made.script
+    downs = sorted(script.swaps.values(), key=lambda s: (s.begin, s.offset))
+    ups = [script.swaps[~run[0]].offset for step in script.steps for run in step.runs if run[0] < 0]
+    assert [offset for way, offset, _ in arena.told if way == "down"] == [s.offset for s in downs]
+    assert [offset for way, offset, _ in arena.told if way == "up"] == ups
+    allowed = max(sum(s.bytes for s in downs if s.begin <= i <= s.gone_by) for i in range(len(script.operations)))
+    on_their_way = most = 0
+    for way, _, size in arena.told:
+        on_their_way += {"down": size, "down done": -size}.get(way, 0)
+        most = max(most, on_their_way)
+    assert on_their_way == 0
+    assert 0 < most <= allowed
+    # What comes up was waited for on its way down, and is waited for itself.
+    for offset in ups:
+        ways = [way for way, at, _ in arena.told if at == offset]
+        assert ways[:2] == ["down", "down done"]
+        assert ways.count("up") == ways.count("up done")
+    if lag == 0:
+        assert all(after[0] in {"up", "up done"} for told, after in pairwise(arena.told) if told[0] == "up")
+
+
+def test_the_peak_does_not_depend_on_how_fast_the_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, model = small.rows(), small.chain(3)
+    made, _ = forced(model, sample, small.squared_error, everything(2), small.adamw)
+    fast = measured_peak(made, model, sample, small.squared_error, small.adamw)
+    write, read = swap._write, swap._read
+
+    def slow(move: Any) -> Any:
+        def moved(file: int, memory: memoryview, offset: int) -> None:
+            time.sleep(0.01)
+            move(file, memory, offset)
+
+        return moved
+
+    monkeypatch.setattr(swap, "_write", slow(write))
+    monkeypatch.setattr(swap, "_read", slow(read))
+    assert measured_peak(made, model, sample, small.squared_error, small.adamw) == fast
+
+
+def test_planned_swapping_stays_in_its_budget() -> None:
+    """Plans as the search makes them, at budgets down to one that recomputing alone cannot reach."""
+    model, sample, loss_fn = case("gpt").build()
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
+    trace = plain.runtime.search.solver(1).trace
+    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=LINK)
+    reference = outcome_of(model, sample, loss_fn)
+    low, high = search.smallest()[0], search.plain_peak()
+    assert low < plain.runtime.search.smallest()[0]
+    swaps = 0
+    for fraction in (0.0, 0.3, 0.6):
+        budget = round(low + fraction * (high - low))
+        made = search.plan(budget)
+        found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
+        assert found.departure is None
+        assert found.differs(reference) is None
+        measured = measured_peak(made, model, sample, loss_fn)
+        assert measured <= budget
+        assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+        swaps += len(made.script.swaps)
+    assert swaps
+
+
+# -- forwards that go another way --------------------------------------------------------------------------------------------
+
+
+class Turning(nn.Module):
+    """Runs another operation in the middle when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = small.chain(2), small.chain(2)
+        self.turn = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        x = x.sin() if self.turn else x.cos()
+        found: Tensor = self.after(x)
+        return found
+
+
+@pytest.mark.parametrize("lag", range(len(LAGS)))
+def test_a_forward_that_departs_loses_nothing(lag: int) -> None:
+    model, sample = Turning(), small.rows()
+    made, _ = forced(model, sample, small.squared_error, everything(lag))
+    engine = memfit.apply(made, model, small.squared_error, None)
+    for turn in (True, False, True):
+        model.turn = turn
+        reference = outcome_of(model, sample, small.squared_error)
+        found = outcome_of(model, sample, small.squared_error, engine)
+        assert (found.departure is not None) == turn
+        assert found.differs(reference) is None
+
+
+def test_a_smaller_batch_than_planned_follows() -> None:
+    model = small.chain(3)
+    made, _ = forced(model, small.rows(), small.squared_error, everything(1))
+    engine = memfit.apply(made, model, small.squared_error, None)
+    part = tuple(t[:100] for t in small.rows())
+    found = outcome_of(model, part, small.squared_error, engine)
+    assert found.departure is None
+    assert found.differs(outcome_of(model, part, small.squared_error)) is None
+
+
+def test_backward_may_run_twice_where_the_graph_is_retained() -> None:
+    model, sample = small.chain(3, dropout=0.1), small.rows()
+    made, _ = forced(model, sample, small.squared_error, mixed(1))
+    assert made.script.swaps
+    grads = []
+    for engine in (None, memfit.apply(made, model, small.squared_error, None)):
+        torch.manual_seed(2)
+        if engine is None:
+            loss = small.squared_error(model, sample)
+        else:
+            with engine.forward(retain_graph=True):
+                loss = small.squared_error(model, sample)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert small.same(*grads)
+
+
+def test_a_second_backward_through_a_graph_that_is_not_retained_is_refused() -> None:
+    model, sample = small.chain(3), small.rows()
+    made, _ = forced(model, sample, small.squared_error, everything(1))
+    with memfit.apply(made, model, small.squared_error, None).forward():
+        loss = small.squared_error(model, sample)
+    loss.backward(retain_graph=True)
+    with pytest.raises(EngineError, match="backward asked again for a tensor that was already let go"):
+        loss.backward()
+
+
+def test_two_forwards_before_a_backward_do_not_share_the_room() -> None:
+    model, samples = small.chain(3), [small.rows(), tuple(2 * t for t in small.rows())]
+    made, _ = forced(model, samples[0], small.squared_error, everything(1))
+    engine = memfit.apply(made, model, small.squared_error, None)
+    losses, followers = [], []
+    for sample in samples:
+        with engine.forward() as follower:
+            losses.append(small.squared_error(model, sample))
+        followers.append(follower)
+    for loss, sample in zip(losses, samples, strict=True):
+        model.zero_grad()
+        loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        small.squared_error(model, sample).backward()
+        assert small.same(found, [p.grad for p in model.parameters() if p.grad is not None])
+    assert followers[0] is not None
+    assert followers[1] is not None
+    assert followers[0].departure is None
+    assert "still has what it swapped" in str(followers[1].departure)
+    with engine.forward() as third:  # both have had their backward, though the program still knows them
+        small.squared_error(model, samples[0])
+    assert third is not None
+    assert third.departure is None
+
+
+def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
+    """A backward inside forward, through a graph that is differentiated again."""
+    x = batch[0].clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("choice", [everything(0), everything(2), mixed(0), mixed(1)])
+def test_a_backward_inside_forward_reads_what_is_still_there_or_comes_back(choice: Choice) -> None:
+    model, sample = small.chain(2), small.rows()
+    made, _ = forced(model, sample, gradient_penalty, choice)
+    reference = outcome_of(model, sample, gradient_penalty)
+    found = outcome_of(model, sample, gradient_penalty, memfit.apply(made, model, gradient_penalty, None))
+    assert found.departure is None
+    assert found.differs(reference) is None
+    assert measured_peak(made, model, sample, gradient_penalty) == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_steps_train_as_plain_steps_do(parts: int) -> None:
+    sample = small.rows()
+    model = small.chain(3, dropout=0.1)
+    made, _ = forced(model, sample, small.squared_error, mixed(0), small.adamw, parts)
+    assert made.script.swaps
+    ends = []
+    for each in (made, replace(made, script=type(made.script)())):
+        trained = small.chain(3, dropout=0.1)
+        engine = memfit.apply(each, trained, small.squared_error, small.adamw)
+        torch.manual_seed(3)
+        for _ in range(3):
+            record = engine.step(sample)
+            assert record.departures == ()
+            assert record.micro_batches == parts
+        ends.append(small.state_of(trained, engine.optimizer))
+    assert small.same(*ends)
+
+
+@pytest.fixture
+def trained() -> tuple[memfit.Engine, list[Tensor]]:
+    """An engine that swaps all it can, one step old, and its state."""
+    model, sample = small.chain(3, batch_norm=True), small.rows()
+    made, _ = forced(model, sample, small.squared_error, everything(2), small.adamw)
+    engine = memfit.apply(made, model, small.squared_error, small.adamw)
+    engine.step(sample)
+    return engine, small.state_of(model, engine.optimizer)
+
+
+@pytest.mark.parametrize("layer", [0, 3, 10])
+def test_an_exception_in_mid_forward_leaves_all_as_it_was_and_the_next_step_follows(
+    trained: tuple[memfit.Engine, list[Tensor]], layer: int
+) -> None:
+    engine, before = trained
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = engine.model[layer].register_forward_hook(fail)  # type: ignore[index,operator]
+    with pytest.raises(ZeroDivisionError) as held:  # its traceback holds the step's frames meanwhile
+        engine.step(small.rows())
+    hook.remove()
+    assert small.same(small.state_of(engine.model, engine.optimizer), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.step(small.rows()).departures == ()
+    assert held.value is not None
+
+
+def out_of_space(file: int, memory: memoryview, offset: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken(file: int, memory: memoryview, offset: int) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "sentence"),
+    [
+        ("_write", out_of_space, "the disk is full, .* the step was not taken"),
+        ("_write", broken, r"could not be copied \(Input/output error\): the step was not taken"),
+        ("_read", broken, r"could not be copied \(Input/output error\): the step was not taken"),
+    ],
+)
+def test_a_disk_that_fails_fails_the_step_and_nothing_else(
+    trained: tuple[memfit.Engine, list[Tensor]],
+    name: str,
+    failing: Any,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, before = trained
+    with monkeypatch.context() as patch:
+        patch.setattr(swap, name, failing)
+        with pytest.raises(EngineError, match=sentence):
+            engine.step(small.rows())
+    assert small.same(small.state_of(engine.model, engine.optimizer), before)
+    assert engine.step(small.rows()).departures == ()
+
+
+def test_a_file_cut_short_under_the_run_is_noticed(
+    trained: tuple[memfit.Engine, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, before = trained
+    read = swap._read
+
+    def cut(file: int, memory: memoryview, offset: int) -> None:
+        os.ftruncate(file, 0)
+        read(file, memory, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(swap, "_read", cut)
+        with pytest.raises(EngineError, match="the swap file has become shorter"):
+            engine.step(small.rows())
+    assert small.same(small.state_of(engine.model, engine.optimizer), before)
+
+
+def test_the_file_has_no_name_and_goes_with_the_engine(here: Path) -> None:
+    def workers() -> int:
+        return sum(t.name.startswith("memfit swap") for t in threading.enumerate())
+
+    gc.collect()
+    before = workers()
+    model = small.chain(2)
+    made, _ = forced(model, small.rows(), small.squared_error, everything(1))
+    engine = memfit.apply(made, model, small.squared_error, None)
+    outcome_of(model, small.rows(), small.squared_error, engine)
+    assert list(here.iterdir()) == []
+    assert workers() == before + 2
+    del engine
+    gc.collect()
+    assert workers() == before
+
+
+def test_no_room_is_told_before_anything_runs(here: Path) -> None:
+    with pytest.raises(
+        EngineError, match="the plan swaps 1.00 PiB to disk, and .* free .*: make room, set MEMFIT_SWAP"
+    ):
+        DiskArena(1 << 50)
+    assert list(here.iterdir()) == []
+    model = small.chain(2)
+    made, _ = forced(model, small.rows(), small.squared_error, everything(1))
+    number, placed = next(iter(made.script.swaps.items()))
+    swaps = {**made.script.swaps, number: replace(placed, offset=1 << 50)}
+    with pytest.raises(EngineError, match="to disk"):
+        memfit.apply(replace(made, script=replace(made.script, swaps=swaps)), model, small.squared_error, None)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"no file can be made in .*file \(Not a directory\): set MEMFIT_SWAP_DIR"):
+        DiskArena(1, tmp_path / "file")
+
+
+# -- the room ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_come_back_as_they_went(here: Path) -> None:
+    arena = DiskArena(1 << 20, here)
+    storages = [torch.randint(0, 255, (n,), dtype=torch.uint8).untyped_storage() for n in (1, 4095, 4096, 70001)]
+    offsets = [0, 4096, 8192, 12288]
+    for copy in [arena.copy_down(s, o) for s, o in zip(storages, offsets, strict=True)]:
+        copy.wait()
+    back = [torch.zeros(s.nbytes(), dtype=torch.uint8).untyped_storage() for s in storages]
+    for copy in [arena.copy_up(s, o) for s, o in zip(back, offsets, strict=True)]:
+        copy.wait()
+    assert [bytes(s) for s in back] == [bytes(s) for s in storages]
+    arena.close()
+
+
+def test_a_copy_holds_its_storage_until_it_is_done_and_no_longer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    write = swap._write
+
+    def gated(file: int, memory: memoryview, offset: int) -> None:
+        gate.wait()
+        write(file, memory, offset)
+
+    monkeypatch.setattr(swap, "_write", gated)
+    arena = DiskArena(1 << 16, here)
+    tensor = torch.arange(100)
+    arena.copy_down(tensor.untyped_storage(), 0)  # nobody waits for it
+    expected = bytes(tensor.untyped_storage())
+    del tensor
+    gate.set()
+    arena.settle()
+    back = torch.zeros(100, dtype=torch.int64)
+    arena.copy_up(back.untyped_storage(), 0).wait()
+    assert bytes(back.untyped_storage()) == expected
+
+
+def test_room_is_lent_to_one_at_a_time() -> None:
+    class Borrower:
+        pass
+
+    tier = LowerTier(torch.device("cpu"))
+    assert tier.lend(Borrower()) is None
+    tier.reserve(10)
+    arena = tier.arena
+    tier.reserve(5)
+    assert tier.arena is arena
+    one, other = Borrower(), Borrower()
+    assert tier.lend(one) is arena
+    assert tier.lend(other) is None
+    tier.give_back(other)
+    assert tier.lend(other) is None
+    del one
+    assert tier.lend(other) is arena
+    tier.give_back(other)
+    assert tier.lend(other) is arena
+    tier.reserve(1 << 14)
+    assert tier.arena is not arena
+    tier.close()
+
+
+# -- the link ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_link_is_measured_once_for_each_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(here / "cache"))
+    measured: list[Path] = []
+    disk_link = costs._disk_link
+
+    def counted(folder: Path) -> Link:
+        measured.append(folder)
+        return disk_link(folder)
+
+    monkeypatch.setattr(costs, "_disk_link", counted)
+    first = costs.lower_tier(torch.device("cpu"), here)
+    assert costs.lower_tier(torch.device("cpu"), here) == first
+    assert len(measured) == 1
+    assert first.tier == "disk"
+    assert first.out_bandwidth > 1e5
+    assert first.in_bandwidth > 1e5
+    assert 0 < first.latency_seconds < 1
+
+
+def test_a_disk_without_room_for_the_measurement_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match=r"cannot be measured: .* does not take 64 MiB \(No space left on device\)"):
+        costs._disk_link(here)

@@ -10,7 +10,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -22,6 +22,16 @@ from memfit.step.autocast import Autocast
 
 class _AbandonedError(BaseException):
     """Raised inside a strand that shall not go on; never seen outside."""
+
+
+class Onlooker(Protocol):
+    """Is told that what runs goes on in another thread."""
+
+    def leave_thread(self) -> None:
+        """Called in the thread that stops."""
+
+    def enter_thread(self) -> None:
+        """Called in the thread that goes on."""
 
 
 class _Surroundings:
@@ -50,7 +60,10 @@ class _Surroundings:
 class _Strand:
     """One body in a thread of its own, which runs only between `resume` and its own next `wait`."""
 
-    def __init__(self, body: Callable[[], Any], surroundings: _Surroundings, states: generators.States) -> None:
+    def __init__(
+        self, body: Callable[[], Any], surroundings: _Surroundings, states: generators.States, onlooker: Onlooker
+    ) -> None:
+        self._onlooker = onlooker
         self.states = states
         self.result: Any = None
         self.error: BaseException | None = None
@@ -65,6 +78,7 @@ class _Strand:
 
     def _run(self) -> None:
         self._go.acquire()
+        self._onlooker.enter_thread()
         try:
             if not self.abandoned:
                 with self._surroundings.entered():
@@ -75,17 +89,22 @@ class _Strand:
             self.error = error
         finally:
             self.done = True
+            self._onlooker.leave_thread()
             self._back.release()
 
     def resume(self) -> None:
         """Let it run until it waits or ends."""
+        self._onlooker.leave_thread()
         self._go.release()
         self._back.acquire()
+        self._onlooker.enter_thread()
 
     def wait(self) -> None:
         """Called inside: let the others run."""
+        self._onlooker.leave_thread()
         self._back.release()
         self._go.acquire()
+        self._onlooker.enter_thread()
         if self.abandoned:
             raise _AbandonedError
 
@@ -94,6 +113,7 @@ class _Strand:
         self.abandoned = True
         if running:
             self._back.acquire()
+            self._onlooker.enter_thread()
         if not self.done:
             self.resume()
         self._thread.join()
@@ -113,14 +133,14 @@ class Strands:
         self._device = device
         self._running: _Strand | None = None
 
-    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, bodies: Sequence[Callable[[], Any]], onlooker: Onlooker) -> list[Any]:
         """Run them all; what they return. The first error of any of them ends the others and is raised."""
         if len(bodies) == 1:
             return [bodies[0]()]
         before = generators.taken(self._device)
         states = [before, *(generators.derived(before, i, self._device) for i in range(1, len(bodies)))]
         surroundings = _Surroundings(self._device)
-        strands = [_Strand(body, surroundings, own) for body, own in zip(bodies, states, strict=True)]
+        strands = [_Strand(body, surroundings, own, onlooker) for body, own in zip(bodies, states, strict=True)]
         try:
             while any(not strand.done for strand in strands):
                 for strand in strands:

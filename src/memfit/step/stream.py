@@ -91,6 +91,12 @@ class Watch:
         """Entered for each update of the optimizer."""
         return nullcontext()
 
+    def leave_thread(self) -> None:
+        """The step goes on in another thread: called in the one that stops."""
+
+    def enter_thread(self) -> None:
+        """Called in the one that goes on."""
+
 
 WATCHED_BY_NOBODY: Final = Watch()
 
@@ -276,7 +282,8 @@ class LayerStream:
 
         with self._intercepted(called):
             losses: list[Tensor] = self._strands.run(
-                [functools.partial(body, *each) for each in zip(parts, weights, passes, strict=True)]
+                [functools.partial(body, *each) for each in zip(parts, weights, passes, strict=True)],
+                watch,
             )
         for way in passes:
             if len(way.calls) < len(self.layers):
@@ -314,7 +321,7 @@ class LayerStream:
                 self._worker.submit(functools.partial(self._set_aside, layer, graded), self.measured.behind_seconds)
             elif graded:
                 self.updating = True
-                self._worker.submit(functools.partial(self._update_layer, layer, watch), self.measured.behind_seconds)
+                self._behind(functools.partial(self._update_layer, layer, watch))
             # The job before lets go of the slot's layer, so the next one may be read into it.
             following = [
                 other for other in needed if other.number < layer.number and other.number % 2 == layer.number % 2
@@ -339,6 +346,17 @@ class LayerStream:
         parameter.grad = None
 
     # -- updates -------------------------------------------------------------------------------------------------------------
+
+    def _behind(self, update: Callable[[], None]) -> None:
+        """Have an update done beside the computation; here and now when it takes memory of its own, which would add to the computation's by chance."""
+        assert self._optimizer is not None, "a step has one"
+        if all(group.get("fused") for group in self._optimizer.param_groups):
+            self._worker.submit(update, self.measured.behind_seconds)
+        else:
+            self._worker.drain()
+            started = time.perf_counter()
+            update()
+            self.measured.behind_seconds.append(time.perf_counter() - started)
 
     def _set_aside(self, layer: _Layer, graded: list[nn.Parameter]) -> None:
         """Gradients that wait for the norm of all go to the lower tier."""
@@ -370,11 +388,11 @@ class LayerStream:
             for layer in reversed(self.layers):
                 if layer.number in self._aside:
                     self._arrive(layer)
-                    self._worker.submit(functools.partial(self._update_aside, layer, watch, clip_norm, norm))
+                    self._behind(functools.partial(self._update_aside, layer, watch, clip_norm, norm))
             with watch.update():
                 torch.nn.utils.clip_grads_with_norm_(graded, clip_norm, norm)
         for unit in self._resident_units:
-            self._worker.submit(functools.partial(self._update_unit, unit, watch))
+            self._behind(functools.partial(self._update_unit, unit, watch))
 
     def _update_aside(self, layer: _Layer, watch: Watch, clip_norm: float, norm: Tensor) -> None:
         graded = self._aside.pop(layer.number)

@@ -27,6 +27,7 @@ QUESTIONS = (
     "predict",
     "faults",
     "zoo",
+    "seeds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 
@@ -37,6 +38,7 @@ def module_of(question: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for what their annotations name
     spec.loader.exec_module(module)
     return module
 

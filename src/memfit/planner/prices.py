@@ -52,6 +52,8 @@ MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again an
 SHRINK_TRIES: Final = 1500
 SHRUNK_LAYOUTS: Final = 3
 MIXINGS: Final = 7
+# Nested sweeps save the last percent of the bytes by running everything hundreds of times: no plan costs more than so many passes.
+SLOWEST: Final = 10.0
 MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
 STEP: Final = 0.002  # a smallest plan smaller by less than this part is not worth another round
 EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
@@ -135,7 +137,8 @@ class Solver:
         self._cells: CellChain | None = None
         self._know_smallest = False
         self._narrow: list[Solution] = []  # what the search for the smallest came to
-        self._front = _Front()
+        overhead = self.trace.dispatch_seconds * self.trace.forward_operations
+        self._front = _Front(SLOWEST * (self.trace.pass_seconds + overhead))
         self._front.add(self.plain)
         self._solved: set[int] = set()
         self._floor = int(timeline.floor().max())
@@ -552,6 +555,7 @@ class Solver:
         known, best = self._front.smallest().peak, None
         while True:
             found = [self._keep(reruns) for reruns in self._chain.smallest_schedules(known)]
+            found = [s for s in found if s.seconds <= self._front.slowest_seconds]
             best = min([best, *found] if best is not None else found, key=lambda s: s.peak, default=None)
             if best is None or known - best.peak <= STEP * known:
                 return [best] if best is not None else []
@@ -636,9 +640,10 @@ class Solver:
 
 
 class _Front:
-    """Plans found so far that no other beats in both bytes and seconds, by peak."""
+    """Plans found so far that no other beats in both bytes and seconds, by peak; none slower than `slowest_seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, slowest_seconds: float) -> None:
+        self.slowest_seconds = slowest_seconds
         self._plans: list[Solution] = []
         self._peaks: list[int] = []
 
@@ -655,7 +660,9 @@ class _Front:
         return self._plans[0]
 
     def add(self, plan: Solution) -> None:
-        """Remember a plan, unless a known one is as good."""
+        """Remember a plan, unless a known one is as good or nobody would wait for it."""
+        if plan.seconds > self.slowest_seconds:
+            return
         i = bisect_right(self._peaks, plan.peak)
         if i and self._plans[i - 1].seconds <= plan.seconds:
             return

@@ -147,22 +147,39 @@ class Search:
         """Seconds that a step run this way takes at least, from the ways already captured whose techniques it takes over and adds to.
 
         A technique that only moves or packs bytes makes no operation faster, and with the bytes it saves at most the rest of the step is no
-        easier than the older way is with that much more budget.
+        easier than the older way is with that much more budget. What such techniques add to a step, each by itself, they add together too.
         """
         least = 0.0
-        for known in self.ways:
-            if known is way or replace(known, micro_batches=self.fixed_micro_batches or 1) not in self._solvers:
-                continue
-            saved = _saves_at_most(known, way, self._plain().trace)
+        known = {replace(choices, micro_batches=1) for choices in self._solvers} - {way}
+        for other in known:
+            saved = _saves_at_most(other, way, self._plain().trace)
             if saved is None:
                 continue
+            added = sum(
+                self._added_seconds(other, name, value)
+                for name, value in set(way.told_apart()) - set(other.told_apart())
+            )
             bounds = [
-                solver.trace.plain_step_seconds + solver.trace.micro_batches * solver.bound(budget + saved)
+                solver.trace.plain_step_seconds + added + solver.trace.micro_batches * solver.bound(budget + saved)
                 for choices, solver in self._solvers.items()
-                if replace(choices, micro_batches=1) == known
+                if replace(choices, micro_batches=1) == other
             ]
             least = max(least, min(bounds))
         return least
+
+    def _added_seconds(self, to: Choices, name: str, value: object) -> float:
+        """What one technique adds to a step that is run a known way, by the ways that were captured; 0 where nobody knows."""
+        plain = self.ways[0]
+        alone = replace(plain, **{name: value})  # type: ignore[arg-type]
+        if getattr(to, name) != getattr(plain, name):
+            return 0.0
+        seconds = [
+            self._solvers[replace(way, micro_batches=number)].trace.plain_step_seconds
+            for way in (plain, alone)
+            for number in (self.fixed_micro_batches or 1,)
+            if replace(way, micro_batches=number) in self._solvers
+        ]
+        return max(0.0, seconds[1] - seconds[0]) if len(seconds) == 2 else 0.0
 
     def smallest(self) -> tuple[int, _Found]:
         """Bytes and plan of the smallest plan found."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,11 @@ from memfit.planner.search import Search
 from memfit.planner.ways import Offers, ways
 from memfit.plans import Plan, Prediction, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
+from memfit.step.blocks import blocks_at
+from memfit.step.filling import Fill, reset
 from memfit.step.program import OptimizerFactory
+from memfit.step.stream import LayerStream
+from memfit.step.tiers import tier_below
 from memfit.trace import Trace
 from memfit.units import format_bytes, parse_bytes
 
@@ -230,6 +235,9 @@ def apply(
     model: nn.Module,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    *,
+    fill: Fill | None = None,
+    lower_tier: str | Path | None = None,
 ) -> Engine:
     """An engine that trains this model as the plan says.
 
@@ -237,9 +245,12 @@ def apply(
         plan: made in this process or loaded.
         model: of the structure the plan was made for; the user's own object is trained.
         loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be a factory or made already.
+        fill: of a plan that streams layers and a model on the meta device: gives each module its values, so that the model is never there as a whole.
+        lower_tier: folder for what a plan that streams layers keeps on disk; None for host memory below a GPU, and the system's folder for temporary files.
 
     Raises:
         PlanFileError: the plan is for another model.
+        InfeasibleError: the lower tier has no room.
     """
     have = model_digest(model)
     if have != plan.model:
@@ -248,15 +259,20 @@ def apply(
             "(train/eval). Plan again for this model"
         )
     runtime = plan.runtime if isinstance(plan.runtime, Runtime) else None
-    if any(p.device.type == "meta" for p in model.parameters()):
+    absent = any(p.device.type == "meta" for p in model.parameters())
+    if absent and not (plan.choices.streamed and fill is not None):
         raise InputError(
             "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
+            + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
         )
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
-    engine = Engine(plan, model, loss_fn, chosen)
+    stream: LayerStream | None = None
+    if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
+        stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
+    engine = Engine(plan, model, loss_fn, chosen, stream)
     if runtime is not None:
         engine.planner = _planner_of(engine, runtime)
     return engine
@@ -320,8 +336,10 @@ def fit(
             break
         target -= excess + engine.rehearsal.measured_peak_bytes // 1000
         runtime = made.runtime
+        with engine.gathered():
+            found = runtime.search.plan(target)
         repaired = replace(
-            runtime.search.plan(target),
+            found,
             runtime=runtime,
             budget_bytes=budget_bytes,
             notes=(
@@ -344,7 +362,8 @@ def fit(
 def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
     """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk."""
     model, optimizer = engine.model, engine.optimizer
-    tensors = [*model.parameters(), *model.buffers()]
+    # Streamed layers lie on the lower tier, which puts them back by itself.
+    tensors = [*(engine.stream.resident if engine.stream is not None else model.parameters()), *model.buffers()]
     grads = [p.grad for p in model.parameters()]
     state = torch.default_generator.clone_state()
     cuda_state = torch.cuda.get_rng_state() if engine.device.type == "cuda" else None
@@ -367,9 +386,10 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
         try:
             for parameter in model.parameters():
                 parameter.grad = None
-            engine.step(sample)
-            record = engine.step(sample, meter=True)
-            reading = engine.reading
+            with engine.stream.undone() if engine.stream is not None else nullcontext():
+                engine.step(sample)
+                record = engine.step(sample, meter=True)
+                reading = engine.reading
         finally:
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
             with torch.no_grad():
@@ -470,7 +490,9 @@ def _search(
     here = device_of(model)
     machine = _machine(model, device)
     table = None if device is not None else cost_tables.CostTable(here)
-    possible, refused = ways(Offers(), allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    possible, refused = ways(
+        _offers(model, fixed), allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None
+    )
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     strides: dict[str, Strides] = {}
 
@@ -534,6 +556,14 @@ def _search(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
     return Search(trace_of, samples, weights, micro_batches, possible, refused)
+
+
+def _offers(model: nn.Module, fixed: Mapping[str, Any] | None) -> Offers:
+    """What this model's step could have. Layers are streamed only where the user says so: what the transfers take is not in a trace's seconds."""
+    path = (fixed or {}).get("streamed")
+    if not isinstance(path, str) or not path:
+        return Offers()
+    return Offers({"streamed": (blocks_at(model, path).path,)})
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

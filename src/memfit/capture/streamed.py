@@ -61,9 +61,9 @@ def record_streamed(
 
     Arguments are those of `capture`, with the model's tensors lent already and its batch split.
     """
-    stream = LayerStream(model, choices.streamed, NoTier())
     program = StepProgram(model, loss_fn, None, clip_norm, choices)
     program.optimizer = optimizer(iter(program.trainable())) if optimizer is not None else None
+    stream = LayerStream(model, choices.streamed, NoTier())
     weights = [None if len(parts) == 1 else 1.0 / len(parts)] * len(parts)
     with uncollected(), dispatch.ModulePaths(model) as paths:
         recorder = Recorder(paths, strides)

@@ -101,13 +101,13 @@ class Pass:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wanted = torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors))
         call = Call(self, len(self.calls), name, forward, leaves, structure, wanted=wanted)
-        versions = [t._version for t in tensors]
+        versions = _versions(tensors)
         with (
             torch.no_grad(),
             call.autocast.entered(cache=False),
         ):  # a cast kept past its block would outlive the parameter
             output = forward(*args, **kwargs)
-        if versions != [t._version for t in tensors]:
+        if versions != _versions(tensors):
             raise EngineError(
                 f"{name} changes a tensor that it is given in place, so it cannot be run a second time and cannot be streamed: plan without streaming"
             )
@@ -242,8 +242,12 @@ class Call:
         if not tensors:
             return ()
         anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
-        found: tuple[Tensor, ...] = _Gate.apply(taker, anchor, *tensors)
+        found: tuple[Tensor, ...] = _Gate.apply(taker, anchor, *tensors)  # type: ignore[no-untyped-call]
         return found
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [t._version for t in tensors]  # noqa: SLF001 - the count of writes has no public name
 
 
 def _source(tensor: Tensor) -> Call | None:

@@ -1,8 +1,8 @@
 """Do the transfers of layer streaming hide behind computation? Worked out from what one step took, never from a data sheet.
 
-In forward a layer of P parameters, w bytes each, is read over a link of B bytes/s while another computes 2PT operations for T tokens at F FLOP/s: it hides where
-T >= wF/2B. In backward the worker has to bring the optimizer's state, update (M seconds a layer), write both back and read the next layer, while a layer
-runs forward and backward again, 6PT operations. Measured seconds say F, B and M of this model on this machine; both sides scale with T.
+In forward a layer of P parameters, w bytes each, is read over a link of B bytes/s while another computes 2PT operations for T tokens at F FLOP/s: it
+hides where T >= wF/2B. In backward the worker has to bring the optimizer's state, update (M seconds a layer), write both back and read the next layer,
+while a layer runs forward and backward again, 6PT operations. Measured seconds say F, B and M of this model on this machine; what computes grows with T.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Hiding:
 
     Attributes:
         tokens: that went through a layer in the step measured.
-        forward_tokens, backward_tokens: from which on reading hides in forward, and all that is done behind backward in backward; infinite when nothing computes.
+        forward_tokens: from which on reading hides in forward; infinite when nothing computes.
+        backward_tokens: from which on all that is done behind backward hides in it.
         flops: F, per second, from the forward.
         link_bytes_per_second: B.
         update_seconds: M, of a layer: state brought, update, state and weights written.
@@ -74,8 +75,9 @@ class Hiding:
         verdict = "transfers hide" if self.hides else "transfers do not all hide"
         return (
             f"{verdict}: {self.tokens} tokens pass each layer in a step; its weights are read behind forward from {_tokens(self.forward_tokens)} on "
-            f"({self.flops / 1e9:.3g} GFLOP/s against {format_bytes(round(self.link_bytes_per_second))}/s), state, update and weights go behind backward from "
-            f"{_tokens(self.backward_tokens)} on ({format_seconds(self.update_seconds)} a layer); the step waited {format_seconds(self.waited_seconds)} for weights"
+            f"({self.flops / 1e9:.3g} GFLOP/s against {format_bytes(round(self.link_bytes_per_second))}/s), state, update and weights go behind backward "
+            f"from {_tokens(self.backward_tokens)} on ({format_seconds(self.update_seconds)} a layer); the step waited "
+            f"{format_seconds(self.waited_seconds)} for weights"
         )
 
 

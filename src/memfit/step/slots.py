@@ -106,7 +106,7 @@ class Worker:
                 raise self._error
             started = time.perf_counter()
             try:
-                if self._stream is None:
+                if self._stream is None or ready is None:
                     job()
                 else:
                     with torch.cuda.stream(self._stream):

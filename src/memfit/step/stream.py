@@ -36,6 +36,7 @@ from memfit import dispatch
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
 from memfit.step.blocks import Blocks, blocks_at, own_to, parameter_homes
+from memfit.step.filling import Fill, filled, reset
 from memfit.step.gates import Pass
 from memfit.step.hiding import Hiding, Measured, hiding
 from memfit.step.program import StepProgram
@@ -55,6 +56,7 @@ class _Unit:
     keys: list[tuple[nn.Parameter, str]] = field(default_factory=list)
     offset: int = -1
     size_bytes: int = 0
+    copy_offset: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,7 @@ class _Layer:
     gradients: Layout
     unit: _Unit
     gradients_offset: int = -1
+    copy_offset: int = -1
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -111,6 +114,8 @@ class LayerStream:
         model: any module; the user's own object.
         path: of the blocks (`Choices.streamed`); None for the largest family.
         tier: where they go; None for host memory below a GPU and a temporary file below the CPU. Closed with the stream.
+        fill: gives modules on the meta device their values, one after the other, so that no more than one block is ever there.
+        device: of a model on the meta device; None for where the rest of it is, or the CPU.
 
     Attributes:
         blocks: that are streamed.
@@ -121,7 +126,15 @@ class LayerStream:
         InfeasibleError: the lower tier has no room.
     """
 
-    def __init__(self, model: nn.Module, path: str | None = None, tier: Tier | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | None = None,
+        tier: Tier | None = None,
+        *,
+        fill: Fill = reset,
+        device: torch.device | None = None,
+    ) -> None:
         self.model = model
         self.blocks: Blocks = blocks_at(model, path)
         homes = parameter_homes(model)
@@ -130,11 +143,11 @@ class LayerStream:
             [p for p in dict.fromkeys(m.parameters()) if own_to(homes[id(p)], where)]
             for m, where in zip(modules, self.blocks.paths, strict=True)
         ]
-        self.device = own[0][0].device
+        present = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        self.device = device or present
         self.tier = tier if tier is not None else tier_below(self.device)
-        inline = isinstance(self.tier, NoTier)
         self.updating = False
-        self._worker = Worker(self.device, inline=inline)
+        self._worker = Worker(self.device, inline=isinstance(self.tier, NoTier))
         self._strands = Strands(self.device)
         self._away: dict[torch.dtype, Tensor] = {}
         self._shown: dict[int, _Layer] = {}  # by slot, the layer whose parameters point into it
@@ -144,31 +157,24 @@ class LayerStream:
         self._graded: set[int] = set()
         self._norms: dict[int, Tensor] = {}  # of gradients, by parameter, while a step that clips is under way
         self._aside: dict[int, set[int]] = {}  # by layer, the parameters whose gradients wait on the lower tier
-        self.measured = Measured(0)
         self.layers: list[_Layer] = []
         for number, (where, module, parameters) in enumerate(zip(self.blocks.paths, modules, own, strict=True)):
             trained = [p for p in parameters if p.requires_grad]
-            layout = Layout.of(parameters)
-            layer = _Layer(
-                number,
-                where,
-                module,
-                parameters,
-                layout,
-                self.tier.reserve(layout.size_bytes),
-                Layout.of(trained),
-                _Unit(trained),
+            weights = Layout.of(parameters)
+            offset = self.tier.reserve(weights.size_bytes)
+            self.layers.append(
+                _Layer(number, where, module, parameters, weights, offset, Layout.of(trained), _Unit(trained))
             )
-            self.layers.append(layer)
-        for layer in self.layers:
-            self._write(layer.weights, layer.weights_offset, layer.parameters)
-            self._unshow(layer)
-        self._slots = [self._slot(), self._slot()]
+        self.measured = self._nothing_measured()
+        last = {[m for m, _ in model.named_modules() if own_to([m], layer.path)][-1]: layer for layer in self.layers}
+        for done in filled(model, fill, self.device):
+            if done in last:
+                self._put_down(last[done])
         moved = {id(p) for layer in self.layers for p in layer.parameters}
         self.resident = [p for p in model.parameters() if id(p) not in moved]
-        self._resident_units = _in_units(
-            [p for p in self.resident if p.requires_grad], max(layer.weights.size_bytes for layer in self.layers)
-        )
+        most_bytes = max(layer.weights.size_bytes for layer in self.layers)
+        self._resident_units = _in_units([p for p in self.resident if p.requires_grad], most_bytes)
+        self._slots = [self._slot(), self._slot()]
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._take_gradient) for layer in self.layers for p in layer.trained
         ]
@@ -200,7 +206,7 @@ class LayerStream:
         *,
         check_finite: bool = False,
         watch: Watch = WATCHED_BY_NOBODY,
-        changing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        changing: Callable[[], object] = lambda: None,
     ) -> list[Tensor]:
         """One optimizer step, update included.
 
@@ -210,7 +216,7 @@ class LayerStream:
             weights: of each, as in `StepProgram.forward_backward`.
             check_finite: raise before anything is changed when a loss is NaN or infinite.
             watch: entered around the parts of the step.
-            changing: entered around everything from the first block in backward on, when parameters begin to change.
+            changing: called just before parameters begin to change; what fails later leaves some of them changed.
 
         Returns:
             The unweighted losses, detached.
@@ -233,10 +239,9 @@ class LayerStream:
         passes = [Pass(self.device) for _ in parts]
         try:
             losses = self._forward(program, parts, weights, passes, watch, check_finite=check_finite)
-            with changing():
-                self._backward(passes, watch, clips=program.clip_norm is not None)
-                self._update_all(program, watch)
-                self._worker.drain()
+            self._backward(passes, watch, changing, clips=program.clip_norm is not None)
+            self._update_all(program, watch, changing)
+            self._worker.drain()
         except BaseException:
             self._worker.settle()
             self._views = {}
@@ -302,7 +307,7 @@ class LayerStream:
                 "Plan without streaming, or stream other blocks"
             )
 
-    def _backward(self, passes: Sequence[Pass], watch: Watch, *, clips: bool) -> None:
+    def _backward(self, passes: Sequence[Pass], watch: Watch, changing: Callable[[], object], *, clips: bool) -> None:
         needed = [layer for layer in self.layers if any(way.calls[layer.number].wanted for way in passes)]
         for layer in reversed(needed):
             self._arrive(layer)
@@ -320,7 +325,7 @@ class LayerStream:
                 self._reserve_gradients(layer)
                 self._worker.submit(functools.partial(self._set_aside, layer, graded), self.measured.behind_seconds)
             elif graded:
-                self.updating = True
+                self._begin_changing(changing)
                 self._behind(functools.partial(self._update_layer, layer, watch))
             # The job before lets go of the slot's layer, so the next one may be read into it.
             following = [
@@ -337,7 +342,9 @@ class LayerStream:
             raise EngineError(
                 "a streamed block gives a sparse gradient, which has no room in its slot: use sparse=False"
             )
-        view = self._views[id(parameter)]
+        view = self._views.get(id(parameter))
+        if view is None:
+            return  # not in a step: somebody's own backward while all is gathered
         if id(parameter) in self._graded:
             view.add_(grad)
         else:
@@ -346,6 +353,11 @@ class LayerStream:
         parameter.grad = None
 
     # -- updates -------------------------------------------------------------------------------------------------------------
+
+    def _begin_changing(self, changing: Callable[[], object]) -> None:
+        if not self.updating:
+            changing()
+            self.updating = True
 
     def _behind(self, update: Callable[[], None]) -> None:
         """Have an update done beside the computation; here and now when it takes memory of its own, which would add to the computation's by chance."""
@@ -368,10 +380,11 @@ class LayerStream:
 
     def _note_norms(self, graded: Sequence[nn.Parameter]) -> None:
         if graded:
-            norms = torch._foreach_norm([p.grad for p in graded], 2.0)  # as torch.nn.utils does
+            grads = [p.grad for p in graded if p.grad is not None]
+            norms = torch._foreach_norm(grads, 2.0)  # noqa: SLF001 - what torch.nn.utils calls, for the same bits
             self._norms.update((id(p), norm) for p, norm in zip(graded, norms, strict=True))
 
-    def _update_all(self, program: StepProgram, watch: Watch) -> None:
+    def _update_all(self, program: StepProgram, watch: Watch, changing: Callable[[], object]) -> None:
         """What backward has not updated already: everything when the norm of all gradients had to be known, else what is not in the blocks."""
         graded = [p for p in self.resident if p.grad is not None]
         clip_norm = program.clip_norm
@@ -383,7 +396,7 @@ class LayerStream:
             in_order = [self._norms[id(p)] for p in program.trainable() if id(p) in self._norms]
             if in_order:
                 norm = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
-        self.updating = True
+        self._begin_changing(changing)
         if clip_norm is not None and norm is not None:
             for layer in reversed(self.layers):
                 if layer.number in self._aside:
@@ -429,8 +442,8 @@ class LayerStream:
             for name, value in new.items():
                 if name != "params" and not isinstance(value, Tensor) and value != old.get(name):
                     raise EngineError(
-                        f"{type(optimizer).__name__} keeps {name!r} from step to step for all its parameters together, and streamed layers are stepped one by one: "
-                        "use an optimizer that keeps its state by parameter, or plan without streaming"
+                        f"{type(optimizer).__name__} keeps {name!r} from step to step for all its parameters together, and streamed layers are stepped "
+                        "one by one: use  an optimizer that keeps its state by parameter, or plan without streaming"
                     )
         for parameter in unit.parameters:
             parameter.grad = None
@@ -524,6 +537,12 @@ class LayerStream:
             parameter.data = view
         self._shown[layer.number % 2] = layer
 
+    def _put_down(self, layer: _Layer) -> None:
+        """Write the parameters to the lower tier, wherever they are, and empty them."""
+        self._write(layer.weights, layer.weights_offset, layer.parameters)
+        self._sync()
+        self._unshow(layer)
+
     def _unshow(self, layer: _Layer) -> None:
         for parameter in layer.parameters:
             parameter.data = self._empty(parameter.dtype)
@@ -588,9 +607,7 @@ class LayerStream:
             for slot in self._slots:
                 slot.layer = slot.loading = None
             for layer in self.layers:
-                self._write(layer.weights, layer.weights_offset, layer.parameters)
-                self._sync()
-                self._unshow(layer)
+                self._put_down(layer)
             if self._optimizer is not None:
                 self._adopt(self._optimizer)
                 self._sync()
@@ -610,6 +627,45 @@ class LayerStream:
                     self._optimizer.state[parameter][key] = view
         self._sync()
         self._shown.clear()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Steps inside leave no trace on the lower tier: weights and state are copied there and put back at the end. The caller looks after the rest."""
+        self._worker.drain()
+        for layer in self.layers:
+            if layer.copy_offset < 0:
+                layer.copy_offset = self.tier.reserve(layer.weights.size_bytes)
+            self._arrive(layer)
+            self.tier.write(layer.copy_offset, self._slot_of(layer).weights[: layer.weights.size_bytes])
+            self._sync()
+        before = [(unit, unit.state, unit.keys, unit.offset) for unit in self._units()]
+        for unit in self._units():
+            if unit.state is not None:
+                unit.copy_offset = self.tier.reserve(unit.state.size_bytes)
+                self._copy_state(unit.state, unit.offset, unit.copy_offset)
+        try:
+            yield
+        finally:
+            self._worker.settle()
+            for layer in self.layers:
+                self._arrive(layer)
+                flat = self._slot_of(layer).weights[: layer.weights.size_bytes]
+                self.tier.read(layer.copy_offset, flat)
+                self.tier.write(layer.weights_offset, flat)
+                self._sync()
+            for unit, state, keys, offset in before:
+                unit.state, unit.keys = state, keys
+                if state is not None:
+                    unit.offset = offset
+                    self._copy_state(state, unit.copy_offset, offset)
+
+    def _copy_state(self, layout: Layout, source: int, target: int) -> None:
+        if self._state_slot is None:
+            self._make_state_slot()
+        flat = self._state_of(layout)
+        self.tier.read(source, flat)
+        self.tier.write(target, flat)
+        self._sync()
 
     @contextmanager
     def reading(self) -> Iterator[nn.Module]:
@@ -635,7 +691,10 @@ class LayerStream:
             yield self.model
 
     def hiding(self) -> Hiding:
-        """Whether the transfers of the last step hid behind its computation; its `str` is a sentence. On CUDA, kernels that still run are not in the seconds."""
+        """Whether the transfers of the last step hid behind its computation; its `str` is a sentence.
+
+        On CUDA, kernels that still run when a layer is left are not in its seconds.
+        """
         return hiding(self.measured)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -204,8 +204,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    flat = _flat(tensor)
-    return memoryview((flat if flat.device.type == "cpu" else flat.cpu()).numpy())
+    flat: Any = _flat(tensor).cpu().numpy()  # no copy where it is on the CPU
+    return memoryview(flat)
 
 
 def _refused(folder: Path, what: str, size_bytes: int, error: OSError) -> str:

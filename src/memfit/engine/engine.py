@@ -240,8 +240,9 @@ class Engine:
             except BaseException as error:
                 if not stream.updating:
                     raise
-                self._halfway = _halfway(error)
-                raise EngineError(self._halfway) from error
+                halfway = _halfway(error)
+                self._halfway = str(halfway)
+                raise halfway from error
             finally:
                 program.clear()
             loss = sum(
@@ -258,8 +259,9 @@ class Engine:
             program.update()
         except BaseException as error:
             if any(tensor._version != version for tensor, version in before):
-                self._halfway = _halfway(error)
-                raise EngineError(self._halfway) from error
+                halfway = _halfway(error)
+                self._halfway = str(halfway)
+                raise halfway from error
             raise
         finally:
             program.clear()
@@ -376,8 +378,8 @@ class _Metered(Watch):
         self.enter_thread = reading.enter_thread  # type: ignore[method-assign]
 
 
-def _halfway(error: BaseException) -> str:
-    return (
+def _halfway(error: BaseException) -> EngineError:
+    return EngineError(
         f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
         "load the last snapshot (memfit resume does) and make an engine anew"
     )

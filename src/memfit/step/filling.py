@@ -53,17 +53,18 @@ def filled(model: nn.Module, fill: Fill, device: torch.device) -> Iterator[str]:
     Tensors that are not on the meta device stay as they are.
     """
     for path, module in model.named_modules():
-        absent = False
-        for parameter in module.parameters(recurse=False):
-            if parameter.device.type == "meta":
-                absent = True
-                torch.utils.swap_tensors(
-                    parameter, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                )
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device.type == "meta":
-                absent = True
-                module._buffers[name] = torch.empty_like(buffer, device=device)  # noqa: SLF001 - as Module.to_empty does
-        if absent:
-            fill(path, module)
+        parameters = [p for p in module.parameters(recurse=False) if p.device.type == "meta"]
+        buffers = {n: b for n, b in module.named_buffers(recurse=False) if b.device.type == "meta"}
+        absent = [nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) for p in parameters]
+        for parameter, made in zip(parameters, absent, strict=True):
+            torch.utils.swap_tensors(parameter, made)
+        module._buffers.update((n, torch.empty_like(b, device=device)) for n, b in buffers.items())  # noqa: SLF001 - as Module.to_empty does
+        if parameters or buffers:
+            try:
+                fill(path, module)
+            except BaseException:  # what has no values yet must not look as if it had
+                for parameter, made in zip(parameters, absent, strict=True):
+                    torch.utils.swap_tensors(parameter, made)
+                module._buffers.update(buffers)  # noqa: SLF001
+                raise
         yield path

@@ -11,14 +11,14 @@ as it would be there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memfit.errors import EngineError
@@ -78,15 +78,20 @@ class Pass:
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # its gradient so far, until that call is done
 
     def through(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Pass one block: what it returns, without the graph behind it.
 
         Args:
             name: of the block, for errors.
-            forward: of the block.
+            module: the block.
+            forward: its own.
             args, kwargs: that the model calls it with.
-            trains: whether a parameter of it needs a gradient.
 
         Raises:
             EngineError: the call is of a kind that cannot be made again.
@@ -99,9 +104,12 @@ class Pass:
                     "call the blocks with tensors and plain values (a cache of keys and values is switched off by use_cache=False), or plan without streaming"
                 )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wanted = torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors))
+        trained = (*module.parameters(), *tensors)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
         call = Call(self, len(self.calls), name, forward, leaves, structure, wanted=wanted)
         versions = _versions(tensors)
+        buffers = dict(module.named_buffers())
+        written = _versions(buffers.values())
         with (
             torch.no_grad(),
             call.autocast.entered(cache=False),
@@ -111,6 +119,12 @@ class Pass:
             raise EngineError(
                 f"{name} changes a tensor that it is given in place, so it cannot be run a second time and cannot be streamed: plan without streaming"
             )
+        after = dict(module.named_buffers())
+        for (buffer, before), version in zip(buffers.items(), written, strict=True):
+            if wanted and (after.get(buffer) is not before or _versions([before]) != [version]):
+                raise EngineError(
+                    f"{name} writes its buffer {buffer!r} in forward, which would happen twice, so it cannot be streamed: plan without streaming"
+                )
         self.calls.append(call)
         for t in tensors:
             self._first.setdefault(id(t), call.number)
@@ -246,7 +260,7 @@ class Call:
         return found
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [t._version for t in tensors]  # noqa: SLF001 - the count of writes has no public name
 
 

@@ -283,7 +283,7 @@ class LayerStream:
             if layer.number == 0:
                 self.measured.tokens += _rows(args, kwargs)
             with self._timed(self.measured.forward_seconds, layer):
-                return way.through(layer.path, forward, args, kwargs, trains=_trains(layer.module))
+                return way.through(layer.path, layer.module, forward, args, kwargs)
 
         with self._intercepted(called):
             losses: list[Tensor] = self._strands.run(
@@ -336,15 +336,14 @@ class LayerStream:
 
     def _take_gradient(self, parameter: Tensor) -> None:
         """Add up in the slot: at first a copy, then what accumulation does in place."""
+        view = self._views.get(id(parameter))
         grad = parameter.grad
-        assert grad is not None, "called after a gradient was accumulated"
+        if view is None or grad is None:
+            return  # not in a step: somebody's own backward while all is gathered
         if grad.layout is not torch.strided:
             raise EngineError(
-                "a streamed block gives a sparse gradient, which has no room in its slot: use sparse=False"
+                "a streamed block gives a sparse gradient, which has no room in its slot: build it with sparse=False"
             )
-        view = self._views.get(id(parameter))
-        if view is None:
-            return  # not in a step: somebody's own backward while all is gathered
         if id(parameter) in self._graded:
             view.add_(grad)
         else:
@@ -739,10 +738,6 @@ def _in_units(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[_Unit
         units[-1].parameters.append(parameter)
         size += own
     return units
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -79,7 +79,7 @@ class DiskTier:
                 os.posix_fallocate(self._file, offset, size_bytes)
             except OSError as error:
                 if error.errno not in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-                    raise EngineError(_refused(self.folder, "reserve", size_bytes, error)) from error
+                    raise self._failed("reserve", size_bytes, error) from error
                 os.ftruncate(self._file, offset)  # what was taken before the disk was full
                 free = shutil.disk_usage(self.folder).free
                 raise InfeasibleError(
@@ -98,7 +98,7 @@ class DiskTier:
             try:
                 count = os.pwritev(self._file, [rest], offset)
             except OSError as error:
-                raise EngineError(_refused(self.folder, "write", len(rest), error)) from error
+                raise self._failed("write", len(rest), error) from error
             rest, offset = rest[count:], offset + count
 
     def read(self, offset: int, into: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class DiskTier:
             try:
                 count = os.preadv(self._file, [rest], offset)
             except OSError as error:
-                raise EngineError(_refused(self.folder, "read", len(rest), error)) from error
+                raise self._failed("read", len(rest), error) from error
             if not count:
                 raise EngineError(
                     f"the lower tier's file in {self.folder} ends {format_bytes(len(rest))} too early: something cut it while it was in use, and what it "
@@ -118,6 +118,12 @@ class DiskTier:
             rest, offset = rest[count:], offset + count
         if on_host is not into:
             _flat(into).copy_(on_host)
+
+    def _failed(self, what: str, size_bytes: int, error: OSError) -> EngineError:
+        return EngineError(
+            f"the lower tier could not {what} {format_bytes(size_bytes)} in {self.folder} ({error.strerror}), so the step cannot go on: see to the disk, "
+            "load the last snapshot and start anew"
+        )
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -206,10 +212,3 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _bytes_of(tensor: torch.Tensor) -> Any:
     flat: Any = _flat(tensor).cpu().numpy()  # no copy where it is on the CPU
     return memoryview(flat)
-
-
-def _refused(folder: Path, what: str, size_bytes: int, error: OSError) -> str:
-    return (
-        f"the lower tier could not {what} {format_bytes(size_bytes)} in {folder} ({error.strerror}), so the step could not go on: "
-        "see to the disk, load the last snapshot and start anew"
-    )

@@ -477,6 +477,14 @@ def around(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
+def changed_after(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    mask = torch.ones(8)
+    for layer in layers:
+        x = layer(x, mask)
+        mask += 1
+    return x
+
+
 def with_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return in_order(layers, x) * x.sin()
 
@@ -484,6 +492,11 @@ def with_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
 class Cached(nn.Linear):
     def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
         return super().forward(x)
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * mask
 
 
 class Doubling(nn.Linear):
@@ -509,11 +522,12 @@ class Counting(nn.Linear):
         (lambda ls, x: ls[0](ls[0](x)), nn.Linear, "called layers.0 a second time"),
         (with_cache, Cached, "object of type object"),
         (in_order, Doubling, "in place"),
+        (changed_after, Masked, "changed a tensor in place that it had given to layers.2"),
         (in_order, Counting, "writes its buffer 'seen'"),
         (with_skip, nn.Linear, "before layers.0 is read by that block and by later parts"),
         (around, nn.Linear, "is read by that block and by later parts"),
     ],
-    ids=["too few", "out of order", "twice", "cache", "in place", "buffer", "skip", "skips around"],
+    ids=["too few", "out of order", "twice", "cache", "in place", "changed after", "buffer", "skip", "skips around"],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_reason(call: Any, block: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):

@@ -107,15 +107,13 @@ class Pass:
         trained = (*module.parameters(), *tensors)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
         call = Call(self, len(self.calls), name, forward, leaves, structure, wanted=wanted)
-        versions = _versions(tensors)
+        call.versions = _versions(tensors)
         buffers = dict(module.named_buffers())
         written = _versions(buffers.values())
-        with (
-            torch.no_grad(),
-            call.autocast.entered(cache=False),
-        ):  # a cast kept past its block would outlive the parameter
+        # A cast that autocast keeps past its block would outlive the parameter.
+        with torch.no_grad(), call.autocast.entered(cache=False):
             output = forward(*args, **kwargs)
-        if versions != _versions(tensors):
+        if call.versions != _versions(tensors):
             raise EngineError(
                 f"{name} changes a tensor that it is given in place, so it cannot be run a second time and cannot be streamed: plan without streaming"
             )
@@ -126,9 +124,17 @@ class Pass:
                     f"{name} writes its buffer {buffer!r} in forward, which would happen twice, so it cannot be streamed: plan without streaming"
                 )
         self.calls.append(call)
+        if not wanted:
+            call.leaves = []  # it is not called again
+            return output
         for t in tensors:
-            self._first.setdefault(id(t), call.number)
-        return call.returned(output) if wanted else output
+            if t.requires_grad:  # the call keeps it, so its identity is its own
+                self._first.setdefault(id(t), call.number)
+        return call.returned(output)
+
+    def finished(self) -> None:
+        """All calls have been returned through: nothing may be left that was to be handed on."""
+        assert not self._waiting, "the first reader of a tensor hands its gradient on"
 
     def gradient_so_far(self, tensor: Tensor) -> Tensor | None:
         """What later readers of a block's input have given; it is taken out."""
@@ -179,6 +185,7 @@ class Call:
     states: generators.States = field(init=False)
     grads: list[Tensor | None] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # of these tensors among the leaves of what it returned
+    versions: list[int] = field(default_factory=list)  # of the tensors among the leaves
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -219,6 +226,11 @@ class Call:
         leaves, self.leaves = self.leaves, []
         if all(grad is None for grad in grads):
             return
+        if self.versions != _versions(leaf for leaf in leaves if isinstance(leaf, Tensor)):
+            raise EngineError(
+                f"the model changed a tensor in place that it had given to {self.name}, which is to be run a second time on it, so it cannot be streamed: "
+                "plan without streaming"
+            )
         inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
         received = _Received()
         after = generators.taken(self.way.device)

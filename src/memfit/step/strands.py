@@ -114,7 +114,7 @@ class _Strand:
         if running:
             self._back.acquire()
             self._onlooker.enter_thread()
-        if not self.done:
+        while not self.done:  # a forward may catch what it is unwound with
             self.resume()
         self._thread.join()
 

@@ -334,6 +334,9 @@ class LayerStream:
             if following:
                 self._fetch(following[-1])
 
+        for way in passes:
+            way.finished()
+
     def _take_gradient(self, parameter: Tensor) -> None:
         """Add up in the slot: at first a copy, then what accumulation does in place."""
         view = self._views.get(id(parameter))

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,11 +34,15 @@ from memfit.planner.timeline import Timeline
 from memfit.planner.ways import Offers, ways
 from memfit.plans import FrozenPart, Plan, Prediction, Saving, Script
 from memfit.report import FrontierPoint, Rehearsal, StepRecord
+from memfit.step.blocks import blocks_at
+from memfit.step.filling import Fill, reset
 from memfit.step.freeze import freeze as freeze_for_good
 from memfit.step.freeze import frozen, frozen_parts
 from memfit.step.optimizers import arranged, offered
 from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
+from memfit.step.stream import LayerStream
+from memfit.step.tiers import tier_below
 from memfit.trace import Category, Phase, Trace
 from memfit.units import format_bytes, format_seconds, parse_bytes
 
@@ -364,6 +368,9 @@ def apply(
     model: nn.Module,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    *,
+    fill: Fill | None = None,
+    lower_tier: str | Path | None = None,
 ) -> Engine:
     """An engine that trains this model as the plan says.
 
@@ -374,9 +381,12 @@ def apply(
         plan: made in this process or loaded.
         model: of the structure the plan was made for; the user's own object is trained.
         loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be a factory or made already.
+        fill: of a plan that streams layers and a model on the meta device: gives each module its values, so that the model is never there as a whole.
+        lower_tier: folder for what a plan that streams layers keeps on disk; None for host memory below a GPU, and the system's folder for temporary files.
 
     Raises:
         PlanFileError: the plan is for another model.
+        InfeasibleError: the lower tier has no room.
     """
     have = _digest(model, plan.choices.frozen)
     if have != plan.model:
@@ -385,9 +395,11 @@ def apply(
             "(train/eval). Plan again for this model"
         )
     runtime = plan.runtime if isinstance(plan.runtime, Runtime) else None
-    if any(p.device.type == "meta" for p in model.parameters()):
+    absent = any(p.device.type == "meta" for p in model.parameters())
+    if absent and not (plan.choices.streamed and fill is not None):
         raise InputError(
             "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
+            + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
         )
     freeze_for_good(model, plan.choices.frozen)
     chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
@@ -396,7 +408,10 @@ def apply(
     if chosen is not None:
         chosen = arranged(chosen, plan.choices, model)
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
-    engine = Engine(plan, model, loss_fn, chosen)
+    stream: LayerStream | None = None
+    if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
+        stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
+    engine = Engine(plan, model, loss_fn, chosen, stream)
     if runtime is not None:
         engine.planner = _planner_of(engine, runtime)
     return engine
@@ -485,8 +500,10 @@ def fit(
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
         target -= excess + engine.rehearsal.measured_peak_bytes // 1000
+        with engine.gathered():
+            again = made.runtime.plan(target)
         repaired = replace(
-            made.runtime.plan(target),
+            again,
             budget_bytes=budget_bytes,
             notes=(
                 *made.notes,
@@ -508,7 +525,8 @@ def fit(
 def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
     """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk."""
     model, optimizer = engine.model, engine.optimizer
-    tensors = [*model.parameters(), *model.buffers()]
+    # Streamed layers lie on the lower tier, which puts them back by itself.
+    tensors = [*(engine.stream.resident if engine.stream is not None else model.parameters()), *model.buffers()]
     grads = [p.grad for p in model.parameters()]
     state = torch.default_generator.clone_state()
     cuda_state = torch.cuda.get_rng_state() if engine.device.type == "cuda" else None
@@ -532,9 +550,10 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
         try:
             for parameter in model.parameters():
                 parameter.grad = None
-            _step_taken(engine, sample)
-            record = _step_taken(engine, sample, meter=True)
-            reading = engine.reading
+            with engine.stream.undone() if engine.stream is not None else nullcontext():
+                _step_taken(engine, sample)
+                record = _step_taken(engine, sample, meter=True)
+                reading = engine.reading
         finally:
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
             with torch.no_grad():
@@ -732,6 +751,7 @@ def _search(
         head,
         chunks,
         lower_tier=room_bytes is not None and state <= room_bytes,
+        streamed=(fixed or {}).get("streamed"),
         bits=micro_batches == 1,
     )
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
@@ -775,6 +795,7 @@ def _offers(
     chunks: Any,
     *,
     lower_tier: bool,
+    streamed: Any,
     bits: bool,
 ) -> Offers:
     """What a step could have besides running as it does.
@@ -785,11 +806,14 @@ def _offers(
         head: its loss head.
         chunks: of the loss head, where the user fixed their number.
         lower_tier: the user gave it room enough for the optimizer's state.
+        streamed: the path of the layers that the user wants streamed. What the transfers take is not in a trace's seconds, so nobody else streams.
         bits: the user fixed one micro-batch, and with it every bit of the result: what adds up in another order is not on offer.
     """
     values: dict[str, tuple[Any, ...]] = {}
     why_not: dict[str, str] = {}
     on_request: dict[str, tuple[Any, ...]] = {}
+    if isinstance(streamed, str) and streamed:
+        on_request["streamed"] = (blocks_at(model, streamed).path,)
     if make_optimizer is None:
         why_not |= dict.fromkeys(("state_format", "state_place", "update"), "there is no optimizer")
     else:

@@ -105,6 +105,8 @@ def conflict(choices: Choices, *, clips: bool = False) -> str | None:
             return "streaming moves the optimizer's state of the layers itself"
         if choices.update == "in_backward":
             return "streaming updates behind backward by itself"
+        if choices.loss_chunks > 1:
+            return "streaming runs the loss head with its own cut of the graph, as a whole"
     return None
 
 

@@ -5,6 +5,7 @@ Capture counts operations in fake runs and the engine counts them in real ones; 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Self
@@ -160,8 +161,16 @@ class ModulePaths:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._stack: list[str] = []
+        self._running = threading.local()  # micro-batches of a streamed step run in threads
         self._handles: list[Any] = []
+
+    @property
+    def _stack(self) -> list[str]:
+        try:
+            stack: list[str] = self._running.stack
+        except AttributeError:
+            stack = self._running.stack = []
+        return stack
 
     @property
     def current(self) -> str:
@@ -178,7 +187,7 @@ class ModulePaths:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._stack.clear()
+        self._running = threading.local()
 
     def _enter(self, module: torch.nn.Module, _args: object) -> None:
         self._stack.append(self._names.get(id(module), self.current))

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -43,6 +43,40 @@ class Reading:
     reserved_bytes: int = 0
     seconds: float = 0.0
     changes: list[int] = field(default_factory=list)
+    _stretches: _Stretches | None = None
+
+    def leave_thread(self) -> None:
+        """Called in the block, where what it does goes on in another thread: the profiler sees one thread. That one calls `enter_thread`."""
+        if self._stretches is not None:
+            self._stretches.end()
+
+    def enter_thread(self) -> None:
+        """Called in the thread in which the block goes on."""
+        if self._stretches is not None:
+            self._stretches.begin()
+
+
+class _Stretches:
+    """Profiler sessions one after the other, perhaps in several threads, of which only one does anything at a time."""
+
+    def __init__(self) -> None:
+        self._session: AbstractContextManager[Any] | None = None
+        self._profile: Any = None
+        self.allocations: list[tuple[int, int, int]] = []  # time in ns, address, bytes (negative for a release)
+        self.releases: list[tuple[int, int]] = []  # time in ns, bytes, of what was named as present
+
+    def begin(self) -> None:
+        self._session = profiled()
+        self._profile = self._session.__enter__()
+
+    def end(self) -> None:
+        if self._session is None:
+            return
+        self._session.__exit__(None, None, None)
+        self._session = None
+        self.allocations += _allocations(self._profile)
+        self.releases += _releases(self._profile)
+        self._profile = None
 
 
 @contextmanager
@@ -71,12 +105,17 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         reading.reserved_bytes = torch.cuda.max_memory_reserved(where)
         reading.base_bytes = before
     else:
-        with uncollected(), profiled() as profile:
-            yield reading
+        stretches = reading._stretches = _Stretches()  # noqa: SLF001 - its own
+        with uncollected():
+            stretches.begin()
+            try:
+                yield reading
+            finally:
+                stretches.end()
+                reading._stretches = None  # noqa: SLF001
         died = any(reference() is None for reference in watched)
-        reading.changes = [
-            size for _, size in sorted(_changes(profile) + (_releases(profile) if died else []), key=_when)
-        ]
+        changes = _changes(stretches.allocations) + (stretches.releases if died else [])
+        reading.changes = [size for _, size in sorted(changes, key=_when)]
         reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
         reading.reserved_bytes = reading.peak_bytes
     reading.seconds = time.perf_counter() - start
@@ -113,32 +152,35 @@ def profiled() -> Iterator[Any]:
             profile.__exit__(None, None, None)
 
 
-def _changes(profile: Any) -> list[tuple[int, int]]:
-    """(time in ns, bytes) of each allocation and release on the CPU; releases of blocks from before the session are left out."""
-    allocations = []
+def _allocations(profile: Any) -> list[tuple[int, int, int]]:
+    """(time in ns, address, bytes) of each allocation and release on the CPU, in order; releases count negative."""
+    found = []
     stack = list(profile.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            allocations.append((event.start_time_ns, event.extra_fields))
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         stack.extend(event.children)
-    allocations.sort(key=lambda a: a[0])  # stable: equal times keep the order of recording
+    return sorted(found, key=lambda a: a[0])  # stable: equal times keep the order of recording
+
+
+def _changes(allocations: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """(time in ns, bytes) of each allocation and release; releases of blocks from before are left out."""
     live: dict[int, int] = {}
     out: list[tuple[int, int]] = []
-    for when, fields in allocations:
-        size = fields.alloc_size
+    for when, address, size in allocations:
         if size > 0:
-            live[fields.ptr] = size
+            live[address] = size
             out.append((when, size))
-        elif fields.ptr in live:
-            out.append((when, -live.pop(fields.ptr)))
+        elif address in live:
+            out.append((when, -live.pop(address)))
     return out
 
 
 def spans_and_changes(profile: Any, prefix: str) -> dict[str, list[int]]:
     """For each `record_function` range whose name starts with `prefix`, the last of a name: the allocation changes inside it, in order."""
     events = profile.profiler.kineto_results.events()
-    memory = _changes(profile)
+    memory = _changes(_allocations(profile))
     spans = sorted((e.start_ns(), e.end_ns(), e.name()) for e in events if e.name().startswith(prefix))
     out: dict[str, list[int]] = {}
     position = 0

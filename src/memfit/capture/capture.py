@@ -19,6 +19,7 @@ from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Recorder, Strides
 from memfit.capture.standins import lent
+from memfit.capture.streamed import record_streamed
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
@@ -104,6 +105,8 @@ def capture(
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
         parts = _parts(sample, choices.micro_batches)
         with forked_generators(), lent(model, fake), mode:
+            if choices.streamed:
+                return _streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, strides)
             graded = after.graded if after is not None else None
             return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, graded=graded, strides=strides)
     except MemfitError:
@@ -321,6 +324,21 @@ def _check_reads(recorder: Recorder) -> None:
                 f"backward reads a parameter in {save.module or 'the model'} again after its gradient is whole (a path that passes no gradient back), so it "
                 "cannot be updated inside backward: update after backward"
             )
+
+
+def _streamed(
+    model: nn.Module,
+    sample: Batch,
+    parts: list[Batch],
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    clip_norm: float | None,
+    choices: Choices,
+    strides: Mapping[str, Strides] | None,
+) -> Captured:
+    digest_of, where = model_digest(model), str(device_of(model))  # before the blocks' parameters go
+    trace, recorder = record_streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, strides)
+    return Captured(replace(trace, model=digest_of, device=where), recorder.calls, recorder.overwritten)
 
 
 def _graded(model: nn.Module) -> frozenset[str] | None:

@@ -326,6 +326,9 @@ def trustworthy(
             strides=strides,
         )
 
+    if choices.streamed:
+        # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
+        return on_fakes(None)
     captured = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
     if isinstance(captured, str):
         captured = scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=captured)

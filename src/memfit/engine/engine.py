@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -69,8 +70,10 @@ class Engine:
         model: the user's own object; never replaced.
         loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
         optimizer: over the model's parameters; None to compute gradients only.
+        stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
 
     Attributes:
+        stream: of a plan that streams layers; None else.
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
     """
@@ -81,8 +84,10 @@ class Engine:
         model: nn.Module,
         loss_fn: LossFunction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
         self.model = model
+        self.stream = stream
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.rehearsal: Rehearsal | None = None
@@ -106,9 +111,11 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have, or swaps more than the lower tier has room for.
+            EngineError: the plan names a buffer that the model does not have, swaps more than the lower tier has room for, or streams other layers than
+                the plans before.
         """
         self._lower_tier.reserve(plan.script.lower_bytes)
+        self._stream_as(plan)
         buffers = dict(self.model.named_buffers())
         for name in plan.changed_buffers:
             if name not in buffers:
@@ -126,8 +133,29 @@ class Engine:
         """Follow another plan from now on (the repair after a rehearsal)."""
         self._plans.clear()
         self._compiled.clear()
+        if self.stream is not None and plan.choices.streamed != self.stream.blocks.path:
+            self.stream.close()
+            self.stream = None
         self.plan = plan
         self.add(plan)
+
+    def _stream_as(self, plan: Plan) -> None:
+        path = plan.choices.streamed
+        if path and self.stream is None and not self._plans:
+            self.stream = LayerStream(self.model, path)
+        have = "" if self.stream is None else self.stream.blocks.path
+        if path != have:
+            raise EngineError(
+                f"this engine streams the layers of {have!r} and the plan those of {path!r} (none where empty): all plans of an engine must stream alike, "
+                'so plan with fixed={"streamed": ...} or make an engine for each'
+            )
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The model with all its parameters, and the optimizer with all its state, for as long as the block lasts: streamed layers are away else.
+
+        For `state_dict`, for loading, for a look at the parameters; takes as many bytes as the model does plainly.
+        """
+        return self.stream.gathered() if self.stream is not None else nullcontext(self.model)
 
     # -- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -216,7 +244,8 @@ class Engine:
         self._departed.discard(signature)
         assert self.planner is not None
         try:
-            made = self.planner(batch)
+            with self.gathered():
+                made = self.planner(batch)
         except (CaptureError, InfeasibleError) as error:
             warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=3)
             made = replace(known, signature=signature)
@@ -231,6 +260,9 @@ class Engine:
             weights = [*shares] if shares is not None else [1.0 / len(parts)] * len(parts)
         # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
         counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight != 0.0]
+        if self.stream is not None:
+            self._streamed_step(self.stream, self._program(plan), counting)
+            return
         done = _Sum()
         with self._all_or_nothing() as keep, ExitStack() as whole:
             for index, (part, weight) in enumerate(counting):
@@ -239,6 +271,36 @@ class Engine:
                     whole.enter_context(self._updating())
                 self._forward_backward(plan, part, weight, done, updates=inside)
             self._finish(plan, done, keep, whole)
+
+    def _streamed_step(
+        self, stream: LayerStream, program: StepProgram, counted: list[tuple[Batch, float | None]]
+    ) -> None:
+        watch = _Metered(self.reading) if self.reading is not None else WATCHED_BY_NOBODY
+        with self._all_or_nothing() as keep, ExitStack() as stack:
+            try:
+                losses = stream.step(
+                    program,
+                    [part for part, _ in counted],
+                    [weight for _, weight in counted],
+                    check_finite=True,
+                    watch=watch,
+                    changing=lambda: stack.enter_context(_interrupts_wait()),
+                )
+            except BaseException as error:
+                if not stream.updating:
+                    raise
+                halfway = _halfway(error)
+                self._halfway = str(halfway)
+                raise halfway from error
+            finally:
+                program.clear()
+            loss = sum(
+                float(value) * (1.0 if weight is None else weight)
+                for value, (_, weight) in zip(losses, counted, strict=True)
+            )
+            keep()
+            self.steps += 1
+            self.records.append(StepRecord(self.steps, loss, 0.0, len(counted), None, 0, ()))
 
     def _accumulate(self, micro_batches: Iterable[Batch]) -> None:
         how = self.plan.choices.weights
@@ -322,12 +384,9 @@ class Engine:
                 yield
             except BaseException as error:
                 if any(tensor._version != version for tensor, version in before):
-                    halfway = (
-                        f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
-                        "load the last snapshot (memfit resume does) and make an engine anew"
-                    )
-                    self._halfway = halfway
-                    raise EngineError(halfway) from error
+                    halfway = _halfway(error)
+                    self._halfway = str(halfway)
+                    raise halfway from error
                 raise
 
     def _updated(self) -> list[torch.Tensor]:
@@ -388,6 +447,10 @@ class Engine:
         Args:
             retain_graph: backward will run more than once through this graph; then nothing is let go early.
         """
+        if self.stream is not None:
+            raise EngineError(
+                "layers are streamed, which runs forward, backward and update in an order of its own: use engine.step, or plan without streaming"
+            )
         if self._program(self.plan).updates_in_backward:
             raise InputError(
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "
@@ -435,11 +498,27 @@ class Engine:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch), *model_tensors(self.model)]
         scaling = self.scaling.tensors() if self.scaling is not None else []
-        return [*self._updated(), *beside, *gradients, *scaling]
+        streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
+        return [*self._updated(), *beside, *gradients, *scaling, *streamed]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""
         return Report(title, self.plan, self.rehearsal, tuple(self.records), self.frontier, tuple(facts))
+
+
+class _Metered(Watch):
+    """Takes the meter along from thread to thread."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.leave_thread = reading.leave_thread  # type: ignore[method-assign]
+        self.enter_thread = reading.enter_thread  # type: ignore[method-assign]
+
+
+def _halfway(error: BaseException) -> EngineError:
+    return EngineError(
+        f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
+        "load the last snapshot (memfit resume does) and make an engine anew"
+    )
 
 
 @contextmanager

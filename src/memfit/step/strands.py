@@ -1,0 +1,167 @@
+"""Several forwards of one model that take turns: at a place that each of them passes, all arrive before the first goes on.
+
+A forward is a call of the user's own code and cannot be left and entered again, so each runs in a thread of its own; only one runs at any time. What torch
+keeps by thread (modes, autocast, grad mode) is set up in each as it is where they are started.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from memfit.step import generators
+from memfit.step.autocast import Autocast
+
+
+class _AbandonedError(BaseException):
+    """Raised inside a strand that shall not go on; never seen outside."""
+
+
+class Onlooker(Protocol):
+    """Is told that what runs goes on in another thread."""
+
+    def leave_thread(self) -> None:
+        """Called in the thread that stops."""
+
+    def enter_thread(self) -> None:
+        """Called in the thread that goes on."""
+
+
+class _Surroundings:
+    """What torch keeps by thread, as it is where this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.modes = [*_get_current_dispatch_mode_stack()]
+        self.function_modes = [*_get_current_function_mode_stack()]
+        self.autocast = Autocast.present(device)
+        self.grad = torch.is_grad_enabled()
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The same in the thread that calls this."""
+        with ExitStack() as stack:
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(self.autocast.entered())
+            for mode in (*self.function_modes, *self.modes):
+                stack.enter_context(mode)
+            yield
+
+
+class _Strand:
+    """One body in a thread of its own, which runs only between `resume` and its own next `wait`."""
+
+    def __init__(
+        self, body: Callable[[], Any], surroundings: _Surroundings, states: generators.States, onlooker: Onlooker
+    ) -> None:
+        self._onlooker = onlooker
+        self.states = states
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = False
+        self.abandoned = False
+        self._body = body
+        self._surroundings = surroundings
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="memfit-strand", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        self._onlooker.enter_thread()
+        try:
+            if not self.abandoned:
+                with self._surroundings.entered():
+                    self.result = self._body()
+        except _AbandonedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again where the strands are run
+            self.error = error
+        finally:
+            self.done = True
+            self._onlooker.leave_thread()
+            self._back.release()
+
+    def resume(self) -> None:
+        """Let it run until it waits or ends."""
+        self._onlooker.leave_thread()
+        self._go.release()
+        self._back.acquire()
+        self._onlooker.enter_thread()
+
+    def wait(self) -> None:
+        """Called inside: let the others run."""
+        self._onlooker.leave_thread()
+        self._back.release()
+        self._go.acquire()
+        self._onlooker.enter_thread()
+        if self.abandoned:
+            raise _AbandonedError
+
+    def abandon(self, *, running: bool) -> None:
+        """Unwind it."""
+        self.abandoned = True
+        if running:
+            self._back.acquire()
+            self._onlooker.enter_thread()
+        while not self.done:  # a forward may catch what it is unwound with
+            self.resume()
+        self._thread.join()
+
+
+class Strands:
+    """Bodies that take turns; a single one runs where it is, without a thread.
+
+    With one body, random numbers are drawn as if there were no strands. With several, the first draws from the default generators, and each other from
+    generators seeded from their state and its own number.
+
+    Args:
+        device: whose generator, autocast and stream are looked after, beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._running: _Strand | None = None
+
+    def run(self, bodies: Sequence[Callable[[], Any]], onlooker: Onlooker) -> list[Any]:
+        """Run them all; what they return. The first error of any of them ends the others and is raised."""
+        if len(bodies) == 1:
+            return [bodies[0]()]
+        before = generators.taken(self._device)
+        states = [before, *(generators.derived(before, i, self._device) for i in range(1, len(bodies)))]
+        surroundings = _Surroundings(self._device)
+        strands = [_Strand(body, surroundings, own, onlooker) for body, own in zip(bodies, states, strict=True)]
+        try:
+            while any(not strand.done for strand in strands):
+                for strand in strands:
+                    if strand.done:
+                        continue
+                    generators.put_back(strand.states, self._device)
+                    self._running = strand
+                    strand.resume()
+                    self._running = None
+                    strand.states = generators.taken(self._device)
+                    if strand.error is not None:
+                        raise strand.error
+        finally:
+            generators.put_back(strands[0].states, self._device)
+            for strand in strands:
+                if not strand.done:
+                    strand.abandon(running=strand is self._running)
+            self._running = None
+        return [strand.result for strand in strands]
+
+    def wait(self) -> None:
+        """Called inside a body, at a place that each passes: goes on when all others have come as far."""
+        if self._running is not None:
+            self._running.wait()

@@ -162,7 +162,11 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
 @pytest.mark.parametrize(
     ("named", "sentence"),
     [
-        ({"host_budget": "8GiB"}, "host_budget='8GiB' is not available in this version"),
+        (
+            {"host_budget": 100, "fixed": {"state_place": "disk"}},
+            "host_budget=100 is less than the optimizer state that is to lie there",
+        ),
+        ({"host_budget": "much"}, "'much'"),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"freeze": "0"}, "freeze='0' is one pattern: give a list of them"),
         ({"freeze": [0]}, "freeze=0 is no pattern"),

@@ -52,6 +52,7 @@ Budget = str | int
 REPAIR_ROUNDS: Final = 3
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
+OF_OPTIMIZERS: Final = ("state_format", "state_place", "update")  # choices that only the optimizer can refuse
 LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
@@ -660,6 +661,9 @@ def _search(
     _frozen_parts(model, freeze)
     link = cache(partial(_link, here, machine, device))
     room_bytes = None if host_budget is None else parse_bytes(host_budget, total_bytes=_below_bytes(here))
+    optimizers = _optimizer_offers(model, optimizer, freeze)
+    # What the optimizer cannot have is said before anything is captured.
+    ways(optimizers, fixed={name: value for name, value in (fixed or {}).items() if name in OF_OPTIMIZERS})
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     unforced: dict[Choices, tuple[str, ...]] = {}
     strides: dict[str, Strides] = {}
@@ -746,7 +750,7 @@ def _search(
         )
     offers = _offers(
         model,
-        optimizer,
+        optimizers,
         plain,
         head,
         chunks,
@@ -787,9 +791,20 @@ def _with_update_seconds(trace: Trace, seconds: float) -> Trace:
     return replace(trace, operations=(*trace.operations[:last], longer, *trace.operations[last + 1 :]))
 
 
+def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Offers:
+    if make_optimizer is None:
+        return Offers(why_not=dict.fromkeys(OF_OPTIMIZERS, "there is no optimizer"), on_request={"state_place": ()})
+    with frozen(model, freeze):
+        values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
+    # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk. So is an update inside backward: gradients
+    # are gone then before the user's own code could look at them.
+    on_request = {name: values.pop(name, ()) for name in ("state_place", "update")}
+    return Offers(values, why_not, on_request)
+
+
 def _offers(
     model: nn.Module,
-    make_optimizer: OptimizerFactory | None,
+    optimizers: Offers,
     plain: Trace,
     head: LossHead | None,
     chunks: Any,
@@ -801,7 +816,8 @@ def _offers(
     """What a step could have besides running as it does.
 
     Args:
-        model, make_optimizer: as for `plan`.
+        model: as for `plan`.
+        optimizers: what the optimizer could have.
         plain: the step as it is.
         head: its loss head.
         chunks: of the loss head, where the user fixed their number.
@@ -809,21 +825,13 @@ def _offers(
         streamed: the path of the layers that the user wants streamed. What the transfers take is not in a trace's seconds, so nobody else streams.
         bits: the user fixed one micro-batch, and with it every bit of the result: what adds up in another order is not on offer.
     """
-    values: dict[str, tuple[Any, ...]] = {}
-    why_not: dict[str, str] = {}
-    on_request: dict[str, tuple[Any, ...]] = {}
+    values = dict(optimizers.values)
+    why_not = dict(optimizers.why_not)
+    on_request = dict(optimizers.on_request)
+    if lower_tier:
+        values["state_place"] = on_request["state_place"]
     if isinstance(streamed, str) and streamed:
         on_request["streamed"] = (blocks_at(model, streamed).path,)
-    if make_optimizer is None:
-        why_not |= dict.fromkeys(("state_format", "state_place", "update"), "there is no optimizer")
-    else:
-        with frozen(model, plain.choices.frozen):
-            values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
-        # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
-        places = values.pop("state_place", ())
-        on_request["state_place"] = places
-        if lower_tier:
-            values["state_place"] = places
     values["precision"] = ("bf16", "fp16")
     unscalable = why_not_scaled(model)
     if unscalable is not None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import memfit
-from memfit import api
 from memfit.choices import Choices
 
 
@@ -18,9 +16,9 @@ def planned(
     way: Choices, model: nn.Module, sample: Any, loss_fn: Any, optimizer: Any, budget: int = 1 << 50, **named: Any
 ) -> memfit.Plan:
     """A plan in which only this way is weighed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "ways", lambda *_, **__: ((way,), ()))
-        return memfit.plan(model, sample, loss_fn, budget, optimizer, **named)
+    names = ("precision", "state_format", "state_place", "update", "loss_chunks", "streamed")
+    fixed = {**{name: getattr(way, name) for name in names}, **named.pop("fixed", {})}
+    return memfit.plan(model, sample, loss_fn, budget, optimizer, fixed=fixed, **named)
 
 
 def peak_of(plan: memfit.Plan, model: nn.Module, sample: Any, loss_fn: Any) -> int:

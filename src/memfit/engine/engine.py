@@ -23,7 +23,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
 from memfit.engine.swap import LowerTier
-from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError, InputError
+from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError, InputError, NonFiniteLossError
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
@@ -382,6 +382,8 @@ class Engine:
         with _interrupts_wait():
             try:
                 yield
+            except NonFiniteLossError:
+                raise  # noticed before an update or in place of one; fused optimizers count a skipped step as a write
             except BaseException as error:
                 if any(tensor._version != version for tensor, version in before):
                     halfway = _halfway(error)

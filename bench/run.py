@@ -27,6 +27,7 @@ QUESTIONS = (
     "predict",
     "faults",
     "zoo",
+    "techniques",
     "seeds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"

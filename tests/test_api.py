@@ -227,3 +227,38 @@ def test_a_step_that_fails_leaves_every_buffer_as_it_was(fraction: float) -> Non
         engine.step(spoiled)
     assert same(state_of(model, engine.optimizer), before)
     assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+
+
+def test_optimizer_state_and_swapped_activations_share_the_room_below() -> None:
+    model, sample = chain(), rows(512)
+    plain = memfit.plan(model, sample, squared_error, 1 << 40, adamw)
+    budget = plain.prediction.plain_peak_bytes * 6 // 10
+    plan = memfit.plan(
+        model,
+        sample,
+        squared_error,
+        budget,
+        adamw,
+        host_budget="64MiB",
+        fixed={"state_place": "disk", "micro_batches": 1},
+    )
+    engine = memfit.apply(plan, model)
+    engine.step(sample)
+    engine.step(sample)
+    assert engine.step(sample, meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
+def test_a_streamed_step_that_does_not_fit_names_what_would() -> None:
+    model = chain()
+    with pytest.raises(memfit.InfeasibleError) as caught:
+        memfit.plan(model, rows(64), squared_error, 1000, adamw, fixed={"streamed": ".", "micro_batches": 1})
+    assert caught.value.minimum_bytes is not None
+    fits = memfit.plan(
+        model,
+        rows(64),
+        squared_error,
+        caught.value.minimum_bytes,
+        adamw,
+        fixed={"streamed": ".", "micro_batches": 1},
+    )
+    assert fits.choices.streamed == "."

@@ -766,7 +766,7 @@ def _search(
                 f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
                 "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
             )
-    return Search(trace_of, samples, weights, micro_batches, possible, refused, below)
+    return Search(trace_of, samples, weights, micro_batches, possible, refused, below, state)
 
 
 def _below_bytes(here: torch.device) -> int:

@@ -529,6 +529,8 @@ class Solver:
         return self._front.smallest()
 
     def _find_smallest(self) -> None:
+        if not self.droppable:
+            return  # plain is all there is (a streamed step is one)
         self._enumerate()
         starts: list[Solution] = []  # the smallest of each kind
         if not self._few:

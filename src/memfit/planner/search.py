@@ -46,6 +46,7 @@ class Search:
         ways: how else the step may be run, each with one micro-batch; the first is the step as the user has it, and what "plain" means.
         refused: ways that were asked for or allowed and cannot be taken, each with its reason.
         lower_tier: where storages may be swapped to; None for nowhere.
+        state_bytes: of the optimizer in 32 bits, which lie on the lower tier in some ways; in 8 bits they leave some of that room unused.
     """
 
     trace_of: Callable[[Choices], Trace]
@@ -55,6 +56,7 @@ class Search:
     ways: Sequence[Choices] = (PLAIN,)
     refused: Sequence[str] = ()
     lower_tier: Link | None = None
+    state_bytes: int = 0
     _solvers: dict[Choices, Solver] = field(default_factory=dict)
 
     def solver(self, micro_batches: int, way: Choices | None = None) -> Solver:
@@ -72,9 +74,7 @@ class Search:
         tier = self.lower_tier
         if tier is None or tier.room_bytes is None or choices.state_place == "device":
             return tier
-        trace = self._plain().trace  # in 32 bits: where it is in 8, some room is left over
-        state = sum(s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE)
-        return replace(tier, room_bytes=max(0, tier.room_bytes - state))
+        return replace(tier, room_bytes=max(0, tier.room_bytes - self.state_bytes))
 
     def _plain(self) -> Solver:
         return self.solver(self.fixed_micro_batches or 1)
@@ -228,7 +228,14 @@ class Search:
             Remedy(f'budget="{_budget_of(size)}"' + (f" ({how})" if how else ""), size - budget, found.seconds - plain)
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(self.trace_of, self.samples, self.weights, ways=self.ways, lower_tier=self.lower_tier)
+            other = Search(
+                self.trace_of,
+                self.samples,
+                self.weights,
+                ways=self.ways,
+                lower_tier=self.lower_tier,
+                state_bytes=self.state_bytes,
+            )
             other._solvers = self._solvers
             smaller, free = other.smallest()
             if smaller < size:

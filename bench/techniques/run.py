@@ -117,6 +117,7 @@ def row_of(chosen: Sequence[Technique], references: dict[tuple[str, ...], Any], 
     import memfit
 
     row: Row = {"kind": kind, "techniques": [t.name for t in chosen]}
+    print(" + ".join(row["techniques"]), file=sys.stderr, flush=True)
     changing = tuple(t for t in chosen if t.changes)
     key = tuple(t.name for t in changing)
     try:

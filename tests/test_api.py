@@ -262,3 +262,15 @@ def test_a_streamed_step_that_does_not_fit_names_what_would() -> None:
         fixed={"streamed": ".", "micro_batches": 1},
     )
     assert fits.choices.streamed == "."
+
+
+def test_a_budget_of_nothing_below_moves_nothing() -> None:
+    model, sample = chain(), rows(512)
+    plain = memfit.plan(model, sample, squared_error, 1 << 40, adamw)
+    budget = plain.prediction.plain_peak_bytes * 7 // 10
+    named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1}}
+    still = memfit.plan(model, sample, squared_error, budget, adamw, host_budget=0, **named)
+    moving = memfit.plan(model, sample, squared_error, budget, adamw, **named)
+    assert still.runtime.search.lower_tier is None
+    assert moving.runtime.search.lower_tier.tier == "host"
+    assert moving.prediction.step_seconds <= still.prediction.step_seconds

@@ -157,7 +157,7 @@ def plan(
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
         host_budget: bytes on the tier below that activations and optimizer state may be moved to: the host's memory for a GPU (None: as much as it takes), the
-            disk for a CPU (None: nothing is moved).
+            disk for a CPU (None: nothing is moved). 0: nothing is moved.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state).
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
             is; `apply` freezes it.
@@ -660,7 +660,10 @@ def _search(
     table = None if device is not None else cost_tables.CostTable(here)
     _frozen_parts(model, freeze)
     link = cache(partial(_link, here, machine, device))
-    room_bytes = None if host_budget is None else parse_bytes(host_budget, total_bytes=_below_bytes(here))
+    nothing_below = host_budget == 0
+    room_bytes = None
+    if host_budget is not None and not nothing_below:
+        room_bytes = parse_bytes(host_budget, total_bytes=_below_bytes(here))
     optimizers = _optimizer_offers(model, optimizer, freeze)
     # What the optimizer cannot have is said before anything is captured.
     ways(optimizers, fixed={name: value for name, value in (fixed or {}).items() if name in OF_OPTIMIZERS})
@@ -741,7 +744,8 @@ def _search(
     head = head_of(Timeline(plain))
     chunks = (fixed or {}).get("loss_chunks", 1)
     # A GPU's host is swapped to by default, a machine's own disk only where the user says how much of it.
-    below = replace(link(), room_bytes=room_bytes) if host_budget is not None or machine.kind == "cuda" else None
+    swaps = room_bytes is not None or (machine.kind == "cuda" and not nothing_below)
+    below = replace(link(), room_bytes=room_bytes) if swaps else None
     state = _bytes_of(plain, Category.OPTIMIZER_STATE)
     if room_bytes is not None and (fixed or {}).get("state_place", "device") != "device" and state > room_bytes:
         raise InputError(

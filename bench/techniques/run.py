@@ -53,6 +53,12 @@ TECHNIQUES = (
 )
 
 
+def apart(chosen: Sequence[Technique]) -> bool:
+    """Whether no two of a set are values of one choice (two precisions)."""
+    names = [name for technique in chosen for name in technique.fixed]
+    return len(names) == len(set(names))
+
+
 def asked(chosen: Sequence[Technique]) -> dict[str, Any]:
     """Arguments of `memfit.plan` for a set of techniques."""
     fixed: dict[str, Any] = {"micro_batches": 1}
@@ -247,13 +253,15 @@ def main() -> None:
     rows = [claims()]
     rows += [row_of([t], references, "alone") for t in TECHNIQUES]
     print(f"{len(TECHNIQUES)} alone", flush=True)
-    rows += [row_of(pair, references, "pair") for pair in combinations(TECHNIQUES, 2)]
+    rows += [row_of(pair, references, "pair") for pair in combinations(TECHNIQUES, 2) if apart(pair)]
     print("all pairs", flush=True)
     draw = random.Random(0)
     found, tried = 0, 0
     while found < wanted and tried < 20 * wanted:
         tried += 1
         chosen = sorted(draw.sample(range(len(TECHNIQUES)), draw.choice((3, 4))))
+        if not apart([TECHNIQUES[i] for i in chosen]):
+            continue
         row = row_of([TECHNIQUES[i] for i in chosen], references, "set")
         if "refused" not in row and row["techniques"] not in [r["techniques"] for r in rows if r["kind"] == "set"]:
             rows.append(row)

@@ -246,6 +246,11 @@ def test_optimizer_state_and_swapped_activations_share_the_room_below() -> None:
     engine.step(sample)
     engine.step(sample)
     assert engine.step(sample, meter=True).peak_bytes == plan.prediction.peak_bytes
+    # A batch that departs is planned for with the same room.
+    assert engine.planner is not None
+    again = engine.planner(rows(256))
+    assert again.runtime.search.lower_tier == plan.runtime.search.lower_tier
+    assert again.choices.state_place == "disk"
 
 
 def test_a_streamed_step_that_does_not_fit_names_what_would() -> None:

@@ -68,12 +68,14 @@ class Runtime:
         fixed: Mapping[str, Any] | None = None,
         frozen: tuple[FrozenPart, ...] = (),
         placement: Placement | None = None,
+        host_budget: Budget | None = None,
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.fixed = fixed
         self.frozen = frozen
+        self.host_budget = host_budget
         self.placement = placement  # of recomputation, where the user did it by hand
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -176,7 +178,8 @@ def plan(
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
     search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
     _tell(progress, "planning", 0.9)
-    found = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze)).plan(budget_bytes)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze), host_budget=host_budget)
+    found = runtime.plan(budget_bytes)
     _tell(progress, "planned", 1.0)
     return found
 
@@ -328,7 +331,7 @@ def frontier(
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
     search = _search(model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze))
+    runtime = Runtime(search, loss_fn, optimizer, fixed, _frozen_parts(model, freeze), host_budget=host_budget)
     return _frontier(search, max(2, points), runtime, progress)
 
 
@@ -446,6 +449,7 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
                 engine.loss_fn,
                 engine.plan.budget_bytes,
                 optimizer,
+                host_budget=runtime.host_budget,
                 freeze=chosen.frozen,
                 fixed=fixed,
                 clip_norm=norm,
@@ -741,7 +745,8 @@ def _search(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
             )
     plain = trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
-    head = head_of(Timeline(plain))
+    timeline = Timeline(plain)
+    head = head_of(timeline)
     chunks = (fixed or {}).get("loss_chunks", 1)
     # A GPU's host is swapped to by default, a machine's own disk only where the user says how much of it.
     swaps = room_bytes is not None or (machine.kind == "cuda" and not nothing_below)
@@ -755,7 +760,7 @@ def _search(
     offers = _offers(
         model,
         optimizers,
-        plain,
+        timeline,
         head,
         chunks,
         lower_tier=room_bytes is not None and state <= room_bytes,
@@ -809,7 +814,7 @@ def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None,
 def _offers(
     model: nn.Module,
     optimizers: Offers,
-    plain: Trace,
+    plain: Timeline,
     head: LossHead | None,
     chunks: Any,
     *,
@@ -843,7 +848,7 @@ def _offers(
     if head is None:
         why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
     else:
-        worth = head.chunks() if not bits and sets_peak(Timeline(plain), head) else ()
+        worth = head.chunks() if not bits and sets_peak(plain, head) else ()
         own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
         values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
         why_not["loss_chunks"] = f"its loss head has {head.rows} rows"

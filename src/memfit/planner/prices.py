@@ -239,14 +239,19 @@ class Solver:
         first, until, sizes = layout.held
         return np.where(until > first, (cumulative[until] - cumulative[first]) * sizes, 0.0)
 
-    def _held(self, layout: Layout) -> tuple[Any, Any, Any]:
-        """For each storage, from which event until before which it would be held, and its bytes."""
+    def _begins(self, layout: Layout) -> Any:
+        """For each window, the first event at which backward asks for something of it; the start of backward where it asks for nothing."""
         never = self.timeline.events + 1
         events, by = self._unpacks.T
         begins = np.full(layout.windows, never)
         np.minimum.at(begins, layout.window_of(by), events)
         begins[begins == never] = self.trace.forward_events
-        until = np.minimum(begins[layout.window_of(self._node_by)], self._node_first_read)
+        return begins
+
+    def _held(self, layout: Layout) -> tuple[Any, Any, Any]:
+        """For each storage, from which event until before which it would be held, and its bytes."""
+        never = self.timeline.events + 1
+        until = np.minimum(self._begins(layout)[layout.window_of(self._node_by)], self._node_first_read)
         first = np.minimum(np.maximum(self._node_death, self._node_birth) + 1, never)
         return first, until, np.where(np.isin(self._node, sorted(layout.forced)), 0, self._node_bytes)
 

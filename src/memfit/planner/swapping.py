@@ -121,11 +121,7 @@ class SwapSolver(Solver):
         key = layout.cuts, lag
         if key not in self._spans:
             never = self.timeline.events + 1
-            events, by = self._unpacks.T
-            begins = np.full(layout.windows, never)
-            np.minimum.at(begins, layout.window_of(by), events)
-            begins[begins == never] = self.trace.forward_events
-            until = np.minimum(begins[layout.window_of(self._asks)], self._first)
+            until = np.minimum(self._begins(layout)[layout.window_of(self._asks)], self._first)
             first = np.minimum(np.maximum(self._death, self._birth) + 1, never)
             gone, back = first.copy(), until.copy()
             for i, s in enumerate(self._movable):

@@ -28,6 +28,7 @@ QUESTIONS = (
     "faults",
     "zoo",
     "techniques",
+    "choices",
     "seeds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"

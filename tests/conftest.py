@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import settings
 settings.register_profile("memfit", derandomize=True, deadline=None)
 settings.load_profile("memfit")
 
+
+# A run in the background may have been started with Ctrl-C ignored; tests of interrupts send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny kernels on several threads spend their time waiting for each other, ten times as long on a shared machine.
 torch.set_num_threads(1)

@@ -6,12 +6,13 @@ python bench/predict/run.py [--models gpt,vit] [--missing] [--quick]
 from __future__ import annotations
 
 import argparse
-import signal
+import importlib
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def ask(name: str, *, quick: bool) -> list[Row]:
         max(2, subject.batch // 4)
     )  # what is asked does not depend on it, and steps are quicker
     rows: list[Row] = []
+    silent: dict[str, str] = {}  # who gave no answer in time, and to what
     for optimizer, factory in OPTIMIZERS.items():
         if quick and optimizer not in QUICK_OPTIMIZERS:
             continue
@@ -52,7 +54,7 @@ def ask(name: str, *, quick: bool) -> list[Row]:
         measured = peak_of(plain)
         del plain
         say(f"{optimizer}: plain {measured / 2**20:.1f} MiB")
-        found = [*_ours(subject, factory), *_others(subject, optimizer)]
+        found = [*_ours(subject, factory), *_others(subject, optimizer, silent)]
         rows += [
             {"model": subject.name, "words": subject.words, "optimizer": optimizer, "plain_peak_bytes": measured, **row}
             for row in found
@@ -89,8 +91,7 @@ def _ours(subject: Any, factory: Any) -> list[Row]:
     return rows
 
 
-def _others(subject: Any, optimizer: str) -> list[Row]:
-    from predict.estimators import NotEstimated
+def _others(subject: Any, optimizer: str, silent: dict[str, str]) -> list[Row]:
     from rivals import discovery
 
     rows = []
@@ -98,36 +99,57 @@ def _others(subject: Any, optimizer: str) -> list[Row]:
         row: Row = {"who": each.NAME, "covers": each.COVERS, "note": each.NOTE, "version": discovery.version(each)}
         begin = time.perf_counter()
         row["reason"] = discovery.absent(each)
-        if row["reason"] is None:
-            try:
-                with _patience():
-                    row["predicted_bytes"] = each.estimate(subject, optimizer)
-            except NotEstimated as answer:
-                row["reason"] = str(answer)
-            except TimeoutError:
-                row["reason"] = f"no answer in {PATIENCE_SECONDS // 60} minutes"
-            except Exception as error:  # noqa: BLE001, an estimator that fails is a finding, not an end
-                row["reason"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
+        if row["reason"] is None and each.NAME in silent:
+            row["reason"] = silent[each.NAME]
+        elif row["reason"] is None:
+            kind, answer = _estimated(each.__name__, subject, optimizer)
+            if kind == "bytes":
+                row["predicted_bytes"] = answer
+            else:
+                row["reason"] = answer
+            if kind == "silent":
+                silent[each.NAME] = f"{answer} with {optimizer}, not asked again"
         row["seconds"] = time.perf_counter() - begin
         rows.append(row)
         say(f"  {each.NAME}: {row.get('predicted_bytes', row['reason'])}")
     return rows
 
 
-@contextmanager
-def _patience() -> Iterator[None]:
-    """TimeoutError where the block takes too long."""
-
-    def too_long(_number: int, _frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(PATIENCE_SECONDS)
+def _estimated(module: str, subject: Any, optimizer: str) -> tuple[str, Any]:
+    """("bytes", estimate), ("none", why there is none) or ("silent", how long nothing was heard): from a process of its own, which can be ended anywhere."""
+    spawning = multiprocessing.get_context("spawn")
+    hears, tells = spawning.Pipe(duplex=False)
+    child = spawning.Process(target=_estimate, args=(tells, module, subject.name, subject.batch, optimizer))
+    child.start()
+    tells.close()
     try:
-        yield
+        if not hears.poll(PATIENCE_SECONDS):
+            return "silent", f"no answer in {PATIENCE_SECONDS // 60} minutes"
+        kind, answer = hears.recv()
+    except EOFError:
+        child.join()
+        return "none", f"its process ends with status {child.exitcode}"
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        child.kill()
+        child.join()
+    return str(kind), answer
+
+
+def _estimate(tells: Connection, module: str, name: str, batch: int, optimizer: str) -> None:
+    import torch
+    from predict.estimators import NotEstimated
+    from rivals.subjects import subjects
+
+    measuring.with_tests_models()
+    torch.set_num_threads(1)
+    (subject,) = subjects(name)
+    try:
+        answer = "bytes", importlib.import_module(module).estimate(subject.with_batch(batch), optimizer)
+    except NotEstimated as reason:
+        answer = "none", str(reason)
+    except Exception as error:  # noqa: BLE001, an estimator that fails is a finding, not an end
+        answer = "none", f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
+    tells.send(answer)
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

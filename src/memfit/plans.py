@@ -17,7 +17,7 @@ from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -270,19 +270,21 @@ class FrozenPart:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What one technique takes off the plain step's peak, beside what is commonly said of it.
+    """What one technique takes off the peak of a step in which nothing is dropped, beside what is commonly said of it, and what it costs.
 
     Attributes:
         technique: its name, as in `allow=` or as the argument that asks for it.
         claimed_bytes: by the formula that is usually given for it.
-        predicted_bytes: plain peak without it less the plain peak with it.
+        predicted_bytes: the peak without it less the peak with it, all other techniques of the plan used in both.
         claim: the formula, in words.
+        seconds: that a step takes longer for it, before anything is dropped; negative where it is faster.
     """
 
     technique: str
     claimed_bytes: int
     predicted_bytes: int
     claim: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ class Plan:
         notes: what the reader should know.
         source: how the bytes were captured.
         changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
-        savings: of the techniques it uses, each by itself.
+        savings: of the techniques it uses, each taken away by itself.
         frozen: what is not trained because the user said so.
         runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
     """
@@ -384,10 +386,12 @@ class Plan:
                         f"{format_seconds(m.rerun_seconds)} again"
                     )
         if self.script.swaps:
-            hidden = 1 - p.exposed_seconds / p.copy_seconds if p.copy_seconds else 1.0
+            swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
+            lines.append(f"Swapped: {swapped} go to the tier below and come back.")
+        if p.copy_seconds:
+            hidden = 100 * (1 - p.exposed_seconds / p.copy_seconds)
             lines.append(
-                f"Swapped: {format_bytes(sum(s.bytes for s in self.script.swaps.values()))} go to the tier below and come back; "
-                f"{format_seconds(p.copy_seconds)} of copying a step, of which {100 * hidden:.0f} % hide behind computing."
+                f"Copying to and from the tier below: {format_seconds(p.copy_seconds)} a step, of which {hidden:.0f} % hide behind computing."
             )
         if self.frozen:
             count = sum(part.parameters for part in self.frozen)
@@ -396,8 +400,9 @@ class Plan:
             more = f" and {len(self.frozen) - MOST_PATHS} more" if len(self.frozen) > MOST_PATHS else ""
             lines.append(f"Frozen: {count:,} parameters ({held}) in {paths}{more}.")
         lines += [
-            f"{saving.technique}: takes {format_bytes(saving.predicted_bytes)} off the plain peak; "
-            f"by {saving.claim or 'its formula'} it would be {format_bytes(saving.claimed_bytes)}."
+            f"{saving.technique}: takes {format_bytes(saving.predicted_bytes)} off the peak before anything is dropped "
+            f"({saving.claim or 'its formula'}: {format_bytes(saving.claimed_bytes)}), and {'adds' if saving.seconds >= 0 else 'takes off'} "
+            f"{format_seconds(abs(saving.seconds))} a step."
             for saving in self.savings
         ]
         lines += [f"Turned down: {text}" for text in self.turned_down]

@@ -20,7 +20,7 @@ from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 BEFORE_STEP: Final = -1
 
 
@@ -138,6 +138,8 @@ class Trace:
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
+        transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
+        waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
     """
 
@@ -159,6 +161,8 @@ class Trace:
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
     clip_norm: float | None = None
+    transfer_seconds: float = 0.0
+    waited_seconds: float = 0.0
     torch_version: str = ""
     format_version: int = field(default=FORMAT_VERSION)
 
@@ -180,10 +184,14 @@ class Trace:
 
     @property
     def plain_step_seconds(self) -> float:
-        """Seconds of one optimizer step, run plainly."""
+        """Seconds of one optimizer step in which nothing is dropped."""
         # An update inside backward happens in the last pass only.
         every = sum(self.operations[e].seconds for e in self.events if e >= 0)
-        return every + self.pass_seconds * (self.micro_batches - 1)
+        return every + self.pass_seconds * (self.micro_batches - 1) + self.waited_seconds
+
+    def bytes_of(self, *categories: Category) -> int:
+        """Of all storages of these kinds, whenever they are there."""
+        return sum(s.bytes for s in self.storages if s.category in categories)
 
     @property
     def forward_operations(self) -> int:

@@ -200,7 +200,7 @@ def test_16_bits_are_taken_only_where_they_are_allowed() -> None:
     assert saving.technique == "bf16"
     assert saving.claimed_bytes > 0
     assert saving.predicted_bytes > 0
-    assert f"it would be {format_bytes(saving.claimed_bytes)}" in tight.explain()
+    assert f"(half of what is saved for backward: {format_bytes(saving.claimed_bytes)})" in tight.explain()
     assert memfit.Plan.from_json(tight.to_json()) == tight
 
 

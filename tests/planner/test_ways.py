@@ -31,14 +31,15 @@ def test_what_changes_results_is_weighed_only_where_it_is_named() -> None:
     found, _ = ways(EVERYTHING)
     assert {w.precision for w in found} == {"full"}
     assert {w.state_format for w in found} == {"32bit"}
+    assert {w.update for w in found} == {"after"}
+    found, _ = ways(EVERYTHING, allow=["bf16", "8bit", "in_backward"])
     assert {w.update for w in found} == {"after", "in_backward"}
-    found, _ = ways(EVERYTHING, allow=["bf16", "8bit"])
     assert {w.precision for w in found} == {"full", "bf16"}
     assert {w.state_format for w in found} == {"32bit", "8bit"}
 
 
 def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
-    found, _ = ways(EVERYTHING, allow=["bf16", "fp16", "8bit"])
+    found, _ = ways(EVERYTHING, allow=["bf16", "fp16", "8bit", "in_backward"])
     assert len(found) == len(set(found))
     every = [
         Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunks=c, streamed=b)
@@ -53,7 +54,7 @@ def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
 
 
 def test_what_cannot_stand_together_is_told_once_with_its_reason() -> None:
-    found, refused = ways(EVERYTHING, clips=True)
+    found, refused = ways(EVERYTHING, allow=["in_backward"], clips=True)
     assert {w.update for w in found} == {"after"}
     (about_clipping,) = [text for text in refused if "clipping" in text]
     assert about_clipping.startswith("update inside backward: ")
@@ -76,7 +77,7 @@ def test_what_is_fixed_is_in_every_way() -> None:
     ("named", "message"),
     [
         ({"allow": "bf16"}, r"allow='bf16' is a word: give a list of them, allow=\['bf16'\]"),
-        ({"allow": ["bf32"]}, "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', '8bit'"),
+        ({"allow": ["bf32"]}, "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', '8bit', 'in_backward'"),
         ({"fixed": {"precisoin": "bf16"}}, "'precisoin' is no choice; there is 'micro_batches', 'precision'"),
         ({"fixed": {"precision": "int4"}}, "fixed precision='int4': there is 'full', 'bf16', 'fp16'"),
         ({"fixed": {"loss_chunks": "all"}}, "fixed loss_chunks='all': a whole number is needed"),

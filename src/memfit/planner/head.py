@@ -23,6 +23,7 @@ class LossHead:
         rows, classes: shape of the logits.
         bytes: of everything as large as the logits that is made on the way, there and back.
         first, last: events between which any of it lives, where autograd keeps what it saves.
+        seconds: of one pass's operations that make or read any of it, the products among them.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class LossHead:
     bytes: int
     first: int
     last: int
+    seconds: float
 
     def chunks(self) -> tuple[int, ...]:
         """In how many chunks the rows may be taken with profit."""
@@ -60,9 +62,13 @@ def head_of(timeline: Timeline) -> LossHead | None:
     for op in trace.events[first : trace.pass_events]:
         if op >= 0 and operations[op].name not in PRODUCTS and not large.isdisjoint(operations[op].reads):
             large |= {s for s in operations[op].makes if storages[s].bytes >= size // 2}
-    return LossHead(
-        rows, classes, sum(storages[s].bytes for s in large), first, max(timeline.plain_end[s] for s in large)
+    seconds = sum(
+        operations[op].seconds
+        for op in trace.events[: trace.pass_events]
+        if op >= 0 and not large.isdisjoint((*operations[op].reads, *operations[op].makes))
     )
+    size_bytes = sum(storages[s].bytes for s in large)
+    return LossHead(rows, classes, size_bytes, first, max(timeline.plain_end[s] for s in large), seconds)
 
 
 def _last_logs(trace: Trace) -> tuple[int, int, int, int] | None:

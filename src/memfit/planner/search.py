@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final
 
 from memfit.choices import PLAIN, Choices, in_words
-from memfit.errors import InfeasibleError, Remedy
+from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError, Remedy
 from memfit.garbage import uncollected
 from memfit.machine import Link
-from memfit.planner.head import head_of
+from memfit.planner.at_best import AtBest, at_best, least_bytes
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
 from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
+from memfit.planner.transfers import StreamedLayer
 from memfit.plans import ModuleSaving, Plan, Prediction
-from memfit.trace import Category, Trace
+from memfit.trace import Trace
 from memfit.units import format_bytes, format_seconds
 
 CURVE_POINTS: Final = 240
@@ -47,6 +49,7 @@ class Search:
         refused: ways that were asked for or allowed and cannot be taken, each with its reason.
         lower_tier: where storages may be swapped to; None for nowhere.
         state_bytes: of the optimizer in 32 bits, which lie on the lower tier in some ways; in 8 bits they leave some of that room unused.
+        layers: that are streamed in some ways, and what is in no block.
     """
 
     trace_of: Callable[[Choices], Trace]
@@ -57,6 +60,7 @@ class Search:
     refused: Sequence[str] = ()
     lower_tier: Link | None = None
     state_bytes: int = 0
+    layers: Sequence[StreamedLayer] = ()
     _solvers: dict[Choices, Solver] = field(default_factory=dict)
 
     def solver(self, micro_batches: int, way: Choices | None = None) -> Solver:
@@ -102,26 +106,46 @@ class Search:
         """
         best: Found | None = None
         turned_down = list(self.refused)
-        ruled_out: list[Choices] = []
+        hopeless: list[Choices] = []
         for way in self.ways:
-            if best is not None:
-                least = self._least_seconds(way, budget_bytes)
-                if least * WORTH_MORE >= best.seconds:
-                    if not any(_adds_to(other, way) for other in ruled_out):  # else what adds to it need not be named
-                        turned_down.append(
-                            f"{in_words(way)}: {format_seconds(least)} a step at least, the chosen plan takes {format_seconds(best.seconds)}"
-                        )
-                    ruled_out.append(way)
-                    continue
-            best = self._weigh(way, budget_bytes, best, turned_down)
+            reason = self._hopeless(way, budget_bytes, best)
+            if reason is not None:
+                if not any(_adds_to(other, way) for other in hopeless):  # else what adds to it need not be named
+                    turned_down.append(f"{in_words(way) or 'as it is'}: {reason}")
+                hopeless.append(way)
+                continue
+            try:
+                best = self._weigh(way, budget_bytes, best, turned_down)
+            except (CaptureError, EngineError, InputError) as error:
+                if len(self.ways) == 1:
+                    raise
+                turned_down.append(f"{in_words(way)}: {error}")
         if best is None:
             raise self._infeasible(budget_bytes, turned_down)
         return self.describe(budget_bytes, best, turned_down)
+
+    def _hopeless(self, way: Choices, budget: int, best: Found | None) -> str | None:
+        """Why a way need not be captured; None where it may give the fastest plan."""
+        if way == self.ways[0]:
+            return None
+        saved = [self._at_best(name, value).saved_bytes for name, value in self._added_to_plain(way)]
+        if all(size is not None for size in saved):
+            least = least_bytes(self._plain()) - sum(size or 0 for size in saved) + self.extra_bytes
+            if least > budget:
+                return f"{format_bytes(least)} at least are there when the optimizer updates"
+        if best is not None:
+            seconds = self._least_seconds(way, budget)
+            if seconds * WORTH_MORE >= best.seconds:
+                return (
+                    f"{format_seconds(seconds)} a step at least, the chosen plan takes {format_seconds(best.seconds)}"
+                )
+        return None
 
     def _weigh(self, way: Choices, budget_bytes: int, best: Found | None, turned_down: list[str]) -> Found | None:
         """The best of what was found and what this way gives, its micro-batches searched upwards."""
         room = budget_bytes - self.extra_bytes - SLACK_BYTES
         own: Found | None = None  # of this way
+        no_faster = 0  # numbers of micro-batches in a row
         for number in self._numbers():
             if number > 1:
                 how, reason = self.weights()
@@ -152,9 +176,10 @@ class Search:
                 best = found
             else:
                 turned_down.append(found.slower())
-            if not faster:
+            no_faster = 0 if faster else no_faster + 1
+            if no_faster == 2:
                 break
-            own = found
+            own = found if faster else own
             if found.worth_no_more():
                 break  # what more parts could still save is not worth them
         return best
@@ -162,40 +187,39 @@ class Search:
     def _least_seconds(self, way: Choices, budget: int) -> float:
         """Seconds that a step run this way takes at least, from the ways already captured whose techniques it takes over and adds to.
 
-        A technique that only moves or packs bytes makes no operation faster, and with the bytes it saves at most the rest of the step is no
-        easier than the older way is with that much more budget. What such techniques add to a step, each by itself, they add together too.
+        With the bytes that the added techniques save at most, the rest of the step is no easier than the older way is with that much more budget.
         """
         least = 0.0
-        known = {replace(choices, micro_batches=1) for choices in self._solvers} - {way}
-        for other in known:
-            saved = _saves_at_most(other, way, self._plain())
-            if saved is None:
+        for other in {replace(choices, micro_batches=1) for choices in self._solvers} - {way}:
+            if not _adds_to(other, way):
                 continue
-            added = sum(
-                self._added_seconds(other, name, value)
-                for name, value in set(way.told_apart()) - set(other.told_apart())
-            )
+            added = [self._at_best(*technique) for technique in set(way.told_apart()) - set(other.told_apart())]
+            saved = [each.saved_bytes for each in added]
             bounds = [
-                solver.trace.plain_step_seconds + added + solver.trace.micro_batches * solver.bound(budget + saved)
+                solver.trace.plain_step_seconds
+                + sum(each.seconds for each in added)
+                + (
+                    0.0
+                    if None in saved
+                    else solver.trace.micro_batches * solver.bound(budget + sum(s or 0 for s in saved))
+                )
                 for choices, solver in self._solvers.items()
                 if replace(choices, micro_batches=1) == other
             ]
             least = max(least, min(bounds))
         return least
 
-    def _added_seconds(self, to: Choices, name: str, value: object) -> float:
-        """What one technique adds to a step that is run a known way, by the ways that were captured; 0 where nobody knows."""
-        plain = self.ways[0]
-        alone = replace(plain, **{name: value})  # type: ignore[arg-type]
-        if getattr(to, name) != getattr(plain, name):
-            return 0.0
-        seconds = [
-            self._solvers[replace(way, micro_batches=number)].trace.plain_step_seconds
-            for way in (plain, alone)
-            for number in (self.fixed_micro_batches or 1,)
-            if replace(way, micro_batches=number) in self._solvers
-        ]
-        return max(0.0, seconds[1] - seconds[0]) if len(seconds) == 2 else 0.0
+    def _at_best(self, name: str, value: object) -> AtBest:
+        """What this technique can do at best; as it did alone, where it was captured alone."""
+        bound = at_best(self._plain(), name, self.lower_tier, self.layers)
+        alone = replace(self.ways[0], **{name: value}, micro_batches=self.fixed_micro_batches or 1)  # type: ignore[arg-type]
+        if bound is not None and name != "streamed" and alone in self._solvers:
+            seconds = self._solvers[alone].trace.plain_step_seconds - self._plain().trace.plain_step_seconds
+            return replace(bound, seconds=seconds)
+        return bound if bound is not None else AtBest(None, -inf)
+
+    def _added_to_plain(self, way: Choices) -> list[tuple[str, object]]:
+        return sorted(set(way.told_apart()) - set(self.ways[0].told_apart()), key=str)
 
     def smallest(self) -> tuple[int, Found]:
         """Bytes and plan of the smallest plan found."""
@@ -205,7 +229,12 @@ class Search:
             for number in self._numbers():
                 if number > 1 and self.weights()[0] is None:
                     break
-                solver = self.solver(number, way)
+                try:
+                    solver = self.solver(number, way)
+                except (CaptureError, EngineError, InputError):
+                    if way == self.ways[0]:
+                        raise
+                    break
                 smallest = solver.smallest()
                 slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
                 own.append(smallest.peak + self.extra_bytes + slack)
@@ -235,6 +264,7 @@ class Search:
                 ways=self.ways,
                 lower_tier=self.lower_tier,
                 state_bytes=self.state_bytes,
+                layers=self.layers,
             )
             other._solvers = self._solvers
             smaller, free = other.smallest()
@@ -312,8 +342,8 @@ class Search:
             phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
             plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
-            copy_seconds=trace.micro_batches * copying.copy_seconds,
-            exposed_seconds=trace.micro_batches * copying.exposed_seconds,
+            copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
+            exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
         )
         names = sorted({*kept, *dropped, *below, *again})
         return Plan(
@@ -355,28 +385,6 @@ class Found:
     def slower(self) -> str:
         """Why it is not taken."""
         return f"{_named(self.way, self.number)}: {format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
-
-
-def _saves_at_most(known: Choices, way: Choices, plain: Solver) -> int | None:
-    """Bytes by which the peak may fall from one way to another that adds to it; None where it does not, or nobody can say."""
-    if not _adds_to(known, way):
-        return None
-    added = dict(way.told_apart()).keys() - dict(known.told_apart()).keys()
-    of: dict[Category, int] = defaultdict(int)
-    for storage in plain.trace.storages:
-        of[storage.category] += storage.bytes
-    state, gradients = of[Category.OPTIMIZER_STATE], of[Category.GRADIENT]
-    # A head in chunks may even be a little faster, on a processor with caches. Where the whole fits, the bits of the plain result are worth more.
-    head = head_of(plain.timeline) if "loss_chunks" in added else None
-    saves = {
-        "state_format": state,
-        "state_place": state,
-        "update": gradients,
-        "loss_chunks": head.bytes if head is not None else 0,
-    }
-    if any(name not in saves for name in added):
-        return None
-    return sum(saves[name] for name in added)
 
 
 def _adds_to(known: Choices, way: Choices) -> bool:

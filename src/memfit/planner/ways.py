@@ -14,7 +14,8 @@ ALLOWED: Final[Mapping[str, tuple[str, str]]] = {
     "bf16": ("precision", "bf16"),
     "fp16": ("precision", "fp16"),
     "8bit": ("state_format", "8bit"),
-}  # what changes results is weighed only where the user names it
+    "in_backward": ("update", "in_backward"),
+}  # what changes results, or leaves no gradients to look at after a step, is weighed only where the user names it
 
 
 @dataclass(frozen=True, slots=True)

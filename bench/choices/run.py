@@ -1,0 +1,193 @@
+"""The joint search beside random choices, with more bytes and with more allowed; and how long it takes on BERT-large.
+
+python bench/choices/run.py [--draws 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import measuring
+
+measuring.with_tests_models()
+
+Row = dict[str, Any]
+
+MODELS = ("gpt", "bert_sdpa", "unet")
+SHARES = (0.8, 0.6, 0.45, 0.3)  # of the plain peak
+EVERYTHING: Mapping[str, Any] = {"allow": ["bf16", "8bit", "in_backward"], "host_budget": "8GiB"}
+LARGE_SHARES = (0.7, 0.4)
+
+
+def adamw(parameters: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def drawn(search: Any, budget: int, draws: int) -> tuple[int, float, str]:
+    """How many random choices fit, the fewest seconds of them, and what that one is."""
+    numbers = [1]
+    while numbers[-1] < search.samples:
+        numbers.append(min(search.samples, numbers[-1] * 2))
+    chances = [(way, number) for way in search.ways for number in numbers]
+    random.Random(0).shuffle(chances)
+    fitting, best, words = 0, inf, ""
+    for way, number in chances:
+        if fitting == draws:
+            break
+        alone = replace(
+            search, ways=(way,), refused=(), fixed_micro_batches=number
+        )  # keeps what is captured and planned already
+        seconds, name = seconds_of(alone, budget)
+        fitting += seconds < inf
+        if seconds < best:
+            best, words = seconds, name
+    return fitting, best, words
+
+
+def seconds_of(search: Any, budget: int) -> tuple[float, str]:
+    """Of the plan for a budget, and its name; infinite where nothing fits."""
+    from memfit.choices import in_words
+    from memfit.errors import InfeasibleError, MemfitError
+
+    try:
+        made = search.plan(budget)
+    except InfeasibleError:
+        return inf, "nothing fits"
+    except MemfitError as error:  # cannot be captured so
+        return inf, str(error)
+    words = in_words(made.choices)
+    return made.prediction.step_seconds, f"{words + ', ' if words else ''}{made.choices.micro_batches} micro-batches"
+
+
+def rows_of(name: str, draws: int) -> list[Row]:
+    """One model at every budget."""
+    from memfit.searching import search_for
+    from memfit.tracing import Tracing
+    from models import case
+
+    # Traces are kept: every search captures what none before it has, and times nothing again.
+    tracing = Tracing(*case(name).build(), adamw)
+    plain = search_for(tracing).plain_peak()
+    rows: list[Row] = []
+    for share in SHARES:
+        budget = round(plain * share)
+        begin = time.process_time()
+        search = search_for(tracing, **EVERYTHING)
+        chosen, words = seconds_of(search, budget)
+        cpu = time.process_time() - begin
+        fitting, best, other = drawn(search, budget, draws)
+        rows.append(
+            {
+                "kind": "random",
+                "model": name,
+                "share": share,
+                "budget_bytes": budget,
+                "ways": len(search.ways),
+                "chosen": words,
+                "chosen_seconds": chosen,
+                "fitting": fitting,
+                "best": other,
+                "best_seconds": best if fitting else None,
+                "without_seconds": seconds_of(search_for(tracing), budget)[0],
+                "cpu_seconds": cpu,
+            }
+        )
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    return [{**row, **{k: None for k, v in row.items() if v == inf}} for row in rows]
+
+
+def large() -> Row:
+    """BERT-large, everything allowed: seconds to a plan, operations timed already and not."""
+    import os
+    import tempfile
+
+    from planning.run import bert_large
+
+    import memfit
+
+    os.environ["MEMFIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="memfit-bench-")
+    model, sample, loss_fn = bert_large()
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw).prediction.plain_peak_bytes
+    spent = []
+    for share in LARGE_SHARES:
+        wall, cpu = time.perf_counter(), time.process_time()
+        made = memfit.plan(model, sample, loss_fn, round(plain * share), adamw, **EVERYTHING)
+        spent.append(
+            {
+                "share": share,
+                "wall_seconds": time.perf_counter() - wall,
+                "cpu_seconds": time.process_time() - cpu,
+                "chosen": made.explain().splitlines()[1],
+            }
+        )
+    return {"kind": "large", "model": "BERT-large, batch 32, 128 tokens", "spent": spent}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """As Markdown."""
+    compared = [r for r in rows if r["kind"] == "random"]
+    first = measuring.table(
+        ["model", "budget / plain", "ways", "chosen", "random ones that fit", "best of them", "chosen is slower by"],
+        [
+            [
+                r["model"],
+                f"{r['share']:.2f}",
+                str(r["ways"]),
+                r["chosen"],
+                str(r["fitting"]),
+                r["best"],
+                f"{100 * (r['chosen_seconds'] / r['best_seconds'] - 1):+.1f} %" if r["best_seconds"] else "",
+            ]
+            for r in compared
+        ],
+    )
+    slower_bytes = sum(
+        one["chosen_seconds"] > other["chosen_seconds"]
+        for one in compared
+        for other in compared
+        if one["model"] == other["model"]
+        and one["share"] > other["share"]
+        and one["chosen_seconds"]
+        and other["chosen_seconds"]
+    )
+    slower_allowed = sum(
+        r["chosen_seconds"] > r["without_seconds"] for r in compared if r["chosen_seconds"] and r["without_seconds"]
+    )
+    words = f"Slower with more bytes: {slower_bytes}. Slower with more allowed: {slower_allowed}."
+    second = measuring.table(
+        ["model", "budget / plain", "seconds to the plan", "CPU seconds"],
+        [
+            [r["model"], f"{s['share']:.2f}", f"{s['wall_seconds']:.0f}", f"{s['cpu_seconds']:.0f}"]
+            for r in rows
+            if r["kind"] == "large"
+            for s in r["spent"]
+        ],
+    )
+    return "\n\n".join([first, words, second] if any(r["kind"] == "large" for r in rows) else [first, words])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
+    asked = parser.parse_args()
+    rows = [row for name in asked.models.split(",") for row in rows_of(name, asked.draws)]
+    rows.append(large())
+    print(table(rows), flush=True)
+    measuring.keep("choices", measuring.machine(), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""What a user asked for -> the Search over every way to run the step that respects it; and what a plan's techniques save and cost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.batches import LossFunction
+from memfit.choices import PLAIN, Choices
+from memfit.engine.swap import swap_folder
+from memfit.errors import CaptureError, InputError, SplitError
+from memfit.machine import Link
+from memfit.planner.by_hand import Placement
+from memfit.planner.head import LossHead, head_of, sets_peak
+from memfit.planner.search import Search
+from memfit.planner.timeline import Timeline
+from memfit.planner.transfers import StreamedLayer
+from memfit.planner.ways import Offers, ways
+from memfit.plans import FrozenPart, Plan, Saving
+from memfit.step.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.step.freeze import frozen, frozen_parts
+from memfit.step.optimizers import offered
+from memfit.step.precision import FORMATS, why_not_scaled
+from memfit.step.program import OptimizerFactory
+from memfit.trace import Category, Trace
+from memfit.tracing import Tracing
+from memfit.units import format_bytes, format_seconds, parse_bytes
+
+Budget = str | int
+
+SLOTS: Final = 2  # layers that are on the device while others are streamed
+OF_OPTIMIZERS: Final = ("state_format", "state_place", "update")  # choices that only the optimizer can refuse
+
+
+def search_for(
+    tracing: Tracing,
+    *,
+    host_budget: Budget | None = None,
+    allow: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+) -> Search:
+    """The search over this model and batch; the rest as for `memfit.plan`.
+
+    Raises:
+        SplitError: a number of micro-batches was fixed and the batch does not split.
+        InputError, BudgetError, CaptureError: as for `memfit.plan`.
+    """
+    model, clip_norm = tracing.model, tracing.clip_norm
+    fixed = fixed or {}
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
+    samples = batches.size(tracing.sample)
+    micro_batches = _micro_batches(fixed, samples)
+    parts_frozen(model, freeze)
+    below = _below(tracing, host_budget)
+    optimizers = _optimizer_offers(model, tracing.optimizer, freeze)
+    # What the optimizer cannot have is said before anything is captured.
+    ways(optimizers, fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS})
+    if micro_batches is not None and micro_batches > 1:
+        how, reason = tracing.weights(freeze)
+        if how is None:
+            raise SplitError(
+                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {reason}. Leave it out, or use a model that treats samples apart'
+            )
+    plain = tracing.trace_of(Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze)))
+    timeline = Timeline(plain)
+    head = head_of(timeline)
+    state = plain.bytes_of(Category.OPTIMIZER_STATE)
+    layers = _streamable(tracing, below, freeze, fixed.get("streamed"))
+    needed = {
+        "optimizer state that is": state if fixed.get("state_place", "device") != "device" else 0,
+        "streamed layers that are": sum(map(_lying_bytes, layers)) if fixed.get("streamed") else 0,
+    }
+    for what, size in needed.items():
+        if host_budget is not None and below is not None and below.room_bytes is not None and size > below.room_bytes:
+            raise InputError(
+                f"host_budget={host_budget!r} is less than the {what} to lie there ({format_bytes(size)}): give it as much, or plan without"
+            )
+    offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
+    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    chunks = fixed.get("loss_chunks", 1)
+    if head is not None and chunks > 1:
+        found = head_of(Timeline(tracing.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
+        if found is not None and found.rows == head.rows:
+            raise InputError(
+                f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
+                "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
+            )
+    return Search(
+        tracing.trace_of,
+        samples,
+        partial(tracing.weights, freeze),
+        micro_batches,
+        possible,
+        refused,
+        below,
+        state,
+        layers,
+    )
+
+
+def _below(tracing: Tracing, host_budget: Budget | None) -> Link | None:
+    """The link to the tier below and the room there; None where nothing may be moved there.
+
+    A GPU's host is open by default, a machine's own disk only where the user says how much of it.
+    """
+    if host_budget == 0 or (host_budget is None and tracing.machine.kind != "cuda"):
+        return None
+    if host_budget is not None:
+        return replace(tracing.link, room_bytes=parse_bytes(host_budget, total_bytes=_below_bytes(tracing.here)))
+    return tracing.link
+
+
+def _below_bytes(here: torch.device) -> int:
+    """What the tier below a device holds: the host's memory, or what is free on the disk that a CPU swaps to."""
+    if here.type == "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return shutil.disk_usage(swap_folder()).free
+
+
+def _streamable(tracing: Tracing, below: Link | None, freeze: Sequence[str], asked: Any) -> tuple[StreamedLayer, ...]:
+    """The layers that the user wants streamed, or that could be; none where there is nothing to gain or no room below."""
+    if isinstance(asked, str) and asked:
+        return tracing.layers(Choices(frozen=tuple(freeze), streamed=blocks_at(tracing.model, asked).path))
+    if asked is not None or below is None or tracing.optimizer is None:
+        return ()
+    found = repeated_blocks(tracing.model)
+    if not found or len(found[0].paths) <= SLOTS:
+        return ()
+    layers = tracing.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
+    lying = sum(map(_lying_bytes, layers))
+    return layers if below.room_bytes is None or lying <= below.room_bytes else ()
+
+
+def _lying_bytes(layer: StreamedLayer) -> int:
+    return layer.weight_bytes + layer.gradient_bytes + layer.state_bytes if layer.path else layer.state_bytes
+
+
+def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Offers:
+    if make_optimizer is None:
+        return Offers(why_not=dict.fromkeys(OF_OPTIMIZERS, "there is no optimizer"), on_request={"state_place": ()})
+    with frozen(model, freeze):
+        values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
+    # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
+    return Offers(values, why_not, {"state_place": values.pop("state_place", ())})
+
+
+def _offers(
+    model: nn.Module,
+    optimizers: Offers,
+    plain: Timeline,
+    head: LossHead | None,
+    fixed: Mapping[str, Any],
+    below: Link | None,
+    layers: Sequence[StreamedLayer],
+) -> Offers:
+    """What a step could have besides running as it does.
+
+    Args:
+        model: as for `plan`.
+        optimizers: what the optimizer could have.
+        plain: the step as it is.
+        head: its loss head.
+        fixed: choices that the user fixed.
+        below: link to the lower tier.
+        layers: that could be streamed.
+    """
+    values = dict(optimizers.values)
+    why_not = dict(optimizers.why_not)
+    on_request = dict(optimizers.on_request)
+    state = plain.trace.bytes_of(Category.OPTIMIZER_STATE)
+    if below is not None and state and (below.room_bytes is None or state <= below.room_bytes):
+        values["state_place"] = on_request["state_place"]
+    if layers:
+        path = layers[0].path.rpartition(".")[0] or MODEL_ITSELF
+        (on_request if fixed.get("streamed") else values)["streamed"] = (path,)
+    values["precision"] = ("bf16", "fp16")
+    unscalable = why_not_scaled(model)
+    if unscalable is not None:
+        values["precision"], why_not["precision"] = ("bf16",), unscalable
+    if head is None:
+        why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
+    else:
+        chunks = fixed.get("loss_chunks", 1)
+        bits = fixed.get("micro_batches") == 1  # what adds up in another order is not on offer then
+        worth = head.chunks() if not bits and sets_peak(plain, head) else ()
+        own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
+        values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
+        why_not["loss_chunks"] = f"its loss head has {head.rows} rows"
+    return Offers(values, why_not, on_request)
+
+
+def _micro_batches(fixed: Mapping[str, Any], samples: int) -> int | None:
+    number = fixed.get("micro_batches")
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
+        raise InputError(
+            f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed"
+        )
+    return number
+
+
+def parts_frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[FrozenPart, ...]:
+    """What the patterns freeze; nothing where there are none."""
+    return frozen_parts(model, patterns) if patterns else ()
+
+
+class Runtime:
+    """What a plan was made from, kept beside it in the process that made it."""
+
+    def __init__(
+        self,
+        search: Search,
+        loss_fn: LossFunction | None,
+        optimizer: OptimizerFactory | None,
+        fixed: Mapping[str, Any] | None = None,
+        frozen: tuple[FrozenPart, ...] = (),
+        placement: Placement | None = None,
+        host_budget: Budget | None = None,
+    ) -> None:
+        self.search = search
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.fixed = fixed
+        self.frozen = frozen
+        self.host_budget = host_budget
+        self.placement = placement  # of recomputation, where the user did it by hand
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan found, with what its techniques save and what they cost that nobody may expect."""
+        found = self.search.plan(budget_bytes)
+        return replace(
+            found,
+            savings=tuple(self._savings(found)),
+            frozen=self.frozen,
+            notes=(*found.notes, *self._slow_precisions()),
+            runtime=self,
+        )
+
+    def _plain(self, way: Choices) -> tuple[Trace, int]:
+        """The step run this way and nothing dropped, and its peak."""
+        solver = self.search.solver(self.search.fixed_micro_batches or 1, way)
+        return solver.trace, solver.plain.peak
+
+    def _savings(self, plan: Plan) -> Iterator[Saving]:
+        """Of each technique the plan uses: what the step would take without it, all others kept and nothing dropped."""
+        chosen = plan.choices
+        way = replace(chosen, micro_batches=1, micro_batch_size=0, weights="whole", unforced=())
+        trace, peak = self._plain(way)
+        for name, value in way.told_apart():
+            without = replace(way, **{name: getattr(PLAIN, name)})
+            with suppress(CaptureError):
+                other, other_peak = self._plain(without)
+                claimed, claim = _claimed(name, other, trace)
+                seconds = trace.plain_step_seconds - other.plain_step_seconds
+                yield Saving(_technique(name, value), claimed, other_peak - peak, claim, seconds)
+        number = chosen.micro_batches
+        if number > 1 and self.search.fixed_micro_batches is None:
+            parts = self.search.solver(number, way)
+            claimed = trace.bytes_of(Category.ACTIVATION) * (number - 1) // number
+            seconds = parts.trace.plain_step_seconds - trace.plain_step_seconds
+            yield Saving(
+                f"{number} micro-batches",
+                claimed,
+                peak - parts.plain.peak,
+                "all that forward makes, divided by their number",
+                seconds,
+            )
+
+    def _slow_precisions(self) -> Iterator[str]:
+        """Of 16-bit ways that were weighed, those whose operations take longer than in full precision."""
+        for precision in FORMATS:
+            way = next((w for w in self.search.ways if w.precision == precision), None)
+            if way is None:
+                continue
+            with suppress(CaptureError):
+                seconds = self._plain(way)[0].plain_step_seconds
+                full = self._plain(replace(way, precision="full"))[0].plain_step_seconds
+                if seconds > full:
+                    yield (
+                        f"{precision} is slower than full precision on this device: {format_seconds(seconds)} a step against {format_seconds(full)} "
+                        "before anything is dropped; what it may save is bytes"
+                    )
+
+
+def _technique(name: str, value: Any) -> str:
+    """As the user would ask for it."""
+    return {
+        "frozen": "freeze",
+        "precision": str(value),
+        "state_format": "8-bit optimizer state",
+        "state_place": f"optimizer state on the {value}",
+        "update": "update inside backward",
+        "loss_chunks": f"loss head in {value} chunks",
+        "streamed": f"layers of {value} streamed",
+    }[name]
+
+
+def _claimed(name: str, without: Trace, used: Trace) -> tuple[int, str]:
+    """Bytes that are commonly said to be saved, and the formula in words."""
+
+    def lost(*categories: Category) -> int:
+        return without.bytes_of(*categories) - used.bytes_of(*categories)
+
+    if name == "frozen":
+        return lost(Category.GRADIENT, Category.OPTIMIZER_STATE), "gradients and optimizer state of what is frozen"
+    if name == "precision":
+        return without.bytes_of(Category.ACTIVATION) // 2, "half of what is saved for backward"
+    if name == "state_format":
+        return without.bytes_of(Category.OPTIMIZER_STATE) * 3 // 4, "three quarters of the optimizer's state"
+    if name == "state_place":
+        return without.bytes_of(Category.OPTIMIZER_STATE), "all of the optimizer's state"
+    if name == "update":
+        return without.bytes_of(Category.GRADIENT), "all gradients"
+    if name == "loss_chunks":
+        head = head_of(Timeline(without))
+        whole = head.bytes if head is not None else 0
+        return whole - whole // used.choices.loss_chunks, "all but one chunk of what is as large as the logits"
+    return lost(
+        Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE
+    ), "parameters, gradients and state of all layers but two"

@@ -1,0 +1,205 @@
+"""A model, a batch and a way to run the step -> its Trace with seconds: captured when asked for, and no more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.capture import costs as cost_tables
+from memfit.capture.capture import Captured, device_of
+from memfit.capture.recorder import Strides
+from memfit.capture.scaled import trustworthy, without_forced_gradients
+from memfit.capture.splitting import Splitting, find_splitting
+from memfit.choices import Choices, in_words
+from memfit.engine.swap import swap_folder
+from memfit.machine import Link, Machine, known_machine
+from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
+from memfit.step.blocks import blocks_at, own_to, parameter_homes
+from memfit.step.freeze import frozen
+from memfit.step.program import OptimizerFactory
+from memfit.trace import Category, Trace
+
+Progress = Callable[[str, float], None]
+
+LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
+ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
+LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
+RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
+
+
+@dataclass(eq=False)
+class Tracing:
+    """One model and batch, and every trace made of them.
+
+    Args:
+        model: any module, whatever it freezes by itself; its own object, which is left as it is.
+        sample: the whole batch of a step.
+        loss_fn, optimizer, clip_norm: as for `memfit.plan`.
+        device: name of a device that is not here; None for the model's.
+        progress: told what is being done.
+
+    Attributes:
+        here: the device the model lies on.
+        machine: that seconds are for.
+    """
+
+    model: nn.Module
+    sample: Batch
+    loss_fn: LossFunction | None
+    optimizer: OptimizerFactory | None
+    clip_norm: float | None = None
+    device: str | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self.here = device_of(self.model)
+        self.machine = machine_of(self.model, self.device)
+        self._table = None if self.device is not None else cost_tables.CostTable(self.here)
+        self._traces: dict[Choices, Trace] = {}
+        self._believed: dict[Choices, Captured] = {}  # by the way the step is run
+        self._unforced: dict[Choices, tuple[str, ...]] = {}
+        self._strides: dict[str, Strides] = {}
+        self._splitting: dict[tuple[str, ...], Splitting] = {}
+
+    def trace_of(self, choices: Choices) -> Trace:
+        """The step run as chosen, nothing dropped.
+
+        Raises:
+            CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
+        """
+        if choices not in self._traces:
+            self._traces[choices] = self._with_transfers(self._captured(choices))
+        return self._traces[choices]
+
+    def _captured(self, choices: Choices) -> Trace:
+        number, way = choices.micro_batches, replace(choices, micro_batches=1)
+        named = f"{in_words(choices)}, " if in_words(choices) else ""
+        for _ in range(LAYOUT_ROUNDS):
+            tell(self.progress, f"capturing a step ({named}{number} micro-batch{'es' if number > 1 else ''})", 0.1)
+            with frozen(self.model, choices.frozen):
+                captured = self._captured_as(choices, self._believed.get(way))
+            self._believed.setdefault(way, captured)
+            if self._table is None:
+                costs, are = cost_tables.estimated_costs(captured.calls, self.machine), "estimated"
+                break
+            costs, are = self._table.measure(captured.calls, self.progress), "measured"
+            known = len(self._strides)
+            self._strides.update(cost_tables.wrong_strides(captured, costs))
+            if len(self._strides) == known:
+                break
+        # Measured after the operations have run once: by then the libraries have taken what they keep.
+        model = self.model
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        present = [*model.parameters(), *model.buffers(), *batches.leaves(self.sample), *gradients]
+        trace = cost_tables.with_costs(
+            captured,
+            costs,
+            seconds_are=are,
+            device=self.machine.name,
+            allocation_bytes=self.machine.allocation_bytes,
+            beside_bytes=cost_tables.beside_bytes(self.here, present) if self.device is None else 0,
+        )
+        return replace(
+            trace,
+            rng_state_bytes=RNG_STATE_BYTES.get(self.here.type, 0),
+            dispatch_seconds=ENGINE_SECONDS,
+            clip_norm=self.clip_norm,
+            torch_version=torch.__version__,
+        )
+
+    def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
+        def run(way: Choices) -> Captured:
+            return trustworthy(
+                self.model,
+                self.sample,
+                self.loss_fn,
+                self.optimizer,
+                clip_norm=self.clip_norm,
+                choices=way,
+                believed=known,
+                strides=self._strides,
+            )
+
+        way = replace(choices, micro_batches=1)
+        if way in self._unforced:
+            return run(replace(choices, unforced=self._unforced[way]))
+        captured, self._unforced[way] = without_forced_gradients(run, choices)
+        return captured
+
+    def _with_transfers(self, trace: Trace) -> Trace:
+        """What a step moves over the link by itself, whatever else a plan swaps."""
+        choices = trace.choices
+        if choices.state_place != "device":
+            lying = self.trace_of(replace(choices, state_place="device", micro_batch_size=0, unforced=()))
+            moved = state_transfers(lying.bytes_of(Category.OPTIMIZER_STATE), self.link)
+        elif choices.streamed:
+            moved = layer_transfers(trace, self.layers(choices), self.link, clips=self.clip_norm is not None)
+        else:
+            return trace
+        return replace(trace, transfer_seconds=moved.seconds, waited_seconds=moved.waited_seconds)
+
+    def layers(self, choices: Choices) -> tuple[StreamedLayer, ...]:
+        """What is streamed, and last what is not in the blocks, of which the state alone moves."""
+        state = self.trace_of(Choices(frozen=choices.frozen)).bytes_of(Category.OPTIMIZER_STATE)
+        model = self.model
+        homes = parameter_homes(model)
+        with frozen(model, choices.frozen):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+            def lying(path: str, parameters: Iterable[nn.Parameter]) -> StreamedLayer:
+                own = list(parameters)
+                mine = [p for p in own if p.requires_grad]
+                share = sum(p.numel() for p in mine) / trained if trained else 0.0
+                return StreamedLayer(path, _bytes_of(own), _bytes_of(mine), round(share * state))
+
+            blocks = {
+                path: [p for p in dict.fromkeys(model.get_submodule(path).parameters()) if own_to(homes[id(p)], path)]
+                for path in blocks_at(model, choices.streamed).paths
+            }
+            moved = {id(p) for own in blocks.values() for p in own}
+            rest = lying("", (p for p in model.parameters() if id(p) not in moved))
+            return (
+                *(lying(path, own) for path, own in blocks.items()),
+                replace(rest, weight_bytes=0, gradient_bytes=0),
+            )
+
+    @cached_property
+    def link(self) -> Link:
+        """To the tier below."""
+        if self.device is not None:
+            return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
+        return cost_tables.lower_tier(self.here, swap_folder())
+
+    def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
+        """How parts of the batch add up: (one of `batches.weightings`, or None; why None)."""
+        patterns = tuple(freeze)
+        if patterns not in self._splitting:
+            if any(p.device.type == "meta" for p in self.model.parameters()):
+                return None, "the model is on the meta device, so it cannot be checked whether its batch splits"
+            tell(self.progress, "checking whether the batch splits", 0.5)
+            with frozen(self.model, patterns):
+                self._splitting[patterns] = find_splitting(self.model, self.sample, self.loss_fn)
+        found = self._splitting[patterns]
+        return found.weights, found.reason
+
+
+def tell(progress: Progress | None, what: str, share: float) -> None:
+    """Say what is being done, and the share done, to whoever wants to know."""
+    if progress is not None:
+        progress(what, share)
+
+
+def machine_of(model: nn.Module, device: str | None) -> Machine:
+    """The device of this name, or the one that the model lies on."""
+    return known_machine(device) if device is not None else cost_tables.present_machine(device_of(model))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

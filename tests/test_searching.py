@@ -1,0 +1,144 @@
+"""One search over all techniques, on real models: bounds that hold, layers streamed where nothing else fits, and what each technique saves and costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import memfit
+import small
+from memfit.choices import Choices
+from memfit.planner.at_best import at_best
+from memfit.planner.search import Search
+from memfit.searching import Runtime, search_for
+from memfit.tracing import Tracing
+from models import build_gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def wide() -> Any:
+    """Most bytes are those of four equal blocks."""
+    return build_gpt(layers=4, hidden=128, heads=4, batch=2, tokens=16, vocab=500)
+
+
+def small_chain() -> Any:
+    return small.chain(), small.rows(64), small.squared_error
+
+
+def searched(build: Any = wide, **named: Any) -> tuple[Search, Any]:
+    model, sample, loss_fn = build()
+    return search_for(Tracing(model, sample, loss_fn, small.adamw), **named), model
+
+
+def test_no_technique_does_better_than_its_bound() -> None:
+    search, _ = searched(host_budget="1GiB", allow=["8bit", "in_backward"], fixed={"micro_batches": 1})
+    plain = search.solver(1)
+    seen = set()
+    for way in search.ways[1:]:
+        told = list(way.told_apart())
+        if len(told) > 1:
+            continue
+        ((name, _),) = told
+        bound = at_best(plain, name, search.lower_tier, search.layers)
+        assert bound is not None
+        alone = search.solver(1, way)
+        assert alone.trace.plain_step_seconds >= plain.trace.plain_step_seconds + bound.seconds - 1e-9, name
+        if bound.saved_bytes is not None:
+            assert alone.plain.peak >= plain.plain.peak - bound.saved_bytes - 4096, name
+        seen.add(name)
+    assert seen == {"state_format", "state_place", "update", "streamed"}
+
+
+def test_layers_are_streamed_where_nothing_else_fits() -> None:
+    alone, _ = searched(fixed={"micro_batches": 1})
+    model, sample, loss_fn = wide()
+    budget = alone.smallest()[0] * 9 // 20  # parameters and gradients alone take more
+    with pytest.raises(memfit.InfeasibleError):
+        alone.plan(budget)
+
+    engine = memfit.fit(model, sample, loss_fn, budget, small.adamw, host_budget="1GiB", fixed={"micro_batches": 1})
+
+    assert engine.plan.choices.streamed == "blocks"
+    assert engine.rehearsal is not None
+    assert engine.rehearsal.measured_peak_bytes <= budget
+    assert engine.rehearsal.measured_peak_bytes == pytest.approx(engine.plan.prediction.peak_bytes, rel=0.005)
+    text = engine.plan.explain()
+    assert "layers of blocks streamed: takes " in text
+    assert "Copying to and from the tier below: " in text
+    p = engine.plan.prediction
+    assert 0 < p.exposed_seconds <= p.copy_seconds
+    other, _, _ = wide()
+    optimizer = small.adamw(other.parameters())
+    for _ in range(3):
+        loss = loss_fn(other, sample)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert engine.step(sample).loss == loss.item()
+
+
+def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
+    search, model = searched(host_budget="64KiB")
+    assert not any(way.streamed or way.state_place != "device" for way in search.ways)
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) > 64 * 1024
+    with pytest.raises(
+        memfit.InputError, match=r"host_budget='64KiB' is less than the streamed layers that are to lie there"
+    ):
+        searched(host_budget="64KiB", fixed={"streamed": "blocks"})
+
+
+def test_a_way_that_cannot_be_captured_is_turned_down_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = Tracing.trace_of
+
+    def trace_of(self: Tracing, choices: Choices) -> Any:
+        if choices.precision == "bf16":
+            raise memfit.CaptureError("no kernel for it")
+        return captured(self, choices)
+
+    monkeypatch.setattr(Tracing, "trace_of", trace_of)
+    search, _ = searched(allow=["bf16"], fixed={"micro_batches": 1})
+    made = search.plan((search.plain_peak() + search.smallest()[0]) // 2)
+    assert "bf16 autocast: no kernel for it" in made.turned_down
+    with pytest.raises(memfit.CaptureError, match="no kernel for it"):
+        searched(fixed={"micro_batches": 1, "precision": "bf16"})[0].plan(1 << 40)
+
+
+def test_each_technique_of_a_plan_is_told_with_what_it_saves_and_costs() -> None:
+    model, sample, loss_fn = wide()
+    fixed = {"state_format": "8bit", "update": "in_backward"}
+    made = memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed={**fixed, "micro_batches": 1})
+    search = made.runtime.search
+    both = search.solver(1)
+    told = {saving.technique: saving for saving in made.savings}
+    assert set(told) == {"8-bit optimizer state", "update inside backward"}
+    for saving, name in zip(made.savings, fixed, strict=True):
+        without = search.solver(1, replace(search.ways[0], **{name: getattr(Choices(), name)}))
+        assert saving.predicted_bytes == without.plain.peak - both.plain.peak
+        assert saving.seconds == both.trace.plain_step_seconds - without.trace.plain_step_seconds
+        assert saving.claimed_bytes > 0
+    assert told["8-bit optimizer state"].predicted_bytes > 0
+    assert memfit.Plan.from_json(made.to_json()) == made
+
+
+def test_micro_batches_are_told_too() -> None:
+    search, _ = searched(small_chain)
+    size, found = search.smallest()
+    assert found.number > 1
+    made = Runtime(search, None, None).plan(size)
+    saving = made.savings[-1]
+    assert saving.technique == f"{made.choices.micro_batches} micro-batches"
+    assert saving.predicted_bytes == search.solver(1).plain.peak - search.solver(found.number).plain.peak
+    fixed = small.plan_at(1.0, small.chain(), small.rows(64))
+    assert fixed.savings == ()
+
+
+def test_gradients_are_let_go_only_where_that_is_allowed() -> None:
+    silent, _ = searched(fixed={"micro_batches": 1})
+    assert {way.update for way in silent.ways} == {"after"}
+    asked, model = searched(fixed={"micro_batches": 1}, allow=["in_backward"])
+    found = asked.plan(asked.plain_peak() - 600_000)
+    assert found.choices.update == "in_backward"
+    assert all(p.grad is None for p in model.parameters())

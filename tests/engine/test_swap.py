@@ -26,7 +26,7 @@ from memfit.engine import swap
 from memfit.engine.swap import Copy, DiskArena, LowerTier
 from memfit.errors import EngineError, InputError
 from memfit.machine import Link
-from memfit.planner.recipes import LAGS, SIZED_BY_VALUES, Recipes
+from memfit.planner.recipes import LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import Search
@@ -125,7 +125,7 @@ QUICK = {
 def test_any_model_swaps_all_it_can_and_gives_plain_numbers_and_the_predicted_peak(each: Case) -> None:
     model, sample, loss_fn = each.build()
     trace = memfit.record(model, sample, loss_fn, None)
-    if any(op.name in SIZED_BY_VALUES for op in trace.operations):
+    if trace.sized_by_values:
         assert not Recipes(trace, LINK).reloads_of
     else:
         check(each, [everything(1)])

@@ -596,6 +596,7 @@ def with_costs(
     """
     trace = captured.trace
     storages: list[Storage] = list(trace.storages)
+    drawn = [list(sizes) for sizes in trace.drawn_bytes]
     operations = []
     notes = list(trace.notes)
     for op in trace.operations:
@@ -610,13 +611,18 @@ def with_costs(
         for s, size in zip(op.makes, cost.made_bytes, strict=True):
             if size > storages[s].bytes:
                 storages[s] = replace(storages[s], bytes=size)
+                for sizes in drawn:
+                    sizes[s] = max(sizes[s], size)
                 note = f"{op.name} returns more memory than its fake kernel shows; measured bytes are used"
                 if note not in notes:
                     notes.append(note)
     if allocation_bytes > 1:
         storages = [replace(s, bytes=-(-s.bytes // allocation_bytes) * allocation_bytes) for s in storages]
+        drawn = [[-(-size // allocation_bytes) * allocation_bytes for size in sizes] for sizes in drawn]
     if beside_bytes:
         storages.append(Storage(beside_bytes, Category.OTHER, "", BEFORE_STEP, len(trace.events)))
+        for sizes in drawn:
+            sizes.append(beside_bytes)
     return replace(
         trace,
         operations=tuple(operations),
@@ -624,6 +630,7 @@ def with_costs(
         seconds_are=seconds_are,
         device=device,
         notes=tuple(notes),
+        drawn_bytes=tuple(map(tuple, drawn)),
     )
 
 

@@ -285,6 +285,7 @@ class Recorder(TorchDispatchMode):
                 key,
                 tuple(outputs),
                 wanted,
+                dispatch.is_sized_by_values(func, args),
             )
         )
         return result

@@ -19,7 +19,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture import costs as cost_tables
 from memfit.capture.capture import Captured, device_of, model_digest
-from memfit.capture.recorder import Strides
+from memfit.capture.recorder import Layouts
 from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.choices import Choices, in_words
@@ -673,12 +673,12 @@ def _search(
     ways(optimizers, fixed={name: value for name, value in (fixed or {}).items() if name in OF_OPTIMIZERS})
     believed: dict[Choices, Captured] = {}  # by the way the step is run
     unforced: dict[Choices, tuple[str, ...]] = {}
-    strides: dict[str, Strides] = {}
+    layouts: dict[str, Layouts] = {}
 
     def captured_as(choices: Choices, known: Captured | None) -> Captured:
         def run(way: Choices) -> Captured:
             return trustworthy(
-                model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=way, believed=known, strides=strides
+                model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=way, believed=known, layouts=layouts
             )
 
         way = replace(choices, micro_batches=1)
@@ -700,9 +700,9 @@ def _search(
                 costs, are = cost_tables.estimated_costs(captured.calls, machine), "estimated"
                 break
             costs, are = table.measure(captured.calls, progress), "measured"
-            known = len(strides)
-            strides.update(cost_tables.wrong_strides(captured, costs))
-            if len(strides) == known:
+            known = len(layouts)
+            layouts.update(cost_tables.wrong_layouts(captured, costs))
+            if len(layouts) == known:
                 break
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         present = [*model.parameters(), *model.buffers(), *batches.leaves(sample), *_gradients(model)]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import Captured, capture, capture_real, forked_generators
-from memfit.capture.recorder import CallSpec, Strides, TensorSpec
+from memfit.capture.recorder import CallSpec, Layouts, TensorSpec
 from memfit.capture.standins import lent
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
@@ -241,7 +241,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
 
     kwargs = {k: at(v, b.kwargs.get(k)) for k, v in a.kwargs.items()}
     made: Sequence[int] = at(a.made_bytes, b.made_bytes)
-    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.strides, b.strides), a.written)
+    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.layouts, b.layouts), a.written)
 
 
 def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN) -> None:
@@ -314,12 +314,12 @@ def trustworthy(
     clip_norm: float | None = None,
     choices: Choices = PLAIN,
     believed: Captured | None = None,
-    strides: Mapping[str, Strides] | None = None,
+    layouts: Mapping[str, Layouts] | None = None,
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, choices, strides: as in `capture`.
+        model, sample, loss_fn, optimizer, clip_norm, choices, layouts: as in `capture`.
         believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
 
     Raises:
@@ -336,7 +336,7 @@ def trustworthy(
             clip_norm=clip_norm,
             choices=choices,
             after=after,
-            strides=strides,
+            layouts=layouts,
         )
 
     def for_real(why: str, known: Captured | None = None) -> Captured:

@@ -136,6 +136,16 @@ def is_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return True
 
 
+def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the results are as large as values of the arguments decide: nonzero and its like, and indices of booleans."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    return func is not aten.index.Tensor or any(t.dtype in _MASKS for t in tensors_in(args[1]))
+
+
+_MASKS: Final = frozenset({torch.bool, torch.uint8})
+
+
 def is_rerunnable(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a second call on the same inputs gives the same bits and does nothing else."""
     name = func._schema.name  # noqa: SLF001

@@ -210,6 +210,8 @@ class Prediction:
         curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
         copy_seconds: the link to the lower tier is busy in a step.
         exposed_seconds: of these, computing waits; the rest hides behind it.
+        varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
+            is kept free above it.
     """
 
     peak_bytes: int
@@ -228,6 +230,7 @@ class Prediction:
     plain_curve: tuple[int, ...] = ()
     copy_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    varies_bytes: int = 0
 
     @property
     def slowdown(self) -> float:
@@ -515,6 +518,8 @@ def _check_prediction(prediction: Prediction) -> None:
         value = getattr(prediction, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"{name} is {value!r}")
+    if not isinstance(prediction.varies_bytes, int) or prediction.varies_bytes < 0:
+        raise ValueError(f"varies_bytes is {prediction.varies_bytes!r}")
     for name in ("step_seconds", "plain_step_seconds", "bound_seconds", "copy_seconds", "exposed_seconds"):
         value = getattr(prediction, name)
         if not _is_number(value) or value < 0:

@@ -83,6 +83,7 @@ class Operation:
         key: names all operations that cost the same (name, shapes, dtypes, layout); one measurement serves them.
         outputs: for each tensor output, the position in `makes` of its storage, or -1 when it aliases one that was there.
         wanted: in forward, whether one of its arguments needs a gradient.
+        by_values: its results are as large as the values of its arguments make them (nonzero, an index of booleans).
     """
 
     name: str
@@ -98,6 +99,7 @@ class Operation:
     key: str
     outputs: tuple[int, ...] = ()
     wanted: bool = False
+    by_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class Trace:
         transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
         waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
+        drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
     events: tuple[int, ...]
@@ -164,7 +167,13 @@ class Trace:
     transfer_seconds: float = 0.0
     waited_seconds: float = 0.0
     torch_version: str = ""
+    drawn_bytes: tuple[tuple[int, ...], ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
+
+    @property
+    def sized_by_values(self) -> bool:
+        """Whether sizes of one batch or one draw say nothing certain about the next."""
+        return bool(self.drawn_bytes) or any(operation.by_values for operation in self.operations)
 
     @property
     def micro_batches(self) -> int:
@@ -254,8 +263,9 @@ class Trace:
                     names[key],
                     tuple(outputs),
                     wanted,
+                    by_values,
                 )
-                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted in columns(
+                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values in columns(
                     ops, Operation
                 )
             )
@@ -267,10 +277,23 @@ class Trace:
                 Save(storage, by, tuple((u, r) for u, r in unpacks), freed)
                 for storage, by, unpacks, freed in columns(svs, Save)
             )
+            drawn = tuple(tuple(map(int, sizes)) for sizes in data["drawn_bytes"])
+            if any(len(sizes) != len(storages) for sizes in drawn):
+                raise ValueError(f"drawn_bytes are of other storages than the {len(storages)} there are")
             rest = {
                 f.name: data[f.name]
                 for f in fields(cls)
-                if f.name not in {"operations", "storages", "saves", "events", "choices", "notes", "changed_buffers"}
+                if f.name
+                not in {
+                    "operations",
+                    "storages",
+                    "saves",
+                    "events",
+                    "choices",
+                    "notes",
+                    "changed_buffers",
+                    "drawn_bytes",
+                }
             }
             return cls(
                 operations=operations,
@@ -280,6 +303,7 @@ class Trace:
                 choices=Choices.from_json(data["choices"]),
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
+                drawn_bytes=drawn,
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

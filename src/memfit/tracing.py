@@ -14,7 +14,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture import costs as cost_tables
 from memfit.capture.capture import Captured, device_of
-from memfit.capture.recorder import Strides
+from memfit.capture.recorder import Layouts
 from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.choices import Choices, in_words
@@ -65,7 +65,7 @@ class Tracing:
         self._traces: dict[Choices, Trace] = {}
         self._believed: dict[Choices, Captured] = {}  # by the way the step is run
         self._unforced: dict[Choices, tuple[str, ...]] = {}
-        self._strides: dict[str, Strides] = {}
+        self._layouts: dict[str, Layouts] = {}
         self._splitting: dict[tuple[str, ...], Splitting] = {}
 
     def trace_of(self, choices: Choices) -> Trace:
@@ -90,9 +90,9 @@ class Tracing:
                 costs, are = cost_tables.estimated_costs(captured.calls, self.machine), "estimated"
                 break
             costs, are = self._table.measure(captured.calls, self.progress), "measured"
-            known = len(self._strides)
-            self._strides.update(cost_tables.wrong_strides(captured, costs))
-            if len(self._strides) == known:
+            known = len(self._layouts)
+            self._layouts.update(cost_tables.wrong_layouts(captured, costs))
+            if len(self._layouts) == known:
                 break
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         model = self.model
@@ -124,7 +124,7 @@ class Tracing:
                 clip_norm=self.clip_norm,
                 choices=way,
                 believed=known,
-                strides=self._strides,
+                layouts=self._layouts,
             )
 
         way = replace(choices, micro_batches=1)

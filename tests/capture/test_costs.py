@@ -21,6 +21,7 @@ from memfit.capture.recorder import CallSpec
 from memfit.machine import known_machine
 from memfit.meter import metered
 from models import case
+from models.outcome import measured_peak
 
 CPU = torch.device("cpu")
 
@@ -160,6 +161,33 @@ class DepthwiseOnPoints(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(memory_format=torch.channels_last)
         return nn.functional.gelu(self.second(nn.functional.gelu(self.first(x))))
+
+
+def test_statistics_of_batch_norm_are_as_wide_as_the_real_kernel_makes_them() -> None:
+    """In 16 bits the fake kernel gives statistics of 16 bits; with those of the real one, of 32, backward takes another way, which needs a workspace."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(1), nn.Linear(32 * 30 * 30, 2)
+        )
+
+    sample = torch.randn(8, 3, 32, 32)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        out: Tensor = model(batch).float().pow(2).mean()
+        return out
+
+    made = memfit.plan(build(), sample, loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1, "precision": "bf16"})
+    assert made.source == "fake"
+    made = memfit.replan(made, made.runtime.search.smallest()[0])
+    assert measured_peak(made, build(), sample, loss_fn, small.adamw) == pytest.approx(
+        made.prediction.peak_bytes, rel=0.001
+    )
+    trace = made.runtime.search.solver(1).trace
+    backward = [o for o in trace.operations if o.name == "aten.native_batch_norm_backward.default"]
+    assert backward
+    assert all("float32[32]/[1]@5" in o.key for o in backward)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

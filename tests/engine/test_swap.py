@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,24 +21,19 @@ from torch import Tensor, nn
 
 import memfit
 import small
+from engine.forced import LINK, Choice, everything, forced
 from memfit.capture import costs
 from memfit.engine import swap
 from memfit.engine.swap import Copy, DiskArena, LowerTier
 from memfit.errors import EngineError, InputError
 from memfit.machine import Link
-from memfit.planner.recipes import LAGS, SIZED_BY_VALUES, Recipes
+from memfit.planner.recipes import LAGS, Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
 from memfit.planner.search import Search
-from memfit.planner.timeline import Timeline
-from memfit.trace import Trace
 from models import CASES, Case, case
 from models.outcome import measured_peak, outcome_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-LINK = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
-Choice = Callable[[Recipes], dict[int, list[int]]]
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +41,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where these tests swap to."""
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
     return tmp_path
-
-
-def everything(lag: int) -> Choice:
-    """Swap whatever backward reads."""
-
-    def plan(recipes: Recipes) -> dict[int, list[int]]:
-        swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-        assert swapped
-        return reruns_for(recipes, (), swapped=swapped)
-
-    return plan
 
 
 def mixed(seed: int) -> Choice:
@@ -72,20 +56,6 @@ def mixed(seed: int) -> Choice:
         return reruns_for(recipes, dropped, window, swapped=swapped)
 
     return plan
-
-
-def forced(
-    model: nn.Module, sample: Any, loss_fn: Any, choice: Choice, optimizer: Any = None, parts: int = 1
-) -> tuple[memfit.Plan, Trace]:
-    """A plan that swaps as it is told, not as it pays."""
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
-    search = plain.runtime.search
-    trace = search.solver(parts).trace
-    recipes = Recipes(trace, LINK)
-    reruns = choice(recipes)
-    peak = Timeline(trace, recipes).evaluate(reruns).peak_bytes + search.extra_bytes
-    script = compile_script(recipes, reruns)
-    return replace(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace
 
 
 def check(each: Case, choices: Sequence[Choice]) -> None:
@@ -125,7 +95,7 @@ QUICK = {
 def test_any_model_swaps_all_it_can_and_gives_plain_numbers_and_the_predicted_peak(each: Case) -> None:
     model, sample, loss_fn = each.build()
     trace = memfit.record(model, sample, loss_fn, None)
-    if any(op.name in SIZED_BY_VALUES for op in trace.operations):
+    if trace.sized_by_values:
         assert not Recipes(trace, LINK).reloads_of
     else:
         check(each, [everything(1)])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from memfit.planner.recipes import SIZED_BY_VALUES, Recipes
+from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
@@ -119,11 +119,10 @@ def test_what_the_engine_holds_is_what_the_timeline_counts() -> None:
         assert levels[event + 1] == engine + 10 + 100 + 2 * 100
 
 
-@pytest.mark.parametrize("name", sorted(SIZED_BY_VALUES))
-def test_sizes_are_not_checked_where_values_decide_them(name: str) -> None:
+def test_sizes_are_not_checked_where_values_decide_them() -> None:
     w = Writer()
     x = w.before(1)
-    index = w.one((x,), 100, name=name)
+    index = w.one((x,), 100, by_values=True)
     h = w.one((index,), 50)
     save = w.save(h)
     w.backward()

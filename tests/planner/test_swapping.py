@@ -12,7 +12,7 @@ import pytest
 
 from memfit.machine import Link
 from memfit.planner.prices import Solver
-from memfit.planner.recipes import ALIGNMENT_BYTES, LAGS, SIZED_BY_VALUES, Recipes
+from memfit.planner.recipes import ALIGNMENT_BYTES, LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import Search
@@ -167,7 +167,7 @@ def test_what_cannot_run_again_can_be_swapped_and_what_backward_writes_cannot() 
 
 def test_sizes_that_values_decide_have_no_place_below() -> None:
     w = Writer()
-    a = w.one((w.before(5),), 100, name=min(SIZED_BY_VALUES))
+    a = w.one((w.before(5),), 100, by_values=True)
     save = w.save(a)
     w.backward()
     w.one((w.unpack(save),), 5)

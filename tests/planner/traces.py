@@ -53,6 +53,7 @@ class Writer:
         workspace: int = 0,
         random: bool = False,
         rerunnable: bool = True,
+        by_values: bool = False,
         name: str = "aten.f.default",
         module: str = "",
         category: Category | None = None,
@@ -81,6 +82,7 @@ class Writer:
                 rerunnable,
                 f"{name} {len(self.operations)}",
                 tuple(range(len(made))),
+                by_values=by_values,
             )
         )
         return made

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 import memfit
 from memfit.errors import MemfitError
-from memfit.meter import metered
+from memfit.planner.search import Search
 from models.outcome import Outcome, measured_peak, outcome_of
 
 from .building import NotBuiltError, Specimen, built, in_short
+from .comparing import differences, seeds_of, weighed, where
+from .techniques import TECHNIQUES, applied, turn_of
 
-# Of the prediction against the metered peak. The models are so small that scalars which kernels take for themselves count, hence the bytes.
-SHARE, BYTES = 0.005, 4096
-
-CLASSES = ("exact", "kept plain", "refused", "not deterministic", "not built", "wrong")
+TRAINS = ("exact", "drawn", "kept plain")
+CLASSES = (*TRAINS, "refused", "not deterministic", "not built", "wrong")
 
 
 @dataclass(slots=True)
@@ -35,6 +30,7 @@ class Verdict:
         how: class, way of shrinking and variant of the inputs.
         where: for crashes, the innermost lines of memfit and at all.
         shares: of the plain peak, what the budget was.
+        techniques: what came of those that were tried, as `techniques.Applied.row`.
     """
 
     architecture: str
@@ -51,19 +47,29 @@ class Verdict:
     predicted_bytes: int = 0
     metered_bytes: int = 0
     seconds: float = 0.0
+    techniques: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self)
 
 
-def judged(name: str, known: list[str], tell: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Build it, run it plainly, plan, run the plan, compare.
+def judged(
+    name: str,
+    known: list[str],
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    tried: str = "none",
+    halfway: Callable[[Verdict], None] = lambda _: None,
+) -> Verdict:
+    """Build it, run it plainly, plan, run the plan, compare; then the same with other techniques.
 
     Args:
         name: of the architecture.
         known: its classes.
         tell: called with what is done next, so that a process that is ended from outside leaves behind where it was.
+        tried: "none" of the techniques, "one" (whose turn it is) or "all" that apply; where the architecture trains at all.
+        halfway: called with the verdict before each technique, for the same reason.
     """
     verdict = Verdict(name)
     started = time.monotonic()
@@ -72,7 +78,13 @@ def judged(name: str, known: list[str], tell: Callable[[str], None] = lambda _: 
         specimen = built(name, known)
         verdict.how = specimen.how
         verdict.parameters = sum(p.numel() for p in specimen.model.parameters())
-        verdict.kind, verdict.reason = _judged(verdict, specimen, tell)
+        search, verdict.kind, verdict.reason = _judged(verdict, specimen, tell)
+        verdict.seconds = round(time.monotonic() - started, 2)
+        if search is not None and tried != "none" and verdict.kind in TRAINS:
+            chosen = TECHNIQUES if tried == "all" else (turn_of(name, specimen.model, search),)
+            for technique in chosen:
+                halfway(verdict)
+                verdict.techniques.append(applied(technique, specimen, search, tell).row())
     except NotBuiltError as error:
         verdict.kind, verdict.reason = "not built", str(error)
     except MemfitError as error:
@@ -83,24 +95,30 @@ def judged(name: str, known: list[str], tell: Callable[[str], None] = lambda _: 
     return verdict
 
 
-def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -> tuple[str, str]:
+def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -> tuple[Search | None, str, str]:
     model, batch, loss_fn = specimen.model, specimen.batch, specimen.loss_fn
     tell("plain")
     outcome_of(model, batch, loss_fn)  # what a model builds once is built here
     reference = outcome_of(model, batch, loss_fn)
     again = differences(outcome_of(model, batch, loss_fn), reference)
     if again:
-        return "not deterministic", f"plain PyTorch differs from itself: {again}"
+        return None, "not deterministic", f"plain PyTorch differs from itself: {again}"
 
     tell("planning")
     plain = memfit.plan(model, batch, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
-    search: Any = plain.runtime.search
+    search: Search = plain.runtime.search
     verdict.operations = len(search.solver(1).trace.operations)
     verdict.plain_bytes, verdict.smallest_bytes = search.plain_peak(), search.smallest()[0]
     verdict.budget_bytes = max(verdict.plain_bytes // 2, verdict.smallest_bytes)
     made = memfit.replan(plain, verdict.budget_bytes)
     verdict.predicted_bytes = made.prediction.peak_bytes
+    return search, *_followed(verdict, made, specimen, reference, tell)
 
+
+def _followed(
+    verdict: Verdict, made: memfit.Plan, specimen: Specimen, reference: Outcome, tell: Callable[[str], None]
+) -> tuple[str, str]:
+    model, batch, loss_fn = specimen.model, specimen.batch, specimen.loss_fn
     tell("following")
     try:
         found = outcome_of(model, batch, loss_fn, memfit.apply(made, model, loss_fn, None))
@@ -115,71 +133,11 @@ def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -
 
     tell("metering")
     try:
-        verdict.metered_bytes = measured_peak(made, model, batch, loss_fn, None)
+        peaks = [measured_peak(made, model, batch, loss_fn, None, seed=seed) for seed in seeds_of(made)]
     except MemfitError as error:
         return "wrong", f"a plan that was made cannot be run: {in_short(error)}"
-    allowed = round(SHARE * verdict.metered_bytes) + BYTES
-    off = verdict.predicted_bytes - verdict.metered_bytes
-    if abs(off) > allowed:
-        one, other = (plain_peak(specimen, seed) for seed in (7, 8))
-        if abs(one - other) > allowed:
-            return (
-                "not deterministic",
-                f"the plain peak itself is drawn at random: {one} bytes from one seed, {other} from another",
-            )
-        return (
-            "wrong",
-            f"prediction too {'high' if off > 0 else 'low'} by {abs(off)} bytes of {verdict.metered_bytes} ({made.prediction.peak_operation})",
-        )
-    if verdict.metered_bytes > verdict.budget_bytes + BYTES:
-        return "wrong", f"peak {verdict.metered_bytes} above the budget {verdict.budget_bytes}"
-    if made.script.plain:
+    verdict.metered_bytes = max(peaks)
+    kind, reason = weighed(made, peaks)
+    if kind != "wrong" and made.script.plain:
         return "kept plain", "nothing to drop: the smallest plan is the plain one"
-    return "exact", ""
-
-
-def plain_peak(specimen: Specimen, seed: int) -> int:
-    """Bytes that plain PyTorch holds at most while it runs forward and backward from this seed, the comparing included."""
-    with metered([*specimen.model.parameters(), *specimen.model.buffers()]) as reading:
-        outcome_of(specimen.model, specimen.batch, specimen.loss_fn, seed=seed)
-    return reading.peak_bytes
-
-
-def differences(one: Outcome, other: Outcome) -> str:
-    """What differs in bits; "" when nothing does. Unlike `Outcome.differs`, a NaN equals the same NaN."""
-    found = [] if same_bits(one.loss, other.loss) else ["loss"]
-    for what in ("gradients", "buffers"):
-        pairs = list(zip(getattr(one, what), getattr(other, what), strict=True))
-        wrong = [place for place, (a, b) in enumerate(pairs) if not same_bits(a, b)]
-        if wrong:
-            found.append(f"{len(wrong)} of {len(pairs)} {what}")
-    return ", ".join(found)
-
-
-def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Equal as bytes, or both absent."""
-    if one is None or other is None:
-        return one is other
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(one, other) or torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def where(error: BaseException) -> str:
-    """The innermost line of memfit on the way to an error, and the innermost line of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/memfit/" in f.filename]
-    picked = [*ours[-1:], *frames[-1:]]
-    return " > ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno} {f.name}" for f in picked)
-
-
-def grouped(reason: str) -> str:
-    """A reason without its numbers, so that the same one counts as the same."""
-    needs = re.search(r"requires the (\w+) library", reason)
-    if needs is not None:
-        return f"needs {needs[1]}, which is not installed"
-    return re.sub(r"\d[\d_,.]*", "#", reason)[:160]
+    return kind, reason

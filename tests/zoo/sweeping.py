@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .judging import CLASSES, Verdict, grouped, judged
+from . import techniques
+from .comparing import grouped
+from .judging import CLASSES, Verdict, judged
 
 MEMORY_BYTES = 12 << 30  # of addresses, which torch takes more of than of memory
 
@@ -38,13 +40,13 @@ def prepare() -> None:
     judged("bert", ["BertForMaskedLM"])
 
 
-def verdict_of(name: str, known: list[str], seconds: float) -> Verdict:
+def verdict_of(name: str, known: list[str], seconds: float, tried: str) -> Verdict:
     """One architecture, judged in a fork."""
     reading, writing = os.pipe()
     started = time.monotonic()
     child = os.fork()
     if child == 0:
-        _child(name, known, reading, writing)
+        _child(name, known, tried, reading, writing)
     os.close(writing)
     received = b""
     late = False
@@ -62,15 +64,21 @@ def verdict_of(name: str, known: list[str], seconds: float) -> Verdict:
     os.close(reading)
     _, status = os.waitpid(child, 0)
     lines = [json.loads(line) for line in received.decode().splitlines() if line.endswith("}")]
-    if lines and "kind" in lines[-1]:
-        return Verdict(**lines[-1])
-    stage = lines[-1]["stage"] if lines else "start"
+    known_so_far = [Verdict(**line) for line in lines if "kind" in line]
+    if known_so_far and "kind" in lines[-1] and not late and status == 0:
+        return known_so_far[-1]
+    stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
     end = f"more than {seconds:.0f} s" if late else f"the process died with status {status}"
+    if known_so_far:  # it was with a technique
+        technique, _, doing = stage.partition(": ")
+        ended = techniques.Applied(technique, "wrong", f"{end} while {doing}")
+        known_so_far[-1].techniques.append(ended.row())
+        return known_so_far[-1]
     kind = "not built" if stage in {"start", "building", "plain"} else "wrong"
     return Verdict(name, kind, f"{end} while {stage}", seconds=round(time.monotonic() - started, 2))
 
 
-def _child(name: str, known: list[str], reading: int, writing: int) -> None:
+def _child(name: str, known: list[str], tried: str, reading: int, writing: int) -> None:
     try:
         os.close(reading)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -81,15 +89,18 @@ def _child(name: str, known: list[str], reading: int, writing: int) -> None:
         def tell(stage: str) -> None:
             os.write(writing, (json.dumps({"stage": stage}) + "\n").encode())
 
-        os.write(writing, (json.dumps(judged(name, known, tell).row()) + "\n").encode())
+        def halfway(verdict: Verdict) -> None:
+            os.write(writing, (json.dumps(verdict.row()) + "\n").encode())
+
+        halfway(judged(name, known, tell, tried=tried, halfway=halfway))
     finally:
         os._exit(0)
 
 
-def swept(chosen: Iterable[tuple[str, list[str]]], seconds: float) -> Iterator[Verdict]:
-    """The verdicts, one after the other."""
+def swept(chosen: Iterable[tuple[str, list[str]]], seconds: float, tried: str) -> Iterator[Verdict]:
+    """The verdicts, one after the other; `tried` as for `judged`."""
     for name, known in chosen:
-        yield verdict_of(name, known, seconds)
+        yield verdict_of(name, known, seconds, tried)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
@@ -100,6 +111,13 @@ def summary(rows: Iterable[dict[str, Any]]) -> str:
     for kind in CLASSES:
         reasons = Counter(grouped(row["reason"]) for row in rows if row["kind"] == kind and row["reason"])
         lines += [f"  {kind}: {count} x {reason}" for reason, count in reasons.most_common()]
+    tried = [row for each in rows for row in each["techniques"]]
+    for technique in techniques.TECHNIQUES:
+        own = [row for row in tried if row["technique"] == technique.name]
+        counts = Counter(row["kind"] for row in own)
+        if own:
+            told = ", ".join(f"{counts[kind]} {kind}" for kind in techniques.CLASSES if counts[kind])
+            lines.append(f"{technique.name}: {told}")
     return "\n".join(lines)
 
 

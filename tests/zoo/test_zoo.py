@@ -1,11 +1,14 @@
-"""Forty architectures of the zoo, one of each kind; the whole of it takes a quarter of an hour: python tests/zoo/run.py."""
+"""Forty architectures of the zoo, one of each kind, every second one also with the technique whose turn it is; the whole: python tests/zoo/run.py."""
 
 from __future__ import annotations
 
 import pytest
 
+import memfit
 from zoo.architectures import architectures
+from zoo.building import built
 from zoo.judging import judged
+from zoo.techniques import TECHNIQUES, turn_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "settled"),
@@ -58,8 +61,18 @@ SAMPLE = (
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_half_of_the_memory_gives_the_same_bits_and_the_predicted_peak(name: str) -> None:
-    verdict = judged(name, architectures()[name])
+    tried = "one" if SAMPLE.index(name) % 2 else "none"
+    verdict = judged(name, architectures()[name], tried=tried)
     assert verdict.kind == "exact", verdict
+    assert [row["kind"] for row in verdict.techniques] == ["exact"] * (tried == "one"), verdict.techniques
+
+
+def test_every_technique_has_its_turn() -> None:
+    """Of a model to which all of them apply, whatever its name."""
+    specimen = built("bert", ["BertForMaskedLM"])
+    made = memfit.plan(specimen.model, specimen.batch, specimen.loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
+    picked = {turn_of(name, specimen.model, made.runtime.search).name for name in architectures()}
+    assert picked == {technique.name for technique in TECHNIQUES}
 
 
 def test_every_model_type_of_transformers_is_an_architecture_or_part_of_one() -> None:

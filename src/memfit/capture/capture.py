@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
-from memfit.capture.recorder import CallSpec, Recorder, Strides
+from memfit.capture.recorder import CallSpec, Layouts, Recorder
 from memfit.capture.standins import lent
 from memfit.capture.streamed import record_streamed
 from memfit.choices import PLAIN, Choices
@@ -70,7 +70,7 @@ def capture(
     choices: Choices = PLAIN,
     device: torch.device | None = None,
     after: Captured | None = None,
-    strides: Mapping[str, Strides] | None = None,
+    layouts: Mapping[str, Layouts] | None = None,
 ) -> Captured:
     """Write down one optimizer step on fake tensors.
 
@@ -83,7 +83,7 @@ def capture(
         choices: how the step is run; of several micro-batches the largest is captured.
         device: where the step is to run; the model's own device when None (the CPU for a meta model).
         after: an earlier fake capture of this model, split otherwise, whose forward was confirmed.
-        strides: as for `Recorder`.
+        layouts: as for `Recorder`.
 
     Raises:
         CaptureError: fake tensors cannot run this model; carries the cause.
@@ -106,9 +106,9 @@ def capture(
         parts = _parts(sample, choices.micro_batches)
         with forked_generators(), lent(model, fake), mode:
             if choices.streamed:
-                return _streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, strides)
+                return _streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, layouts)
             graded = after.graded if after is not None else None
-            return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, graded=graded, strides=strides)
+            return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, graded=graded, layouts=layouts)
     except MemfitError:
         raise
     except Exception as error:
@@ -170,7 +170,7 @@ def _record(
     choices: Choices,
     source: str = "fake",
     graded: frozenset[str] | None = None,
-    strides: Mapping[str, Strides] | None = None,
+    layouts: Mapping[str, Layouts] | None = None,
 ) -> Captured:
     micro_batches = len(parts)
     believed = graded
@@ -188,7 +188,7 @@ def _record(
     with uncollected(), dispatch.ModulePaths(model) as paths:
         # [1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards. Of several micro-batches a whole
         # pass, so that the recorded one adds to gradients.
-        recorder = Recorder(paths, strides)
+        recorder = Recorder(paths, layouts)
         recorder.recording = False
         if graded is not None:
             for name, parameter in model.named_parameters():
@@ -334,10 +334,10 @@ def _streamed(
     optimizer: OptimizerFactory | None,
     clip_norm: float | None,
     choices: Choices,
-    strides: Mapping[str, Strides] | None,
+    layouts: Mapping[str, Layouts] | None,
 ) -> Captured:
     digest_of, where = model_digest(model), str(device_of(model))  # before the blocks' parameters go
-    trace, recorder = record_streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, strides)
+    trace, recorder = record_streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, layouts)
     return Captured(replace(trace, model=digest_of, device=where), recorder.calls, recorder.overwritten)
 
 

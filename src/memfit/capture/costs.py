@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit import dispatch
 from memfit.capture.capture import Captured, forked_generators
-from memfit.capture.recorder import CallSpec, Strides, TensorSpec
+from memfit.capture.recorder import CallSpec, Layout, Layouts, TensorSpec, layout_of
 from memfit.errors import InputError
 from memfit.machine import Link, Machine
 from memfit.meter import profiled, spans_and_changes
@@ -44,7 +44,7 @@ VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: what a firs
 READING_COUNTS: Final = 0.1  # what spends less of its time on reaching memory is timed with warm caches alone
 # Operations this long are timed under the profiler, whose few microseconds do not count beside them.
 PROFILED_SECONDS: Final = 0.001
-FORMAT: Final = 5
+FORMAT: Final = 6
 
 
 # Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
@@ -63,14 +63,14 @@ class Cost:
         seconds: of one run.
         workspace_bytes: allocated while it runs and freed before it returns.
         made_bytes: of the storages it returns, in order; None when not measured.
-        strides: of the tensors it returns, as in `CallSpec`; None when not measured.
+        layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
     """
 
     seconds: float
     workspace_bytes: int = 0
     made_bytes: tuple[int, ...] | None = None
-    strides: Strides | None = None
+    layouts: Layouts | None = None
     measured: bool = True
 
 
@@ -91,12 +91,14 @@ class CostTable:
         self._costs: dict[str, Cost] = {}
         self._sweep: torch.Tensor | None = None
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            for key, (seconds, workspace, made, strides, measured) in json.loads(self.path.read_text()).items():
+            for key, (seconds, workspace, made, layouts, measured) in json.loads(self.path.read_text()).items():
                 self._costs[key] = Cost(
                     seconds,
                     workspace,
                     None if made is None else tuple(made),
-                    None if strides is None else tuple(None if s is None else tuple(s) for s in strides),
+                    None
+                    if layouts is None
+                    else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
                     measured,
                 )
 
@@ -144,19 +146,19 @@ class CostTable:
             names[name] = key
             times: list[float] = []
             made: tuple[int, ...] = ()
-            strides: Strides = ()
+            layouts: Layouts = ()
             # The first run may set things up that stay (the span of a name that counts is its last), and its time with it.
             while len(times) < 2 and not (times and times[0] >= VERY_LONG_SECONDS):
                 begin = clock()
                 with torch.profiler.record_function(name):
                     result = _run(call, args, kwargs)
                 times.append(clock() - begin)
-                made, strides = _made(result, args, kwargs)
+                made, layouts = _made(result, args, kwargs)
                 del result
             if min(times) >= PROFILED_SECONDS:
-                found[key] = Cost(self._seconds(call, args, kwargs, made, times), 0, made, strides)
+                found[key] = Cost(self._seconds(call, args, kwargs, made, times), 0, made, layouts)
             else:
-                found[key] = Cost(0.0, 0, made, strides)
+                found[key] = Cost(0.0, 0, made, layouts)
                 short[key] = call
 
         def time_it(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
@@ -195,10 +197,10 @@ class CostTable:
             torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device) - before
             kept = torch.cuda.memory_allocated(self.device) - before
-            made, strides = _made(result, args, kwargs)
+            made, layouts = _made(result, args, kwargs)
             del result
             seconds = self._repeated(call, args, kwargs, [])
-            found[key] = Cost(seconds, max(0, peak - max(0, kept)), made, strides)
+            found[key] = Cost(seconds, max(0, peak - max(0, kept)), made, layouts)
 
         self._each(missing, calls, Filled(self.device), look)
         return found
@@ -299,17 +301,17 @@ def _run(call: CallSpec, args: Any, kwargs: Any) -> Any:
         return call.func(*args, **kwargs)
 
 
-def _made(result: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], Strides]:
-    """Bytes of the storages a run made, and the strides of the tensors it returned that lie in them."""
+def _made(result: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], Layouts]:
+    """Bytes of the storages a run made, and the layouts of the tensors it returned that lie in them."""
     there = dispatch.storages_of(dispatch.tensors_in((args, kwargs)))
     sizes: dict[int, int] = {}
-    strides: list[tuple[int, ...] | None] = []
+    layouts: list[Layout | None] = []
     for tensor in dispatch.tensors_in(result):
         new = dispatch.has_storage(tensor) and dispatch.storage_key(tensor) not in there
-        strides.append(tuple(tensor.stride()) if new else None)
+        layouts.append(layout_of(tensor) if new else None)
         if new:
             sizes[dispatch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return tuple(sizes.values()), tuple(strides)
+    return tuple(sizes.values()), tuple(layouts)
 
 
 def _specs(tree: Any) -> list[TensorSpec]:
@@ -596,6 +598,7 @@ def with_costs(
     """
     trace = captured.trace
     storages: list[Storage] = list(trace.storages)
+    drawn = [list(sizes) for sizes in trace.drawn_bytes]
     operations = []
     notes = list(trace.notes)
     for op in trace.operations:
@@ -610,13 +613,18 @@ def with_costs(
         for s, size in zip(op.makes, cost.made_bytes, strict=True):
             if size > storages[s].bytes:
                 storages[s] = replace(storages[s], bytes=size)
+                for sizes in drawn:
+                    sizes[s] = max(sizes[s], size)
                 note = f"{op.name} returns more memory than its fake kernel shows; measured bytes are used"
                 if note not in notes:
                     notes.append(note)
     if allocation_bytes > 1:
         storages = [replace(s, bytes=-(-s.bytes // allocation_bytes) * allocation_bytes) for s in storages]
+        drawn = [[-(-size // allocation_bytes) * allocation_bytes for size in sizes] for sizes in drawn]
     if beside_bytes:
         storages.append(Storage(beside_bytes, Category.OTHER, "", BEFORE_STEP, len(trace.events)))
+        for sizes in drawn:
+            sizes.append(beside_bytes)
     return replace(
         trace,
         operations=tuple(operations),
@@ -624,20 +632,22 @@ def with_costs(
         seconds_are=seconds_are,
         device=device,
         notes=tuple(notes),
+        drawn_bytes=tuple(map(tuple, drawn)),
     )
 
 
-def wrong_strides(captured: Captured, costs: dict[str, Cost]) -> dict[str, Strides]:
-    """Calls of a fake capture whose real kernels lay out their results otherwise, with the real strides.
+def wrong_layouts(captured: Captured, costs: dict[str, Cost]) -> dict[str, Layouts]:
+    """Calls of a fake capture whose real kernels lay out their results otherwise, with the real layouts.
 
-    Which kernel comes next, and what it takes, depends on the layout; the strides of dimensions of size 1 count too (`suggest_memory_format`).
+    Which kernel comes next, and what it takes, depends on the layout; the strides of dimensions of size 1 count too (`suggest_memory_format`), and so do
+    dtypes (batch norm of 16 bits keeps its statistics in 32, whatever its fake kernel says).
     """
     if captured.trace.source != "fake":
         return {}
-    found: dict[str, Strides] = {}
+    found: dict[str, Layouts] = {}
     for key, call in captured.calls.items():
-        real = costs[key].strides
-        if real is not None and len(real) == len(call.strides) and real != call.strides:
+        real = costs[key].layouts
+        if real is not None and len(real) == len(call.layouts) and real != call.layouts:
             found[key] = real
     return found
 

@@ -41,8 +41,10 @@ class TensorSpec:
     place: int  # which of the operation's distinct input storages it lies in
 
 
-Strides = tuple[tuple[int, ...] | None, ...]
-"""Of each tensor that an operation returns, in elements; None for one that lies in an argument's storage."""
+Layout = tuple[str, tuple[int, ...]]
+"""Dtype and strides of a tensor, in elements."""
+Layouts = tuple[Layout | None, ...]
+"""Of each tensor that an operation returns; None for one that lies in an argument's storage."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class CallSpec:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made_bytes: tuple[int, ...] = ()
-    strides: Strides = ()
+    layouts: Layouts = ()
     written: bool = False
 
 
@@ -95,16 +97,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         paths: tells the module that is running.
-        strides: by call, how real kernels lay out what they return where the fake ones are known to do it otherwise.
+        layouts: by call, how real kernels lay out what they return where the fake ones are known to do it otherwise.
 
     In a fake run, operations on tensors that are all real (the batch and what is computed from it alone) are really run, so that branches on their
     values are taken as in training.
     """
 
-    def __init__(self, paths: dispatch.ModulePaths, strides: Mapping[str, Strides] | None = None) -> None:
+    def __init__(self, paths: dispatch.ModulePaths, layouts: Mapping[str, Layouts] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
-        self._strides = strides or {}
+        self._layouts = layouts or {}
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
@@ -231,16 +233,16 @@ class Recorder(TorchDispatchMode):
         index = len(self.operations)
         self.events.append(index)
         result = _run(func, inputs, args, kwargs)
-        if key in self._strides:
-            result = _laid_out(result, iter(self._strides[key]))
+        if key in self._layouts:
+            result = _laid_out(result, iter(self._layouts[key]))
         self._now = event
         made: list[int] = []
-        strides: list[tuple[int, ...] | None] = []
+        layouts: list[Layout | None] = []
         outputs: list[int] = []
         category = Category.ACTIVATION if self.phase is Phase.FORWARD else Category.TEMPORARY
         in_place = _returns_what_it_writes(func)
         for out in dispatch.tensors_in(result):
-            strides.append(None)
+            layouts.append(None)
             if in_place and dispatch.has_storage(out) and dispatch.storage_key(out) not in self._ids:
                 # A fake value written into a real tensor (one computed from the batch alone): torch returns a fake copy, the step makes none.
                 outputs.append(-1)
@@ -256,10 +258,10 @@ class Recorder(TorchDispatchMode):
             elif dispatch.storage_key(out) in self._ids:
                 sid = self._ids[dispatch.storage_key(out)]
                 outputs.append(made.index(sid) if sid in made else -1)
-                strides[-1] = tuple(out.stride()) if sid in made else None
+                layouts[-1] = layout_of(out) if sid in made else None
             else:
                 outputs.append(len(made))
-                strides[-1] = tuple(out.stride())
+                layouts[-1] = layout_of(out)
                 made.append(self._add(out, category, self.module, event))
         for s in writes:
             self._last_write[s] = event
@@ -267,7 +269,7 @@ class Recorder(TorchDispatchMode):
         self._made_under_node.update(made)
         if key not in self.calls:
             call.made_bytes = tuple(self.storages[s].bytes for s in made)
-            call.strides = tuple(strides)
+            call.layouts = tuple(layouts)
             call.written = bool(writes)
             self.calls[key] = call
         self.operations.append(
@@ -285,6 +287,7 @@ class Recorder(TorchDispatchMode):
                 key,
                 tuple(outputs),
                 wanted,
+                dispatch.is_sized_by_values(func, args),
             )
         )
         return result
@@ -576,16 +579,22 @@ def _run(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kw
         return func(*args, **kwargs)
 
 
-def _laid_out(result: Any, strides: Iterator[tuple[int, ...] | None]) -> Any:
-    """Fake results of an operation with the strides that its real kernel gives."""
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Its dtype by name, and its strides."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride())
+
+
+def _laid_out(result: Any, layouts: Iterator[Layout | None]) -> Any:
+    """Fake results of an operation with the layouts that its real kernel gives."""
     if isinstance(result, (list, tuple)):
-        return type(result)(_laid_out(item, strides) for item in result)
+        return type(result)(_laid_out(item, layouts) for item in result)
     if not isinstance(result, torch.Tensor):
         return result
-    wanted = next(strides)
-    if wanted is None or wanted == tuple(result.stride()) or not isinstance(result, FakeTensor):
+    wanted = next(layouts)
+    if wanted is None or wanted == layout_of(result) or not isinstance(result, FakeTensor):
         return result
-    return torch.empty_strided(tuple(result.shape), wanted, dtype=result.dtype, device=result.device)
+    dtype, strides = wanted
+    return torch.empty_strided(tuple(result.shape), strides, dtype=getattr(torch, dtype), device=result.device)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import Captured, capture, capture_real, forked_generators
-from memfit.capture.recorder import CallSpec, Strides, TensorSpec
+from memfit.capture.recorder import CallSpec, Layouts, TensorSpec
 from memfit.capture.standins import lent
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
@@ -30,6 +31,7 @@ from memfit.trace import Trace
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
 # Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
 SMALL_STEP_BYTES: Final = 512 << 20
+OTHER_DRAWS: Final = 5  # of the random numbers are captured as well where they may decide sizes
 
 
 def rows_of(sample: Batch, count: int) -> Batch:
@@ -124,25 +126,36 @@ def scaled(
     clip_norm: float | None,
     choices: Choices,
     why: str,
+    known: Captured | None = None,
 ) -> Captured:
     """Real captures at small sizes, scaled to the size of the largest micro-batch.
+
+    Args:
+        model, sample, loss_fn, optimizer, clip_norm, choices: as in `capture`.
+        why: the fake capture is not believed.
+        known: the same under another draw of the random numbers: what was looked into then is not looked into again.
 
     Raises:
         CaptureError: the sizes do not show the same operations, so nothing can be scaled.
     """
     total = batches.size(sample)
     target = batches.micro_batch_sizes(total, choices.micro_batches)[-1]
-    few, _ = looked_at(model, sample, loss_fn, choices)
-    two = capture_real(model, few, loss_fn, None, choices=replace(choices, micro_batches=1))
-    step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
-    if target <= max(SMALL_SIZES) or step_bytes <= SMALL_STEP_BYTES:
+    whole = target <= max(SMALL_SIZES)
+    if known is not None:
+        whole = known.trace.source == "real"
+    else:
+        few, _ = looked_at(model, sample, loss_fn, choices)
+        two = capture_real(model, few, loss_fn, None, choices=replace(choices, micro_batches=1))
+        step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
+        whole = whole or step_bytes <= SMALL_STEP_BYTES
+        if few is sample and not whole:
+            raise CaptureError(
+                f"this model runs on the whole batch but not on {min(2, total)} samples of it, so its step cannot be predicted from a small one ({why})"
+            )
+    if whole:
         one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices)
         return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
-    if few is sample:
-        raise CaptureError(
-            f"this model runs on the whole batch but not on {min(2, total)} samples of it, so its step cannot be predicted from a small one ({why})"
-        )
-    first, second, third = (
+    first, second, *rest = (
         capture_real(
             model,
             rows_of(sample, size * min(choices.micro_batches, 2)),
@@ -151,8 +164,9 @@ def scaled(
             clip_norm=clip_norm,
             choices=replace(choices, micro_batches=min(choices.micro_batches, 2)),
         )
-        for size in SMALL_SIZES
+        for size in SMALL_SIZES[: 3 if known is None else 2]
     )
+    third = rest[0] if rest else first
     if not (_same_stream(first.trace, second.trace) and _same_stream(first.trace, third.trace)):
         raise CaptureError(
             f"this model runs other operations for {SMALL_SIZES[0]} samples than for {SMALL_SIZES[1]}, so its step cannot be predicted ({why})"
@@ -166,8 +180,7 @@ def scaled(
 
     storages = []
     bent = 0
-    whole = {id(leaf): leaf for leaf in batches.leaves(sample)}
-    batch_bytes = sum(s.nbytes() for s in dispatch.storages_of(whole.values()).values())
+    batch_bytes = sum(s.nbytes() for s in dispatch.storages_of(batches.leaves(sample)).values())
     batch_seen = sum(s.bytes for s in first.trace.storages if s.category == "batch") or 1
     for a, b, c in zip(first.trace.storages, second.trace.storages, third.trace.storages, strict=True):
         if a.category == "batch":
@@ -228,7 +241,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
 
     kwargs = {k: at(v, b.kwargs.get(k)) for k, v in a.kwargs.items()}
     made: Sequence[int] = at(a.made_bytes, b.made_bytes)
-    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.strides, b.strides), a.written)
+    return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.layouts, b.layouts), a.written)
 
 
 def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN) -> None:
@@ -301,12 +314,12 @@ def trustworthy(
     clip_norm: float | None = None,
     choices: Choices = PLAIN,
     believed: Captured | None = None,
-    strides: Mapping[str, Strides] | None = None,
+    layouts: Mapping[str, Layouts] | None = None,
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, choices, strides: as in `capture`.
+        model, sample, loss_fn, optimizer, clip_norm, choices, layouts: as in `capture`.
         believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
 
     Raises:
@@ -323,18 +336,79 @@ def trustworthy(
             clip_norm=clip_norm,
             choices=choices,
             after=after,
-            strides=strides,
+            layouts=layouts,
         )
+
+    def for_real(why: str, known: Captured | None = None) -> Captured:
+        return scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=why, known=known)
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
         return on_fakes(None)
-    captured = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
-    if isinstance(captured, str):
-        captured = scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=captured)
+    found = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
+    captured = for_real(found) if isinstance(found, str) else found
+    again = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
+    captured = with_other_draws(captured, again)
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn, choices)
     return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample)))
+
+
+def with_other_draws(captured: Captured, again: Callable[[], Captured]) -> Captured:
+    """The capture with the sizes that other random numbers give, where numbers drawn in forward may decide any; and what the user should know of it.
+
+    Args:
+        captured: the step under one draw.
+        again: captures it in the same way, under the present state of the generators.
+    """
+    trace = captured.trace
+    told: dict[str, str] = {}
+    for operation in trace.operations:
+        if operation.by_values:
+            told.setdefault(operation.module, operation.name)
+    notes: list[str] = []
+    if told:
+        module, name = next(iter(told.items()))
+        more = f" and in {len(told) - 1} more modules" if len(told) > 1 else ""
+        notes.append(
+            f"values decide how large some results are ({name} in {module or 'the model'}{more}): bytes are those of this sample and these parameters, and "
+            "other batches or later steps may hold more"
+        )
+    drawn: list[tuple[int, ...]] = []
+    others = 0
+    if _draws_before_it_looks(trace):
+        own = tuple(s.bytes for s in trace.storages)
+        for seed in range(1, OTHER_DRAWS + 1):
+            with forked_generators():
+                torch.manual_seed(seed)
+                try:
+                    other = again().trace
+                except Exception:  # noqa: BLE001 - what this draw runs cannot be captured, or is the user's own error: no step that was planned for
+                    others += 1
+                    continue
+            sizes = tuple(s.bytes for s in other.storages)
+            if not _same_stream(trace, other):
+                others += 1
+            elif sizes != own:
+                drawn.append(sizes)
+            else:
+                break  # what is drawn decides values only
+    if others:
+        notes.append(
+            f"random numbers, drawn anew in each step, decide which operations run: {others} of {OTHER_DRAWS} other draws ran others than are planned for. "
+            "Such a step is kept plain from where it departs"
+        )
+    return replace(captured, trace=replace(trace, drawn_bytes=tuple(drawn), notes=(*trace.notes, *notes)))
+
+
+def _draws_before_it_looks(trace: Trace) -> bool:
+    """Whether forward draws random numbers before values decide sizes, or are read by Python, which may decide anything by them."""
+    drawn = False
+    for operation in (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0):
+        if drawn and (operation.by_values or operation.name == "aten._local_scalar_dense.default"):
+            return True
+        drawn = drawn or operation.random
+    return False
 
 
 def _in_the_parts_that_run(trace: Trace, samples: int) -> Trace:

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
-from memfit.capture.recorder import Recorder, Strides
+from memfit.capture.recorder import Layouts, Recorder
 from memfit.choices import Choices
 from memfit.garbage import uncollected
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
@@ -55,7 +55,7 @@ def record_streamed(
     optimizer: OptimizerFactory | None,
     clip_norm: float | None,
     choices: Choices,
-    strides: Mapping[str, Strides] | None,
+    layouts: Mapping[str, Layouts] | None,
 ) -> tuple[Trace, Recorder]:
     """Write down the second of two streamed steps; the first makes the optimizer's state. `seconds_are`, `device` and `model` are left to the caller.
 
@@ -66,7 +66,7 @@ def record_streamed(
     stream = LayerStream(model, choices.streamed, NoTier())
     weights = [None if len(parts) == 1 else 1.0 / len(parts)] * len(parts)
     with uncollected(), dispatch.ModulePaths(model) as paths:
-        recorder = Recorder(paths, strides)
+        recorder = Recorder(paths, layouts)
         watch = _Watched(recorder)
         recorder.recording = False
         with recorder:

@@ -25,7 +25,7 @@ from memfit.planner.modules import flowing_out, matcher, module_calls, repeated_
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.search import SLACK_BYTES, Found, Search, where
+from memfit.planner.search import Found, Search, where
 from memfit.planner.segments import boundaries_after, windows
 from memfit.planner.timeline import Timeline
 from memfit.plans import Plan
@@ -84,8 +84,7 @@ def plan_by_hand(search: Search, placement: Placement) -> Plan:
     else:
         cut = _kept_outputs(solver.recipes, placement.keep) if placement.keep else _units(trace, placement.every)
         solution, notes = _in_windows(solver, cut)
-    budget = solution.peak + search.extra_bytes + (SLACK_BYTES if solution.reruns else 0)
-    made = search.describe(budget, Found(search.ways[0], number, solver, solution))
+    made = search.describe(search.budget_for(solver, solution), Found(search.ways[0], number, solver, solution))
     return replace(made, notes=(*made.notes, *notes))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from memfit.garbage import uncollected
 from memfit.planner.chains import CellChain
+from memfit.planner.draws import Draws
 from memfit.planner.local_search import exchange, shake, shrink, trim
 from memfit.planner.mincut import PricedNetwork
 from memfit.planner.recipes import Recipes
@@ -58,6 +59,7 @@ MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
 STEP: Final = 0.002  # a smallest plan smaller by less than this part is not worth another round
 EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
 TANGENTS: Final = 14
+DRAWN_ROUNDS: Final = 4  # of planning for less, where other draws take more than the one planned for
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Solver:
         self.timeline = timeline
         self.recipes: Recipes = timeline.recipes
         self.trace = timeline.trace
+        self.draws = Draws(timeline)
         self.droppable = frozenset(self.recipes.saved & self.recipes.rebuildable)
         self.plain = Solution({}, timeline.plain())
         self.cuts: list[Boundary] = boundaries(self.recipes)
@@ -285,6 +288,37 @@ class Solver:
         """The plan that drops these storages in this layout, replayed."""
         reruns = reruns_for(self.recipes, dropped, layout.window_of_event, transients)
         return Solution(reruns, self.timeline.evaluate(reruns), frozenset(dropped), frozenset(transients), layout.cells)
+
+    def needed(self, solution: Solution) -> int:
+        """Bytes that a plan is to be given: its peak, and room for other draws where random numbers decide sizes."""
+        return self.draws.needed(solution.reruns) if self.trace.drawn_bytes else solution.peak
+
+    def fitting(self, budget_bytes: int) -> Solution | None:
+        """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
+        if not self.trace.drawn_bytes:
+            return self.solve(budget_bytes)
+        target = budget_bytes
+        for _ in range(DRAWN_ROUNDS):
+            found = self.solve(target)
+            over = 0 if found is None else self.needed(found) - budget_bytes
+            if over <= 0:
+                break
+            target -= over
+        self.smallest()
+        known = sorted(self._front, key=lambda plan: plan.seconds)
+        return next((plan for plan in known if self.needed(plan) <= budget_bytes), None)
+
+    def worst(self, solution: Solution) -> tuple[Timeline, Evaluation]:
+        """The draw under which a plan takes most, and what it comes to there."""
+        if not self.trace.drawn_bytes:
+            return self.timeline, solution.evaluation
+        timeline = self.draws.largest(solution.reruns)
+        return timeline, timeline.evaluate(solution.reruns)
+
+    def least(self) -> Solution:
+        """`smallest`, by what plans need."""
+        smallest = self.smallest()
+        return min(self._front, key=self.needed) if self.trace.drawn_bytes else smallest
 
     @uncollected()
     def solve(self, budget_bytes: int) -> Solution | None:

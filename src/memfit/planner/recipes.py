@@ -25,17 +25,6 @@ SMALL_CONSTANT_BYTES: Final = 4096
 # link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
 LAGS: Final = (0.0, 0.5, 2.0)
 ALIGNMENT_BYTES: Final = 4096  # of the places on the lower tier
-# Results of these are as large as the values of their inputs make them: sizes of one batch say nothing about the next.
-SIZED_BY_VALUES: Final = frozenset(
-    {
-        "aten.nonzero.default",
-        "aten.masked_select.default",
-        "aten._unique2.default",
-        "aten.unique_dim.default",
-        "aten.unique_consecutive.default",
-        "aten.repeat_interleave.Tensor",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +222,7 @@ class Recipes:
     def _add_reloads(self, link: Link, maker: dict[int, int], last_write: dict[int, int]) -> None:
         """Reloads of whatever forward made and backward, or a recipe, reads: whether it can run again or draws random numbers does not matter here."""
         trace = self.trace
-        if any(op.name in SIZED_BY_VALUES for op in trace.operations):
+        if trace.sized_by_values:
             return  # the places on the lower tier are of fixed sizes
         events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
         ends = [self.clock[e + 1] for e in events]

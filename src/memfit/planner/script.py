@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from memfit.planner.recipes import SIZED_BY_VALUES, Recipes, Reload
+from memfit.planner.recipes import Recipes, Reload
 from memfit.planner.timeline import Reruns
 from memfit.plans import KEPT, Script, Step, Swap
 
@@ -86,12 +86,15 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
             )
         )
     wanted = held | answered
-    by_value = any(op.name in SIZED_BY_VALUES for op in trace.operations)
     makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
     for op in forward:
         operation = trace.operations[op]
         entries = tuple(
-            (output, operation.makes[place], -1 if by_value else trace.storages[operation.makes[place]].bytes)
+            (
+                output,
+                operation.makes[place],
+                -1 if trace.sized_by_values else trace.storages[operation.makes[place]].bytes,
+            )
             for output, place in enumerate(operation.outputs)
             if place >= 0 and operation.makes[place] in wanted and operation.outputs.index(place) == output
         )

@@ -162,10 +162,11 @@ class Search:
                 )
                 break
             # Plain is let through at its own peak to the byte: what the slack is for, plain PyTorch needs as well.
-            solution = solver.plain if solver.plain.peak + self.extra_bytes <= budget_bytes else solver.solve(room)
+            plainly = solver.needed(solver.plain) + self.extra_bytes <= budget_bytes
+            solution = solver.plain if plainly else solver.fitting(room)
             if solution is None:
                 turned_down.append(
-                    f"{name}: nothing fits, the smallest plan found needs {format_bytes(solver.smallest().peak)}"
+                    f"{name}: nothing fits, the smallest plan found needs {format_bytes(solver.needed(solver.least()))}"
                 )
                 continue
             found = Found(way, number, solver, solution)
@@ -235,17 +236,22 @@ class Search:
                     if way == self.ways[0]:
                         raise
                     break
-                smallest = solver.smallest()
-                slack = SLACK_BYTES if smallest.reruns else 0  # as `plan` lets plain through
-                own.append(smallest.peak + self.extra_bytes + slack)
+                smallest = solver.least()
+                own.append(self.budget_for(solver, smallest))
                 found.append((own[-1], Found(way, number, solver, smallest)))
                 if len(own) > 1 and own[-1] >= own[-2]:
                     break
         return min(found, key=lambda f: f[0])
 
+    def budget_for(self, solver: Solver, solution: Solution) -> int:
+        """The smallest budget in which a plan is let through."""
+        slack = SLACK_BYTES if solution.reruns else 0  # plain is let through at its own peak
+        return solver.needed(solution) + self.extra_bytes + slack
+
     def plain_peak(self) -> int:
         """Budget in which the step runs as PyTorch runs it, whole batch at once."""
-        return self._plain().plain.peak + self.extra_bytes + SLACK_BYTES
+        solver = self._plain()
+        return self.budget_for(solver, solver.plain) + SLACK_BYTES
 
     def _infeasible(self, budget: int, turned_down: Sequence[str]) -> InfeasibleError:
         size, found = self.smallest()
@@ -305,9 +311,10 @@ class Search:
     def describe(self, budget_bytes: int, found: Found, turned_down: Sequence[str] = ()) -> Plan:
         """What was found as a Plan, with everything a person may ask about it."""
         solver, solution = found.solver, found.solution
-        trace, recipes, timeline = solver.trace, solver.recipes, solver.timeline
+        trace, recipes = solver.trace, solver.recipes
         plain_trace = self._plain().trace
-        evaluation = solution.evaluation
+        timeline, evaluation = solver.worst(solution)
+        plain = self._plain()
         phase, module, operation = where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
@@ -327,7 +334,7 @@ class Search:
                     again[trace.operations[op].module] += trace.operations[op].seconds
         prediction = Prediction(
             peak_bytes=evaluation.peak_bytes + self.extra_bytes,
-            plain_peak_bytes=self.plain_peak() - SLACK_BYTES,
+            plain_peak_bytes=plain.worst(plain.plain)[1].peak_bytes + self.extra_bytes,
             step_seconds=found.seconds,
             plain_step_seconds=plain_trace.plain_step_seconds,
             bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
@@ -341,9 +348,10 @@ class Search:
             moments=tuple(moments),
             phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
-            plain_curve=tuple(int(solver.plain.evaluation.levels[m]) for m in moments),
+            plain_curve=tuple(int(solver.worst(solver.plain)[1].levels[m]) for m in moments),
             copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
             exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
+            varies_bytes=solver.draws.varies(solution.reruns),
         )
         names = sorted({*kept, *dropped, *below, *again})
         return Plan(
@@ -358,7 +366,7 @@ class Search:
             clip_norm=trace.clip_norm,
             by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
             turned_down=tuple(turned_down),
-            notes=trace.notes,
+            notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1)),
             source=trace.source,
             changed_buffers=trace.changed_buffers,
         )
@@ -391,6 +399,19 @@ def _adds_to(known: Choices, way: Choices) -> bool:
     """Whether a way takes over every technique of a known one."""
     own = dict(way.told_apart())
     return all(own.get(name) == value for name, value in known.told_apart())
+
+
+def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:
+    """What the user should know of sizes that random numbers decide."""
+    if draws == 1:
+        return ()
+    largest, varies = prediction.peak_bytes, prediction.varies_bytes
+    kept = f"; {format_bytes(varies)} more are kept free for draws not seen" if varies else ""
+    note = (
+        f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws the peak of this plan lay between "
+        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and training may change what is usual"
+    )
+    return (note,)
 
 
 def _named(way: Choices, number: int) -> str:

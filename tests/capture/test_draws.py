@@ -1,0 +1,153 @@
+"""Sizes that values decide, drawn or computed: the capture notices, the plan says so, and steps under other draws stay inside the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+import small
+from memfit import dispatch
+from memfit.capture.scaled import OTHER_DRAWS, trustworthy
+from memfit.trace import Trace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS, HIDDEN = 96, 32
+
+
+class Jittered(nn.Module):
+    """One of four experts for each token, chosen by scores with noise, as in Switch Transformer; without noise, by the scores alone."""
+
+    def __init__(self, *, noise: float = 0.5, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.noise = noise
+        self.gate = nn.Linear(HIDDEN, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN)) for _ in range(4)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        for _ in range(2):
+            scored = rows * torch.empty_like(rows).uniform_(1 - self.noise, 1 + self.noise) if self.noise else rows
+            chosen = self.gate(scored).argmax(-1)
+            out = torch.zeros_like(rows)
+            for number, expert in enumerate(self.experts):
+                where = (chosen == number).nonzero().squeeze(-1)
+                out = out.index_add(0, where, expert(rows[where]))
+            rows = rows + out
+        out = self.dropout(rows)
+        return out.view_as(x)
+
+
+class Skipping(nn.Module):
+    """A layer is left out by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            if torch.rand(()).item() > 0.5:
+                x = torch.tanh(layer(x))
+        return self.inner[0](x) if x.requires_grad is False else x
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, TOKENS, HIDDEN), torch.randn(8, TOKENS, HIDDEN)
+
+
+def traced(model: nn.Module) -> Trace:
+    return trustworthy(model, sample(), small.squared_error, small.adamw).trace
+
+
+def test_sizes_that_draws_decide_are_seen() -> None:
+    torch.manual_seed(0)
+    trace = traced(Jittered())
+    assert len(trace.drawn_bytes) == OTHER_DRAWS
+    own = tuple(s.bytes for s in trace.storages)
+    assert len({own, *trace.drawn_bytes}) == 1 + OTHER_DRAWS
+    assert any("values decide how large some results are (aten.nonzero.default in the model)" in n for n in trace.notes)
+
+
+def test_sizes_that_the_parameters_decide_are_told_and_not_drawn() -> None:
+    torch.manual_seed(0)
+    trace = traced(Jittered(noise=0.0))
+    assert trace.sized_by_values
+    assert trace.drawn_bytes == ()
+    assert any("values decide how large some results are" in note for note in trace.notes)
+
+
+def test_random_numbers_that_decide_values_only_are_no_draws() -> None:
+    torch.manual_seed(0)
+    assert traced(Jittered(noise=0.0, dropout=0.5)).drawn_bytes == ()
+    dropped = traced(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5), nn.Linear(HIDDEN, HIDDEN)))
+    assert not dropped.sized_by_values
+    assert dropped.notes == ()
+
+
+def test_operations_that_chance_decides_are_told() -> None:
+    torch.manual_seed(3)
+    trace = traced(Skipping())
+    assert trace.drawn_bytes == () or len(trace.drawn_bytes) < OTHER_DRAWS
+    assert any("random numbers, drawn anew in each step, decide which operations run" in note for note in trace.notes)
+
+
+def test_a_capture_under_other_draws_leaves_the_generator_alone() -> None:
+    torch.manual_seed(0)
+    model, batch = Jittered(), sample()
+    before = torch.get_rng_state()
+    trustworthy(model, batch, small.squared_error, None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:
+    torch.manual_seed(0)
+    model, batch = Jittered(), sample()
+    plain = memfit.plan(model, batch, small.squared_error, 1 << 40, None, fixed={"micro_batches": 1})
+    search = plain.runtime.search
+    least = search.smallest()[0]
+    made = memfit.replan(plain, round(least + share * (search.plain_peak() - least)))
+    assert made.prediction.varies_bytes > 0
+    assert "decide how large some results are: over 6 draws" in made.explain()
+    engine = memfit.apply(made, model)
+    peaks = []
+    for seed in range(20, 32):
+        torch.manual_seed(seed)
+        record = engine.step(batch, meter=True)
+        assert record.departures == ()
+        assert record.peak_bytes is not None
+        peaks.append(record.peak_bytes)
+    assert len(set(peaks)) > 1
+    assert max(peaks) <= made.budget_bytes
+    assert max(peaks) >= made.prediction.peak_bytes - 2 * made.prediction.varies_bytes
+
+
+def test_draws_go_along_with_a_trace_and_a_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trace = memfit.record(Jittered(), sample(), small.squared_error, None)
+    trace.save(tmp_path / "trace")
+    again = Trace.load(tmp_path / "trace")
+    assert again == trace
+    made = memfit.replan(again, memfit.replan(again, 1 << 40).prediction.peak_bytes * 7 // 10)
+    assert made.prediction.varies_bytes > 0
+    made.save(tmp_path / "plan")
+    assert memfit.Plan.load(tmp_path / "plan") == made
+
+
+def test_an_index_of_booleans_is_sized_by_values_and_one_of_numbers_is_not() -> None:
+    index = torch.ops.aten.index.Tensor
+    x = torch.randn(4, 3)
+    assert dispatch.is_sized_by_values(index, (x, [torch.tensor([True, False, True, True])]))
+    assert dispatch.is_sized_by_values(index, (x, [None, torch.tensor([True, False, True])]))
+    assert not dispatch.is_sized_by_values(index, (x, [torch.tensor([0, 2])]))
+    assert dispatch.is_sized_by_values(torch.ops.aten.nonzero.default, (x,))
+    assert not dispatch.is_sized_by_values(torch.ops.aten.mm.default, (x, x))

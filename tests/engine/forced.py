@@ -1,0 +1,45 @@
+"""Plans that swap as they are told, not as it pays: in a small model, and to a disk, it never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+import memfit
+from memfit.machine import Link
+from memfit.planner.recipes import Recipes
+from memfit.planner.schedule import reruns_for
+from memfit.planner.script import compile_script
+from memfit.planner.timeline import Timeline
+from memfit.trace import Trace
+
+LINK: Final = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
+Choice = Callable[[Recipes], dict[int, list[int]]]
+
+
+def everything(lag: int) -> Choice:
+    """Swap whatever backward reads."""
+
+    def plan(recipes: Recipes) -> dict[int, list[int]]:
+        swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+        assert swapped
+        return reruns_for(recipes, (), swapped=swapped)
+
+    return plan
+
+
+def forced(
+    model: nn.Module, sample: Any, loss_fn: Any, choice: Choice, optimizer: Any = None, parts: int = 1
+) -> tuple[memfit.Plan, Trace]:
+    """A plan that swaps as it is told, not as it pays."""
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
+    search = plain.runtime.search
+    trace = search.solver(parts).trace
+    recipes = Recipes(trace, LINK)
+    reruns = choice(recipes)
+    peak = Timeline(trace, recipes).evaluate(reruns).peak_bytes + search.extra_bytes
+    script = compile_script(recipes, reruns)
+    return replace(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace

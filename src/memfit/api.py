@@ -218,6 +218,11 @@ def recompute(
         CaptureError: as for `plan`.
     """
     placement = _placement(keep, every, activation_bytes)
+    if (fixed or {}).get("streamed"):
+        raise InputError(
+            f"fixed streamed={(fixed or {})['streamed']!r} cannot be honoured by recompute: streamed layers are computed again as wholes already, so there is "
+            "nothing to place. Call memfit.plan"
+        )
     whole = {"micro_batches": 1, **(fixed or {})}
     search = _search(model, sample, loss_fn, optimizer, None, (), (), whole, clip_norm, device, progress)
     _tell(progress, "planning", 0.9)
@@ -415,6 +420,12 @@ def apply(
     stream: LayerStream | None = None
     if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
         stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
+        if chosen is not None:
+            try:
+                stream.adopt(chosen)
+            except BaseException:
+                stream.close()  # puts the layers back into the user's model: nobody gets the engine that knows where they are
+                raise
     engine = Engine(plan, model, loss_fn, chosen, stream)
     if runtime is not None:
         engine.planner = _planner_of(engine, runtime)
@@ -496,6 +507,18 @@ def fit(
         progress=progress,
     )
     engine = apply(made, model)
+    try:
+        _rehearsed(engine, sample, progress)
+    except BaseException:
+        if engine.stream is not None:
+            engine.stream.close()  # as in `apply`
+        raise
+    return engine
+
+
+def _rehearsed(engine: Engine, sample: Batch, progress: Progress | None) -> None:
+    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
+    made = engine.plan
     budget_bytes = made.budget_bytes
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
@@ -524,7 +547,6 @@ def fit(
             budget_bytes=budget_bytes,
             minimum_bytes=measured,
         )
-    return engine
 
 
 def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
@@ -752,11 +774,10 @@ def _search(
     swaps = room_bytes is not None or (machine.kind == "cuda" and not nothing_below)
     below = replace(link(), room_bytes=room_bytes) if swaps else None
     state = _bytes_of(plain, Category.OPTIMIZER_STATE)
-    if room_bytes is not None and (fixed or {}).get("state_place", "device") != "device" and state > room_bytes:
-        raise InputError(
-            f"host_budget={host_budget!r} is less than the optimizer state that is to lie there ({format_bytes(state)}): give it as much, or keep the "
-            "state on the device"
-        )
+    if host_budget is not None:
+        lying = replace(plain.choices, state_format=(fixed or {}).get("state_format", "32bit"))
+        own = state if lying == plain.choices else _bytes_of(trace_of(lying), Category.OPTIMIZER_STATE)
+        _check_room(model, host_budget, room_bytes or 0, own, fixed or {})
     offers = _offers(
         model,
         optimizers,
@@ -768,6 +789,10 @@ def _search(
         bits=micro_batches == 1,
     )
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    if room_bytes is not None and state and not any(way.streamed or way.state_place != "device" for way in possible):
+        no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
+        why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
+        refused = (*refused, f"optimizer state on the tier below: {why}")
     if head is not None and chunks > 1:
         found = head_of(Timeline(trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
         if found is not None and found.rows == head.rows:
@@ -776,6 +801,24 @@ def _search(
                 "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
             )
     return Search(trace_of, samples, weights, micro_batches, possible, refused, below, state)
+
+
+def _check_room(
+    model: nn.Module, host_budget: Budget, room_bytes: int, state_bytes: int, fixed: Mapping[str, Any]
+) -> None:
+    """See that what the user wants to lie below finds room in what he gives of it."""
+    if fixed.get("streamed"):
+        what, way_out = "layers and optimizer state", "plan without streaming"
+        blocks = (model.get_submodule(path) for path in blocks_at(model, fixed["streamed"]).paths)
+        needed = state_bytes + sum(p.nbytes for p in {p for block in blocks for p in block.parameters()})
+    elif fixed.get("state_place", "device") != "device":
+        what, way_out, needed = "optimizer state", "keep the state on the device", state_bytes
+    else:
+        return
+    if needed > room_bytes:
+        raise InputError(
+            f"host_budget={host_budget!r} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+        )
 
 
 def _below_bytes(here: torch.device) -> int:
@@ -860,6 +903,8 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _fixed(fixed: Mapping[str, Any] | None, samples: int) -> int | None:
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise InputError(f'fixed={fixed!r} is no mapping: write names and values, such as {{"micro_batches": 4}}')
     number = (fixed or {}).get("micro_batches")
     if number is None:
         return None

@@ -60,7 +60,7 @@ class FakeEngine:
         self.records.append(record)
         return record
 
-    def gathered(self, *, on_host: bool = False) -> AbstractContextManager[nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.model)
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:

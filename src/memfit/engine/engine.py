@@ -158,15 +158,20 @@ class Engine:
                 'so plan with fixed={"streamed": ...} or make an engine for each'
             )
 
-    def gathered(self, *, on_host: bool = False) -> AbstractContextManager[nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
         """The model with all its parameters, and the optimizer with all its state, for as long as the block lasts: streamed layers are away else.
 
         For `state_dict`, for loading, for a look at the parameters; takes as many bytes as the model does plainly.
 
         Args:
             on_host: have what was away in the host's memory, not on the device; to be saved or loaded, not to be called.
+            changed: what is changed inside is kept; without, nothing is written to the lower tier.
         """
-        return self.stream.gathered(on_host=on_host) if self.stream is not None else nullcontext(self.model)
+        return (
+            self.stream.gathered(on_host=on_host, changed=changed)
+            if self.stream is not None
+            else nullcontext(self.model)
+        )
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:
         """The model, to be called without gradients; streamed layers come to the device one by one when they are called."""

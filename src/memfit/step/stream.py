@@ -481,7 +481,7 @@ class LayerStream:
         return views
 
     def _send_state(self, unit: _Unit, brought: Sequence[Tensor] = ()) -> None:
-        """Write the unit's state to the lower tier and leave empty tensors in its place."""
+        """Write the unit's state to the lower tier, and send it away."""
         assert self._optimizer is not None, "a step has one"
         keys = [
             (parameter, key)
@@ -498,8 +498,13 @@ class LayerStream:
             if self._state_slot is not None and unit.state.size_bytes > self._state_slot.numel():
                 self._state_slot = None
             self._write(unit.state, unit.offset, tensors)
-        for (parameter, key), tensor in zip(keys, tensors, strict=True):
-            self._optimizer.state[parameter][key] = self._empty(tensor.dtype)
+        self._send_away(keys)
+
+    def _send_away(self, keys: Sequence[tuple[nn.Parameter, str]]) -> None:
+        """Leave empty tensors where state was that lies on the lower tier."""
+        for parameter, key in keys:
+            assert self._optimizer is not None, "there is no state without one"
+            self._optimizer.state[parameter][key] = self._empty(self._optimizer.state[parameter][key].dtype)
 
     def _make_state_slot(self) -> None:
         largest = max((unit.state.size_bytes for unit in self._units() if unit.state is not None), default=0)
@@ -626,13 +631,14 @@ class LayerStream:
     # -- beside steps --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self, *, on_host: bool = False) -> Iterator[nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> Iterator[nn.Module]:
         """All parameters and all of the optimizer's state on the device, for as long as the block lasts: to save them, load others, or look at them.
 
-        What is changed inside goes back to the lower tier. Takes as many bytes as the model does without streaming.
+        Takes as many bytes as the model does without streaming.
 
         Args:
             on_host: in the host's memory instead; what is not in the blocks keeps its parameters on the device.
+            changed: what is changed inside goes back to the lower tier; without, what lies there stays as it is.
         """
         self._gather(torch.device("cpu") if on_host else self.device)
         try:
@@ -640,11 +646,17 @@ class LayerStream:
         finally:
             for slot in self._slots:
                 slot.layer = slot.loading = None
-            for layer in self.layers:
-                self._put_down(layer)
-            if self._optimizer is not None:
-                self.adopt(self._optimizer)
-                self._sync()
+            if changed:
+                for layer in self.layers:
+                    self._put_down(layer)
+                if self._optimizer is not None:
+                    self.adopt(self._optimizer)
+                    self._sync()
+            else:
+                for layer in self.layers:
+                    self._unshow(layer)
+                for unit in self._units():
+                    self._send_away(unit.keys)
 
     def _gather(self, device: torch.device) -> None:
         self._worker.drain()

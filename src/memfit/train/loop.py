@@ -37,7 +37,7 @@ class Steps(state.Trained, Protocol):
     def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
         """One optimizer step."""
 
-    def gathered(self, *, on_host: bool = False) -> AbstractContextManager[torch.nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[torch.nn.Module]:
         """Parameters and optimizer state are all there inside, to be saved or loaded."""
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
@@ -140,7 +140,7 @@ class _Run:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
         rates = Rates(self.engine.optimizer, self.schedule, total)
-        with self.engine.gathered(on_host=True):
+        with self.engine.gathered(on_host=True, changed=False):
             content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
             snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
             del content
@@ -255,7 +255,7 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
         }
-        with self.engine.gathered(on_host=True):
+        with self.engine.gathered(on_host=True, changed=False):
             self.saved = snapshots.write(
                 self.out,
                 self.engine,

@@ -609,8 +609,7 @@ def test_programs_that_failed_once(instructions: tuple[Instruction, ...]) -> Non
     check((Program(instructions, 0), sample_of(0), program_loss))
 
 
-@pytest.mark.parametrize("state_format", ["32bit", "8bit"])
-def test_state_is_made_inside_backward_in_the_room_of_later_steps(state_format: str) -> None:
+def test_state_is_made_inside_backward_in_the_room_of_later_steps() -> None:
     """Beside activations, in the first step: the optimizer's own new state and the workspace were more than any later update takes."""
     instructions = (
         step("linear", 1, sizes=(8,)),
@@ -620,7 +619,7 @@ def test_state_is_made_inside_backward_in_the_room_of_later_steps(state_format: 
         step("wide", 4, sizes=(8,)),
     )
     program = Program(instructions, 23186), sample_of(23186), program_loss
-    choices = Choices(state_format=state_format, state_place="disk", update="in_backward")
+    choices = Choices(state_place="disk", update="in_backward")
     check_steps(program, [4, 4], OPTIMIZERS["adamw"], 0.0, Technique(choices, frozen_by=1))
 
 

@@ -18,8 +18,8 @@ from memfit import batches
 from memfit.meter import metered
 from memfit.planner.baselines import sqrt_segments
 from memfit.planner.modules import flowing_out, module_calls, repeated_blocks
-from memfit.tracing import RNG_STATE_BYTES
 from memfit.step.program import state_tensors
+from memfit.tracing import RNG_STATE_BYTES
 from models import build_gpt, case
 from models.outcome import measured_peak, outcome_of
 from small import adamw, chain, rows, squared_error

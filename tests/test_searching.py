@@ -85,7 +85,7 @@ def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
     assert not any(way.streamed or way.state_place != "device" for way in search.ways)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) > 64 * 1024
     with pytest.raises(
-        memfit.InputError, match=r"host_budget='64KiB' is less than the streamed layers that are to lie there"
+        memfit.InputError, match=r"host_budget='64KiB' is less than the layers and optimizer state that is to lie there"
     ):
         searched(host_budget="64KiB", fixed={"streamed": "blocks"})
 

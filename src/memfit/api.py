@@ -128,6 +128,11 @@ def recompute(
         CaptureError: as for `plan`.
     """
     placement = _placement(keep, every, activation_bytes)
+    if (fixed or {}).get("streamed"):
+        raise InputError(
+            f"fixed streamed={(fixed or {})['streamed']!r} cannot be honoured by recompute: streamed layers are computed again as wholes already, so there is "
+            "nothing to place. Call memfit.plan"
+        )
     whole = {"micro_batches": 1, **(fixed or {})}
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
     search = search_for(tracing, fixed=whole)
@@ -328,6 +333,12 @@ def apply(
     stream: LayerStream | None = None
     if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
         stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
+        if chosen is not None:
+            try:
+                stream.adopt(chosen)
+            except BaseException:
+                stream.close()  # puts the layers back into the user's model: nobody gets the engine that knows where they are
+                raise
     engine = Engine(plan, model, loss_fn, chosen, stream)
     if runtime is not None:
         engine.planner = _planner_of(engine, runtime)
@@ -406,6 +417,18 @@ def fit(
         progress=progress,
     )
     engine = apply(made, model)
+    try:
+        _rehearsed(engine, sample, progress)
+    except BaseException:
+        if engine.stream is not None:
+            engine.stream.close()  # as in `apply`
+        raise
+    return engine
+
+
+def _rehearsed(engine: Engine, sample: Batch, progress: Progress | None) -> None:
+    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
+    made = engine.plan
     budget_bytes = made.budget_bytes
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
@@ -434,7 +457,6 @@ def fit(
             budget_bytes=budget_bytes,
             minimum_bytes=measured,
         )
-    return engine
 
 
 def measure(

@@ -56,6 +56,8 @@ def search_for(
         InputError, BudgetError, CaptureError: as for `memfit.plan`.
     """
     model, clip_norm = tracing.model, tracing.clip_norm
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise InputError(f'fixed={fixed!r} is no mapping: write names and values, such as {{"micro_batches": 4}}')
     fixed = fixed or {}
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
@@ -77,17 +79,17 @@ def search_for(
     head = head_of(timeline)
     state = plain.bytes_of(Category.OPTIMIZER_STATE)
     layers = _streamable(tracing, below, freeze, fixed.get("streamed"))
-    needed = {
-        "optimizer state that is": state if fixed.get("state_place", "device") != "device" else 0,
-        "streamed layers that are": sum(map(_lying_bytes, layers)) if fixed.get("streamed") else 0,
-    }
-    for what, size in needed.items():
-        if host_budget is not None and below is not None and below.room_bytes is not None and size > below.room_bytes:
-            raise InputError(
-                f"host_budget={host_budget!r} is less than the {what} to lie there ({format_bytes(size)}): give it as much, or plan without"
-            )
+    if host_budget is not None:
+        lying = replace(plain.choices, micro_batch_size=0, unforced=(), state_format=fixed.get("state_format", "32bit"))
+        own = tracing.trace_of(lying).bytes_of(Category.OPTIMIZER_STATE)
+        _check_room(host_budget, below, own, _lying_bytes(layers, clip_norm), fixed)
     offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    if host_budget is not None and below is not None and state:
+        if not any(way.streamed or way.state_place != "device" for way in possible):
+            no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
+            why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
+            refused = (*refused, f"optimizer state on the tier below: {why}")
     chunks = fixed.get("loss_chunks", 1)
     if head is not None and chunks > 1:
         found = head_of(Timeline(tracing.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -138,12 +140,33 @@ def _streamable(tracing: Tracing, below: Link | None, freeze: Sequence[str], ask
     if not found or len(found[0].paths) <= SLOTS:
         return ()
     layers = tracing.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
-    lying = sum(map(_lying_bytes, layers))
+    lying = _lying_bytes(layers, tracing.clip_norm)
     return layers if below.room_bytes is None or lying <= below.room_bytes else ()
 
 
-def _lying_bytes(layer: StreamedLayer) -> int:
-    return layer.weight_bytes + layer.gradient_bytes + layer.state_bytes if layer.path else layer.state_bytes
+def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
+    """What lies below where these are streamed; gradients only where they wait there for the norm of all."""
+    return sum(
+        layer.weight_bytes + layer.state_bytes + (layer.gradient_bytes if clip_norm is not None else 0)
+        for layer in layers
+    )
+
+
+def _check_room(
+    host_budget: Budget, below: Link | None, state_bytes: int, layer_bytes: int, fixed: Mapping[str, Any]
+) -> None:
+    """See that what the user wants to lie below finds room in what he gives of it."""
+    if fixed.get("streamed"):
+        what, way_out, needed = "layers and optimizer state", "plan without streaming", layer_bytes
+    elif fixed.get("state_place", "device") != "device":
+        what, way_out, needed = "optimizer state", "keep the state on the device", state_bytes
+    else:
+        return
+    room_bytes = 0 if below is None else below.room_bytes
+    if room_bytes is not None and needed > room_bytes:
+        raise InputError(
+            f"host_budget={host_budget!r} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+        )
 
 
 def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Offers:

@@ -1,16 +1,18 @@
 """Random programs of tensor operations: the same numbers at every budget and under any choice of what to drop, and the predicted peak.
 
 Then what a training run does with them: several steps with an optimizer, batches smaller than planned, batches in parts, forwards that change from
-step to step. The promise is the same everywhere: never a wrong gradient, never above the budget while the plan was followed, never a crash without
-an error of memfit's own that says why.
+step to step; 16 bits, optimizer state in 8 bits or on the disk, updates inside backward, frozen parts, a loss head in chunks. The promise is the same
+everywhere: never a wrong gradient, never above the budget while the plan was followed, never a crash without an error of memfit's own that says why.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import batches
+from memfit.choices import PLAIN, Choices, conflict, in_words
 from memfit.machine import Link
 from memfit.meter import metered
 from memfit.planner.recipes import Recipes
@@ -31,6 +34,9 @@ from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import SLACK_BYTES
 from memfit.planner.timeline import Timeline
+from memfit.step.loss import chunked_head
+from memfit.step.optimizers import eight_bit
+from memfit.step.precision import FORMATS
 from memfit.step.program import StepProgram
 from models.outcome import measured_peak, outcome_of, plans_between, same
 from models.programs import (
@@ -40,6 +46,7 @@ from models.programs import (
     Instruction,
     Program,
     branching,
+    headed,
     program_loss,
     programs,
     sample_of,
@@ -65,12 +72,12 @@ def watched_loss(model: nn.Module, batch: Tensor) -> Tensor:
         return program_loss(model, batch)
 
 
-def leaks(model: nn.Module, sample: Any) -> bool:
+def leaks(model: nn.Module, sample: Any, loss_fn: Any = program_loss) -> bool:
     """Whether plain PyTorch itself keeps memory after a step: `x.mul_(x)` off the loss's path saves its own output, and its node owns itself."""
     for _ in range(2):
         with metered() as reading:
             torch.manual_seed(7)
-            program_loss(model, sample).backward()
+            loss_fn(model, sample).backward()
             model.zero_grad()
     return sum(reading.changes) != 0
 
@@ -79,14 +86,20 @@ def plans_of(model: nn.Module, sample: Any) -> list[memfit.Plan]:
     """Plans at three budgets; drawn blindly, one that drops all it can, one that drops half of it, and one that swaps, drops or keeps."""
     plans = plans_between(model, sample, program_loss, fractions=(1.0, 0.6, 0.0))
     plain = memfit.plan(model, sample, program_loss, 1 << 50, None, fixed={"micro_batches": 1})
+    return [*plans, *blind_plans(plain)]
+
+
+def blind_plans(plain: memfit.Plan) -> list[memfit.Plan]:
+    """From a plan that drops nothing: one that drops all it can, one that drops half of it, and one that swaps, drops or keeps."""
     search = plain.runtime.search
-    solver = search.solver(1)
+    solver = search.solver(plain.choices.micro_batches)
     droppable = sorted(solver.recipes.saved & solver.recipes.rebuildable)
     draw = random.Random(len(droppable))
     recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     timeline = Timeline(solver.trace, recipes)
     swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.4}
     half = [s for s in droppable if draw.random() < 0.5]
+    plans = []
     for dropped, below in ((droppable, {}), (half, {}), ([s for s in half if s not in swapped], swapped)):
         reruns = reruns_for(recipes, dropped, swapped=below)
         peak = timeline.evaluate(reruns).peak_bytes + search.extra_bytes
@@ -127,6 +140,8 @@ def check(program: Any) -> int:
 
 # -- several steps -----------------------------------------------------------------------------------------------------------
 
+# Choices that a technique is made of.
+CHOSEN = ("precision", "state_format", "state_place", "update", "loss_chunks")
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -156,14 +171,95 @@ def drawing_nothing(planner: Any) -> Any:
     return plan_for
 
 
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """How steps are run, beside their budget.
+
+    Attributes:
+        choices: all but the frozen parts.
+        frozen_by: seed of what is frozen; None for nothing.
+    """
+
+    choices: Choices = PLAIN
+    frozen_by: int | None = None
+
+    def frozen(self, model: nn.Module) -> list[str]:
+        """Paths of the modules of a program that are frozen."""
+        if self.frozen_by is None:
+            return []
+        draw = random.Random(self.frozen_by)
+        named = dict.fromkeys(
+            ".".join(name.split(".")[: 2 if name.startswith("parts") else 1]) for name, _ in model.named_parameters()
+        )
+        return [path for path in named if draw.random() < 0.4]
+
+
+class Loop:
+    """Steps as torch documents them, with the same technique: autocast, gradient scaler, `requires_grad`; every update after backward, all state in memory."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, optimizer: Optimizer, technique: Technique) -> None:
+        self.model, self.loss_fn, self.choices = model, loss_fn, technique.choices
+        for path in technique.frozen(model):
+            model.get_submodule(path).requires_grad_(False)
+        self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+        if self.choices.state_format == "8bit":
+            self.optimizer = eight_bit(self.optimizer)
+        self.scaler = torch.amp.GradScaler("cpu") if self.choices.precision == "fp16" else None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        dtype = FORMATS.get(self.choices.precision)
+        region = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+        with chunked_head(self.model, self.choices.loss_chunks), region:
+            found: Tensor = self.loss_fn(self.model, batch)
+        return found
+
+    def step(self, parts: Sequence[Tensor], shares: Sequence[float]) -> float | None:
+        """The weighted loss; None when it is infinite or no number, which the engine refuses to train on."""
+        whole = 0.0
+        for part, share in zip(parts, shares, strict=True):
+            loss = self.loss(part)
+            if self.scaler is None and not loss.isfinite():
+                return None
+            whole += loss.item() * share
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            scaled.backward(None if len(parts) == 1 else torch.full_like(scaled.detach(), share))
+        if self.scaler is None:
+            self.optimizer.step()
+        elif any(p.grad is not None for p in self.model.parameters()):
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return whole
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
-    """Everything that a step may change."""
-    kept = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    return [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *kept]
+    """Everything that a step may change; optimizer state as it is saved, wherever it lies."""
+    kept = optimizer.state_dict()["state"]
+    values = [kept[place][name] for place in sorted(kept) for name in sorted(kept[place])]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *tensors]
+
+
+def runs_plainly(model: nn.Module, loss_fn: Any, batch: Tensor, technique: Technique) -> bool:
+    """Whether plain PyTorch takes a step this way at all: not every program runs in 16 bits, and a frozen one may have nothing to train."""
+    in_32bit = replace(technique, choices=replace(technique.choices, state_format="32bit"))
+    try:
+        loop = Loop(copy.deepcopy(model), loss_fn, OPTIMIZERS["sgd"], in_32bit)
+        return loop.step([batch], [1.0]) is not None
+    except (RuntimeError, ValueError, IndexError):
+        return False
 
 
 def check_steps(
-    program: Any, lengths: Sequence[int], optimizer: Optimizer, fraction: float, *, may_depart: bool = False
+    program: Any,
+    lengths: Sequence[int],
+    optimizer: Optimizer,
+    fraction: float | None,
+    technique: Technique = Technique(),
+    *,
+    may_depart: bool = False,
 ) -> tuple[int, int]:
     """Assert that steps under a plan are plain PyTorch's, to the last bit, and stay inside the budget.
 
@@ -171,25 +267,35 @@ def check_steps(
         program: as `programs` draws it.
         lengths: of the batches, one for each step.
         optimizer: of the steps.
-        fraction: of the way from the smallest budget to plain.
+        fraction: of the way from the smallest budget to plain; None for a plan that swaps, drops and keeps at random.
+        technique: of the steps.
         may_depart: whether steps on a batch of the planned shape may depart from the plan.
 
     Returns:
         Operations run again, and steps that departed.
     """
     model, sample, loss_fn = program
-    leaky = leaks(copy.deepcopy(model), sample)
-    theirs = copy.deepcopy(model)
-    plain = StepProgram(theirs, loss_fn, optimizer(theirs.parameters()))
-    assert plain.optimizer is not None
-    try:
-        made = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": 1})
-    except memfit.MemfitError as error:  # anything else is a crash
-        told(f"refused: {type(error).__name__}")
+    choices, number_of_parts = technique.choices, technique.choices.micro_batches
+    if technique != Technique() and not runs_plainly(model, loss_fn, sample, technique):
+        told("plain PyTorch does not run this either")
         return 0, 0
-    search = made.runtime.search
-    smallest, largest = search.smallest()[0], search.plain_peak()
-    made = memfit.replan(made, round(smallest + (largest - smallest) * fraction))
+    plain = Loop(copy.deepcopy(model), loss_fn, optimizer, technique)
+    theirs = plain.model
+    looked_at = Loop(copy.deepcopy(model), loss_fn, optimizer, technique)
+    leaky = leaks(looked_at.model, sample, lambda _, batch: looked_at.loss(batch))
+    fixed = {name: getattr(choices, name) for name in ("micro_batches", *CHOSEN)}
+    try:
+        made = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, freeze=technique.frozen(model), fixed=fixed)
+    except memfit.MemfitError as error:  # anything else is a crash
+        told(f"refused: {type(error).__name__}: {str(error)[:90]}")
+        return 0, 0
+    if fraction is None:
+        made = blind_plans(made)[-1]
+    else:
+        search = made.runtime.search
+        smallest, largest = search.smallest()[0], search.plain_peak()
+        made = memfit.replan(made, round(smallest + (largest - smallest) * fraction))
+    assert {name: getattr(made.choices, name) for name in CHOSEN} == {name: fixed[name] for name in CHOSEN}
     engine = memfit.apply(made, model)
     engine.planner = drawing_nothing(engine.planner)
     assert engine.optimizer is not None
@@ -201,12 +307,15 @@ def check_steps(
     reruns = departed = 0
     for number, length in enumerate(lengths):
         batch = sample.roll(number, 0)[:length].clone()  # another first sample each time, on which a branch may depend
+        parts, shares = [batch], [1.0]
+        if number_of_parts > 1:
+            largest_part = made.choices.micro_batch_size
+            parts = batches.split(batch, batches.micro_batch_sizes(length, -(-length // largest_part)))
+            shares = batches.shares(parts, made.choices.weights) or []
         torch.manual_seed(number)
-        loss = plain.forward_backward(batch)
-        if not loss.isfinite():
+        loss = plain.step(parts, shares)
+        if loss is None or not all(bool(p.isfinite().all()) for p in theirs.parameters()):
             return reruns, departed  # the drawn program was only tried on the sample; the engine refuses such steps
-        plain.update()
-        plain.clear()
         # A plan of its own, for a shape that departed, runs the forward before the step does.
         fresh = model.forwards if isinstance(model, Branching) else 0
         torch.manual_seed(number)
@@ -215,7 +324,7 @@ def check_steps(
             record = engine.step(batch, meter=True)
         if isinstance(model, Branching):
             model.forwards = fresh + 1
-        assert float(loss) == record.loss, number
+        assert loss == record.loss or (math.isnan(loss) and math.isnan(record.loss)), number
         mine, others = state_of(model, engine.optimizer), state_of(theirs, plain.optimizer)
         assert all(same(a, b) for a, b in zip(mine, others, strict=True)), number
         reruns += record.reruns
@@ -228,6 +337,7 @@ def check_steps(
             room = UNSEEN_BYTES if made.script.plain else 0
             assert record.peak_bytes <= made.budget_bytes + room, (number, record.peak_bytes, made.budget_bytes)
     told(f"{departed} of {len(lengths)} steps departed")
+    told(in_words(choices) or "plain")
     return reruns, departed
 
 
@@ -336,8 +446,32 @@ many = settings(max_examples=500, derandomize=False, deadline=None, suppress_hea
 
 budgets = st.sampled_from((0.0, 0.3, 0.7, 1.0))
 tight = st.sampled_from((0.0, 0.3))  # a plan that drops nothing is not followed
+budgets_or_blind = st.sampled_from((0.0, 0.3, 0.7, 1.0, None))
 optimizers = st.sampled_from(sorted(OPTIMIZERS)).map(OPTIMIZERS.__getitem__)
 lengths_of_batches = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(lambda drawn: [4, *drawn])
+
+
+@st.composite
+def techniques(draw: st.DrawFn, *, parts: int = 1, chunks: int = 1) -> tuple[Optimizer, Technique]:
+    """An optimizer and a technique that can stand with it.
+
+    Args:
+        draw: hypothesis's own.
+        parts: of the batch, at most.
+        chunks: of the loss head, at most.
+    """
+    name = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    stateless = name == "sgd"
+    choices = Choices(
+        micro_batches=draw(st.integers(1, parts)),
+        precision=draw(st.sampled_from(("full", "full", "bf16", "fp16"))),
+        state_format="32bit" if stateless else draw(st.sampled_from(("32bit", "8bit"))),
+        state_place="device" if stateless else draw(st.sampled_from(("device", "disk"))),
+        update=draw(st.sampled_from(("after", "in_backward"))),
+        loss_chunks=draw(st.integers(1, chunks)),
+    )
+    assume(conflict(choices) is None)
+    return OPTIMIZERS[name], Technique(choices, draw(st.none() | st.integers(0, 99)))
 
 
 @few
@@ -346,25 +480,28 @@ def test_any_program_gives_plain_numbers_and_the_predicted_peak(program: Any) ->
     check(program)
 
 
+# Only what ends in a loss head has one to take in chunks.
+trained = st.tuples(programs(), techniques(parts=2)) | st.tuples(headed(), techniques(parts=2, chunks=3))
+
+
 @few
-@given(programs(), optimizers, budgets)
-def test_any_program_trains_as_plain(program: Any, optimizer: Optimizer, fraction: float) -> None:
-    check_steps(program, [4, 4, 4], optimizer, fraction)
+@given(trained, budgets_or_blind)
+def test_any_program_trains_as_plain(drawn: Any, fraction: float | None) -> None:
+    program, (optimizer, technique) = drawn
+    check_steps(program, [4, 4, 4], optimizer, fraction, technique)
 
 
-def check_shorter(program: Any, lengths: Sequence[int], optimizer: Optimizer, fraction: float) -> None:
+def check_shorter(
+    program: Any,
+    lengths: Sequence[int],
+    optimizer: Optimizer,
+    fraction: float | None,
+    technique: Technique = Technique(),
+) -> None:
     model, sample, loss_fn = program
-    for length in set(lengths):
-        assume(runs(model, sample[:length], loss_fn))
-    check_steps(program, lengths, optimizer, fraction)
-
-
-def runs(model: nn.Module, batch: Tensor, loss_fn: Any) -> bool:
-    """Whether plain PyTorch takes a batch of this length: tables and views may be made for another."""
-    try:
-        return bool(outcome_of(copy.deepcopy(model), batch, loss_fn).loss.isfinite())
-    except (RuntimeError, ValueError, IndexError):
-        return False
+    for length in set(lengths):  # tables and views may be made for another
+        assume(runs_plainly(model, loss_fn, sample[:length], technique))
+    check_steps(program, lengths, optimizer, fraction, technique)
 
 
 @few
@@ -402,12 +539,12 @@ def test_five_hundred_programs_give_plain_numbers(program: Any) -> None:
 
 @pytest.mark.slow
 @many
-@given(programs(), lengths_of_batches, optimizers, budgets)
-def test_five_hundred_programs_train_as_plain(
-    program: Any, lengths: Sequence[int], optimizer: Optimizer, fraction: float
-) -> None:
-    check_steps(program, [4, 4, 4], optimizer, fraction)
-    check_shorter(program, lengths, optimizer, fraction)
+@given(trained, lengths_of_batches, budgets_or_blind)
+def test_five_hundred_programs_train_as_plain(drawn: Any, lengths: Sequence[int], fraction: float | None) -> None:
+    program, (optimizer, technique) = drawn
+    check_steps(copy.deepcopy(program), [4, 4, 4], optimizer, fraction, technique)
+    whole = replace(technique, choices=replace(technique.choices, micro_batches=1))
+    check_shorter(program, lengths, optimizer, fraction, whole)
 
 
 @pytest.mark.slow
@@ -420,9 +557,11 @@ def test_five_hundred_programs_split_rightly_or_are_refused(program: Any, count:
 
 @pytest.mark.slow
 @many
-@given(branching(), optimizers, tight)
-def test_five_hundred_programs_change_from_step_to_step(program: Any, optimizer: Optimizer, fraction: float) -> None:
-    check_steps(program, [4, 4, 4, 4, 4], optimizer, fraction, may_depart=True)
+@given(branching(), techniques(), tight)
+def test_five_hundred_programs_change_from_step_to_step(
+    program: Any, technique: tuple[Optimizer, Technique], fraction: float
+) -> None:
+    check_steps(program, [4, 4, 4, 4, 4], technique[0], fraction, technique[1], may_depart=True)
 
 
 # -- found by the above ------------------------------------------------------------------------------------------------------
@@ -468,6 +607,20 @@ FOUND = {
 @pytest.mark.parametrize("instructions", FOUND.values(), ids=FOUND)
 def test_programs_that_failed_once(instructions: tuple[Instruction, ...]) -> None:
     check((Program(instructions, 0), sample_of(0), program_loss))
+
+
+def test_state_is_made_inside_backward_in_the_room_of_later_steps() -> None:
+    """Beside activations, in the first step: the optimizer's own new state and the workspace were more than any later update takes."""
+    instructions = (
+        step("linear", 1, sizes=(8,)),
+        step("linear", 2, sizes=(8,)),
+        step("softmax", 3),
+        step("linear", 0, sizes=(8,)),
+        step("wide", 4, sizes=(8,)),
+    )
+    program = Program(instructions, 23186), sample_of(23186), program_loss
+    choices = Choices(state_place="disk", update="in_backward")
+    check_steps(program, [4, 4], OPTIMIZERS["adamw"], 0.0, Technique(choices, frozen_by=1))
 
 
 def test_programs_are_run_again_in_part() -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -20,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final, NoReturn
@@ -30,7 +32,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import memfit
 from memfit.cli.main import main
+from memfit.machine import Link
+from memfit.planner.recipes import Recipes
+from memfit.planner.schedule import reruns_for
+from memfit.planner.script import compile_script
 from memfit.train import log, snapshots
 
 TOY: Final = """
@@ -48,6 +55,30 @@ class Net(nn.Module):
 
 def build():
     return Net()
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(width))
+
+    def forward(self, x):
+        return self.inner(x)
+
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x, y):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x).squeeze(-1) - y).square().mean()
+
+def tower(width=32):
+    return Tower(width)
 """
 
 CONFIG: Final = """
@@ -60,6 +91,19 @@ train: {steps: 9, save_every: 2, eval_every: 3, log_every: 1, keep: 2, out: whol
 report: {html: false}
 """
 
+# What is done beside dropping, as settings on the command line. The budget is the smallest in which the run can be planned, so that it drops, too.
+TECHNIQUES: Final[Mapping[str, tuple[str, ...]]] = {
+    "plain": (),
+    "8-bit state": ("fit.fixed.state_format=8bit",),
+    "state on disk": ("fit.fixed.state_place=disk",),
+    "8-bit state on disk": ("fit.fixed.state_format=8bit", "fit.fixed.state_place=disk"),
+    "fp16": ("fit.fixed.precision=fp16",),
+    "frozen": ("fit.freeze=[body.0]",),
+    "update in backward": ("fit.fixed.update=in_backward", "fit.clip_norm=null"),
+    "swap": ("model.python=toy:tower", "fit.host_budget=8MiB"),
+    "streamed layers": ("model.python=toy:tower", "fit.fixed.streamed=blocks"),
+}
+
 # What a run imports on its way, which would take each child seconds.
 LOADED: Final = ("torch._dynamo", "memfit.train.run", "memfit.views", "memfit.capture.capture", "rich.console")
 STEPS: Final = 9
@@ -68,7 +112,7 @@ INTERRUPTED: Final = 130
 KILLED: Final = -signal.SIGKILL
 PATIENCE_S: Final = 300.0
 _TOUCHES: Final = {"os.rename": "rename", "os.mkdir": "mkdir", "os.remove": "remove", "os.rmdir": "remove"}
-ON_DISK: Final = ("open", "write", "fsync", "rename", "mkdir", "remove")
+ON_DISK: Final = ("open", "write", "fsync", "rename", "mkdir", "remove", "below")
 
 Fault = Callable[[], None]
 Moment = tuple[str, int]  # kind, and which of that kind
@@ -120,11 +164,21 @@ class Moments:
                 raise
             return half + write(file, data[half:])
 
+        # What is swapped, state on the disk and streamed layers are written so, in threads of their own; a run's own files are not.
+        for name in ("pwrite", "pwritev"):
+            setattr(os, name, self._below(getattr(os, name)))
         os.fsync = fsynced
         snapshots._Remembering.write = written  # type: ignore[method-assign]
         register_module_forward_pre_hook(lambda *_: self.moment("layer"))
         register_optimizer_step_pre_hook(lambda *_: self.moment("update"))
         register_optimizer_step_post_hook(lambda *_: self.moment("update"))
+
+    def _below(self, write: Callable[..., int]) -> Callable[..., int]:
+        def written(*arguments: Any) -> int:
+            self.moment("below")
+            return write(*arguments)
+
+        return written
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.over:
@@ -170,11 +224,13 @@ class Workplace:
         folder: holds run.yaml and the rest.
         moments: of the whole run, by kind.
         seconds: it took.
+        settings: of the technique, as on the command line.
     """
 
     folder: Path
     moments: Mapping[str, int]
     seconds: float
+    settings: Sequence[str] = ()
 
     @property
     def whole(self) -> Path:
@@ -188,9 +244,8 @@ class Workplace:
 
     def start(self, out: Path, **fault: Any) -> End:
         """`memfit train` into `out`; `fault` as for `child`."""
-        return child(
-            self.folder, out, ["train", "run.yaml", "--plan", "plan.json", "--set", f"train.out={out}"], **fault
-        )
+        settings = _settings((*self.settings, f"train.out={out}"))
+        return child(self.folder, out, ["train", "run.yaml", "--plan", "plan.json", *settings], **fault)
 
     def resume(self, out: Path, **fault: Any) -> End:
         """`memfit resume`."""
@@ -206,7 +261,11 @@ class Workplace:
         return difference(self.whole, out)
 
 
-def prepare(folder: Path) -> Workplace:
+def _settings(settings: Sequence[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def prepare(folder: Path, technique: str = "plain") -> Workplace:
     """Write model, configuration and data, plan, and train once without any fault."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in LOADED:
@@ -217,12 +276,38 @@ def prepare(folder: Path) -> Workplace:
     for name, samples in (("train", 150), ("validation", 40)):  # batches of 64, 64 and 22
         x = draw.standard_normal((samples, 8)).astype(np.float32)
         np.savez(folder / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
-    planned = child(folder, folder / "none", ["plan", "run.yaml", "--save", "plan.json"])
+    settings = TECHNIQUES[technique]
+    if technique == "swap":  # what is swapped is decided below
+        settings = (*settings, "fit.budget=1MiB")
+    elif settings:
+        few = child(folder, folder / "none", ["plan", "run.yaml", *_settings((*settings, "fit.budget=1KiB"))])
+        found = re.search(r"the smallest plan found needs [^(]*\((\d+) bytes\)", few.said)
+        assert found is not None, few.said
+        settings = (*settings, f"fit.budget={found[1]}")
+    planned = child(folder, folder / "none", ["plan", "run.yaml", "--save", "plan.json", *_settings(settings)])
     assert planned.status == DONE, planned.said
-    place = Workplace(folder, {}, 0.0)
+    if technique == "swap":
+        _swap_all(folder)
+    place = Workplace(folder, {}, 0.0, settings)
     whole = place.start(place.whole)
     assert whole.status == DONE, whole.said
-    return Workplace(folder, whole.moments, whole.seconds)
+    return Workplace(folder, whole.moments, whole.seconds, settings)
+
+
+def _swap_all(folder: Path) -> None:
+    """Have the plan swap whatever backward reads: tensors as small as these would not be worth a copy."""
+    spec = importlib.util.spec_from_file_location("toy_of_a_plan", folder / "toy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    toy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(toy)
+    sample = {"x": torch.zeros(64, 8), "y": torch.zeros(64)}
+    plain = memfit.plan(toy.tower(), sample, None, 1 << 40, fixed={"micro_batches": 1}, clip_norm=1.0)
+    recipes = Recipes(plain.runtime.search.solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+    script = compile_script(recipes, reruns_for(recipes, (), swapped=swapped))
+    assert script.swaps
+    replace(plain, script=script).save(folder / "plan.json")
 
 
 def child(

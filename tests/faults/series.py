@@ -88,6 +88,15 @@ def full_disk(place: Workplace, tries: int, draw: Random) -> Tally:
     return _full(place, "full disk (ENOSPC)", tries, "full", run)
 
 
+def full_below(place: Workplace, tries: int, draw: Random) -> Tally:
+    """The disk is full from a drawn write on of what lies below: what is swapped, optimizer state, or streamed layers. No snapshot is written then."""
+
+    def run(out: Path) -> End:
+        return place.go_on(out, at=place.draw(draw, ("below",)), fault=fill)
+
+    return _full(place, "full disk below (ENOSPC)", tries, "full_below", run, status=2)
+
+
 def too_large(place: Workplace, tries: int, draw: Random) -> Tally:
     """The kernel lets no file grow past a drawn size (RLIMIT_FSIZE): real failing writes, in the middle of any file."""
     largest = max(f.stat().st_size for f in place.whole.rglob("*") if f.is_file())
@@ -98,7 +107,9 @@ def too_large(place: Workplace, tries: int, draw: Random) -> Tally:
     return _full(place, "file size limit (EFBIG)", tries, "limited", run)
 
 
-def _full(place: Workplace, name: str, tries: int, folder: str, run: Callable[[Path], End]) -> Tally:
+def _full(
+    place: Workplace, name: str, tries: int, folder: str, run: Callable[[Path], End], *, status: int = 3
+) -> Tally:
     tally = Tally(name)
     for number in range(tries):
         out = place.folder / f"{folder}-{number}"
@@ -106,15 +117,15 @@ def _full(place: Workplace, name: str, tries: int, folder: str, run: Callable[[P
         if end.status == DONE:  # the moment was never reached, or no file was as large
             tally.add(0, _finish(place, out))
             continue
-        tally.add(1, _said_clearly(end) or _older_are_whole(out) or _finish(place, out))
+        tally.add(1, _said_clearly(end, status) or _older_are_whole(out) or _finish(place, out))
     return tally
 
 
-def _said_clearly(end: End) -> str | None:
-    """A sentence of memfit's, no traceback."""
+def _said_clearly(end: End, status: int) -> str | None:
+    """A sentence of memfit's, no traceback, and the exit status that goes with it."""
     if "Traceback" in end.said or "memfit: " not in end.said:
         return f"no clear error, status {end.status}: {end.said[-1500:]}"
-    return _unless(end, 3)
+    return _unless(end, status)
 
 
 def _older_are_whole(out: Path) -> str | None:

@@ -12,13 +12,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from faults import series
-from faults.runs import CONFIG, INTERRUPTED, Tally, Workplace, alike, child, fill, interrupt, kill, prepare
+from faults.runs import (
+    CONFIG,
+    INTERRUPTED,
+    TECHNIQUES,
+    Tally,
+    Workplace,
+    alike,
+    child,
+    fill,
+    interrupt,
+    kill,
+    prepare,
+)
 from memfit.train import snapshots
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="tries are forked")
@@ -53,6 +66,29 @@ def test_nothing_is_lost(place: Workplace, fault: Callable[..., Tally]) -> None:
 def test_nothing_is_lost_in_many_tries(place: Workplace, fault: Callable[..., Tally]) -> None:
     named = {"resumed": 20} if fault is series.damaged else {}
     nothing_lost(fault(place, 200 if fault is series.damaged else 50, Random(1), **named))
+
+
+BELOW = ("state on disk", "8-bit state on disk", "swap", "streamed layers")
+
+
+def check_technique(folder: Path, technique: str, tries: int) -> None:
+    place = prepare(folder, technique)
+    assert ("below" in place.moments) == (technique in BELOW)
+    nothing_lost(series.killed(place, tries, Random(2)))
+    if technique in BELOW:
+        nothing_lost(series.full_disk(place, tries, Random(3)))
+        nothing_lost(series.full_below(place, tries, Random(4)))
+
+
+@pytest.mark.parametrize("technique", ["8-bit state on disk", "swap", "streamed layers"])
+def test_nothing_is_lost_under_any_technique(tmp_path: Path, technique: str) -> None:
+    check_technique(tmp_path / "run", technique, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [name for name in TECHNIQUES if name != "plain"])
+def test_nothing_is_lost_under_any_technique_in_many_tries(tmp_path: Path, technique: str) -> None:
+    check_technique(tmp_path / "run", technique, 20)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,15 @@
-"""A step that fails leaves everything as it was after the step before, says why, and the next one works: out of memory anywhere, batches that are too long."""
+"""A step that fails leaves everything as it was after the step before, says why, and the next one works: out of memory anywhere, batches that are too long.
+
+Under every technique; where an update begins before backward has ended, only up to there.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +18,10 @@ from torch import Tensor, nn
 
 import memfit
 from faults.runs import alike
+from memfit.machine import Link
+from memfit.planner.recipes import Recipes
+from memfit.planner.schedule import reruns_for
+from memfit.planner.script import compile_script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,6 +35,37 @@ ERRORS = {
 }
 STEPS = 6
 FAILING = 3  # from 0
+
+
+# What is done beside dropping: arguments of `memfit.plan`. Streamed layers are clipped, so that all of backward comes before the first update.
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"fixed": {"precision": "bf16"}},
+    "fp16": {"fixed": {"precision": "fp16"}, "clip_norm": 1.0},
+    "8-bit state": {"fixed": {"state_format": "8bit"}},
+    "8-bit state on disk": {"fixed": {"state_format": "8bit", "state_place": "disk"}},
+    "frozen": {"freeze": ["body.0"]},
+    "update in backward": {"fixed": {"update": "in_backward"}},
+    "swap": {},
+    "streamed layers": {"fixed": {"streamed": "blocks"}, "clip_norm": 1.0},
+}
+
+
+class Tower(nn.Module):
+    """Repeated blocks, which can be streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
 
 
 class Net(nn.Module):
@@ -53,35 +94,62 @@ def batch(number: int, size: int = 64) -> dict[str, Tensor]:
     return {"x": x, "y": x.sum(1).sin()}
 
 
-def engine() -> memfit.Engine:
+def build(technique: str) -> nn.Module:
     torch.manual_seed(5)
+    return Tower() if technique == "streamed layers" else Net()
+
+
+@cache
+def planned(technique: str) -> memfit.Plan:
+    """Under everything but streaming the smallest plan, so that it drops."""
+    named = TECHNIQUES[technique]
+    fixed = {"micro_batches": 1, **named.get("fixed", {})}
     made = memfit.plan(
-        Net(), batch(0), loss_of, 1 << 40, lambda p: torch.optim.AdamW(p, lr=0.01), fixed={"micro_batches": 1}
+        build(technique),
+        batch(0),
+        loss_of,
+        1 << 40,
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        **{**named, "fixed": fixed},
     )
+    if technique == "swap":
+        return swapping(made)
+    if technique == "streamed layers":
+        return made
     made = memfit.replan(made, made.runtime.search.smallest()[0])
     assert not made.script.plain
-    torch.manual_seed(5)
-    return memfit.apply(made, Net())
+    return made
+
+
+def engine(technique: str = "plain") -> memfit.Engine:
+    return memfit.apply(planned(technique), build(technique))
+
+
+def swapping(plain: memfit.Plan) -> memfit.Plan:
+    """The plan, with whatever backward reads swapped."""
+    recipes = Recipes(plain.runtime.search.solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+    script = compile_script(recipes, reruns_for(recipes, (), swapped=swapped))
+    assert script.swaps
+    return replace(plain, script=script)
 
 
 def state_of(made: memfit.Engine) -> dict[str, Any]:
     assert made.optimizer is not None
-    return {
-        "model": {name: value.clone() for name, value in made.model.state_dict().items()},
-        "gradients": [p.grad for p in made.model.parameters()],
-        "optimizer": [
-            {name: value.clone() for name, value in made.optimizer.state[p].items()}
-            for p in made.model.parameters()
-            if p in made.optimizer.state
-        ],
-        "generator": torch.get_rng_state(),
-    }
+    with made.gathered(changed=False) as model:
+        return {
+            "model": {name: value.clone() for name, value in model.state_dict().items()},
+            "gradients": [p.grad for p in model.parameters()],
+            "optimizer": copy.deepcopy(made.optimizer.state_dict()["state"]),
+            "scaling": None if made.scaling is None else made.scaling.state(),
+            "generator": torch.get_rng_state(),
+        }
 
 
-@pytest.fixture(scope="module")
-def untouched() -> list[dict[str, Any]]:
+@cache
+def untouched(technique: str = "plain") -> list[dict[str, Any]]:
     """State after each step when nothing happens."""
-    made = engine()
+    made = engine(technique)
     torch.manual_seed(11)
     states = []
     for number in range(STEPS):
@@ -95,7 +163,8 @@ def in_a_layer(made: memfit.Engine, error: BaseException) -> Iterator[None]:
     def fail(*_: Any) -> None:
         raise error
 
-    hook = made.model.body[4].register_forward_hook(fail)  # type: ignore[index,union-attr]
+    layer = made.model.blocks[1] if isinstance(made.model, Tower) else made.model.body[4]  # type: ignore[index]
+    hook = layer.register_forward_hook(fail)
     yield
     hook.remove()
 
@@ -119,7 +188,7 @@ def _in_backward_of(place: int) -> Callable[[memfit.Engine, BaseException], Any]
         def fail(gradient: Tensor) -> None:
             raise error
 
-        hook = list(made.model.parameters())[place].register_hook(fail)
+        hook = [p for p in made.model.parameters() if p.requires_grad][place].register_hook(fail)
         yield
         hook.remove()
 
@@ -166,14 +235,13 @@ PLACES: dict[str, Callable[[memfit.Engine, BaseException], Any]] = {
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_changes_nothing_and_the_next_step_works(
-    untouched: list[dict[str, Any]], place: str, error: str
-) -> None:
-    out_of_memory(untouched, PLACES[place], ERRORS[error]())
+def test_out_of_memory_changes_nothing_and_the_next_step_works(place: str, error: str) -> None:
+    out_of_memory("plain", PLACES[place], ERRORS[error]())
 
 
-def out_of_memory(untouched: list[dict[str, Any]], place: Callable[..., Any], error: BaseException) -> None:
-    made = engine()
+def out_of_memory(technique: str, place: Callable[..., Any], error: BaseException) -> None:
+    states = untouched(technique)
+    made = engine(technique)
     torch.manual_seed(11)
     for number in range(FAILING):
         made.step(batch(number))
@@ -181,15 +249,37 @@ def out_of_memory(untouched: list[dict[str, Any]], place: Callable[..., Any], er
         with place(made, error), pytest.raises(type(error)) as caught:
             made.step(batch(FAILING))
         assert caught.value is error, "the user's own error, with what torch has to say"
-        assert alike(state_of(made), untouched[FAILING - 1])
+        assert alike(state_of(made), states[FAILING - 1])
     for number in range(FAILING, STEPS):
         made.step(batch(number))
-        assert alike(state_of(made), untouched[number]), number
+        assert alike(state_of(made), states[number]), number
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_out_of_memory_before_the_update_changes_nothing(untouched: list[dict[str, Any]], error: str) -> None:
-    out_of_memory(untouched, before_the_update, ERRORS[error]())
+def test_out_of_memory_before_the_update_changes_nothing(error: str) -> None:
+    out_of_memory("plain", before_the_update, ERRORS[error]())
+
+
+BEGUN = {  # when an update has begun already
+    ("update in backward", "backward, last"),
+    ("update in backward", "update"),
+    ("streamed layers", "update"),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES, "update"])
+@pytest.mark.parametrize("technique", [name for name in TECHNIQUES if name != "plain"])
+def test_out_of_memory_under_any_technique_changes_nothing_or_is_not_trained_on(technique: str, place: str) -> None:
+    failing, error = {**PLACES, "update": before_the_update}[place], ERRORS["cpu"]()
+    if (technique, place) not in BEGUN:
+        out_of_memory(technique, failing, error)
+        return
+    made = engine(technique)
+    made.step(batch(0))
+    with failing(made, error), pytest.raises(memfit.EngineError, match=r"failed half way .* load the last snapshot"):
+        made.step(batch(1))
+    with pytest.raises(memfit.EngineError, match="failed half way"):
+        made.step(batch(2))
 
 
 def test_out_of_memory_in_the_middle_of_the_update_is_not_trained_on() -> None:
@@ -205,7 +295,8 @@ def test_out_of_memory_in_the_middle_of_the_update_is_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("at", range(1, STEPS))
-def test_a_batch_longer_than_planned_is_refused_and_training_goes_on(untouched: list[dict[str, Any]], at: int) -> None:
+def test_a_batch_longer_than_planned_is_refused_and_training_goes_on(at: int) -> None:
+    states = untouched()
     made = engine()
     torch.manual_seed(11)
     for number in range(STEPS):
@@ -214,6 +305,6 @@ def test_a_batch_longer_than_planned_is_refused_and_training_goes_on(untouched: 
                 memfit.BatchError, match=r"plan again with a sample of the largest shape, or cut the batch"
             ):
                 made.step(batch(99, size=65))
-            assert alike(state_of(made), untouched[number - 1])
+            assert alike(state_of(made), states[number - 1])
         made.step(batch(number))
-        assert alike(state_of(made), untouched[number]), number
+        assert alike(state_of(made), states[number]), number

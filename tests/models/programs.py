@@ -12,6 +12,7 @@ differ from each other, as a counter, a value or a draw decides.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -28,6 +29,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 ProgramBuilt: TypeAlias = tuple["Program", Tensor, LossFn]
 
 LAST = 3  # the loss reads this many of the pool's last tensors
+CLASSES = 50  # of programs that end in a loss head; more than any other layer makes
 SHAPE = (4, 6, 8)
 MAX_ELEMENTS = 2048  # operations that grow a tensor stop here
 MAX_INSTRUCTIONS = 24
@@ -163,6 +165,8 @@ def _last_is_even(x: Tensor) -> bool:
 OPERATIONS: dict[str, Operation] = {
     "linear": _with_part(lambda inner: nn.Linear(inner, 8), _last),
     "narrow_linear": _with_part(lambda inner: nn.Linear(inner, 4, bias=False), _last),
+    # Weights of more than one block of 8-bit state, and not of whole ones.
+    "wide": _with_part(lambda inner: nn.Sequential(nn.Linear(inner, 40), nn.GELU(), nn.Linear(40, 8)), _last),
     "layer_norm": _with_part(nn.LayerNorm, _last),
     "batch_norm": Operation(_batch_norm, part=nn.BatchNorm1d, sizes=_last, fits=_is_float),
     "autocast": Operation(_under_autocast, part=lambda n: nn.Linear(n, n), sizes=_last, fits=_is_float),
@@ -239,6 +243,34 @@ class Program(nn.Module):
         return f"Program({self.instructions!r}, seed={self.seed})"
 
 
+class Headed(Program):
+    """A program that ends as language models do: one of its tensors goes through a linear layer into a cross entropy.
+
+    Args:
+        instructions, seed: as of `Program`.
+        place: in the pool, of the tensor.
+        features: of the tensor.
+    """
+
+    def __init__(self, instructions: tuple[Instruction, ...], seed: int, place: int, features: int) -> None:
+        super().__init__(instructions, seed)
+        self.place = place
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + 1)
+            self.head = nn.Linear(features, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensors:
+        """As of `Program`, with the logits before the rest."""
+        pool = [x, self.stem(x)]
+        for number in range(len(self.instructions)):
+            self.run(number, pool)
+        return (self.head(pool[self.place]), *pool[-LAST:])
+
+    def __repr__(self) -> str:
+        """As of `Program`."""
+        return f"Headed({self.instructions!r}, {self.seed}, {self.place}, {self.head.in_features})"
+
+
 Decision: TypeAlias = Literal["counter", "value", "draw"]
 Change: TypeAlias = Literal["more", "write", "detach", "cast", "shape", "stop", "operand"]
 DECISIONS: tuple[Decision, ...] = ("counter", "value", "draw")
@@ -312,6 +344,14 @@ def program_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([out.square().mean().float() for out in model(batch)]).mean()
 
 
+def headed_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross entropy of the logits, and a little of what the program's other tensors give."""
+    logits, *others = model(batch)
+    labels = (batch.sum(-1).abs() * 7).long() % CLASSES
+    rest = torch.stack([out.square().mean().float() for out in others]).mean()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * rest
+
+
 def sample_of(seed: int) -> Tensor:
     """The sample that goes with a program of this seed."""
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
@@ -356,6 +396,26 @@ def branching(draw: st.DrawFn) -> ProgramBuilt:
     return program, sample, loss_fn
 
 
+@st.composite
+def headed(draw: st.DrawFn) -> ProgramBuilt:
+    """A program that ends in a loss head; as of `programs`."""
+    made, sample, _ = draw(programs())
+    pool = [sample, made.stem(sample)]
+    with torch.random.fork_rng():
+        torch.manual_seed(made.seed)
+        for number in range(len(made.instructions)):
+            made.run(number, pool)
+    rows = [place for place, y in enumerate(pool) if y.dtype == torch.float32 and y.shape[:2] == SHAPE[:2]]
+    place = rows[-1 - draw(st.integers(0, len(rows) - 1))]
+    program = Headed(made.instructions, made.seed, place, pool[place].shape[-1])
+    with torch.random.fork_rng():
+        torch.manual_seed(made.seed)
+        # What is read now may be what a write has spoiled: only tensors that the loss did not reach before.
+        assume(_runs(copy.deepcopy(program), sample, headed_loss))
+        assume(_gives_finite_numbers(copy.deepcopy(program), sample, headed_loss))
+    return program, sample, headed_loss
+
+
 def _draw_instructions(draw: st.DrawFn, sample: Tensor, seed: int, names: Collection[str]) -> tuple[Instruction, ...]:
     pool = [sample, Program((), seed).stem(sample)]
     instructions: list[Instruction] = []
@@ -398,9 +458,9 @@ def _strike_out_refused_writes(drawn: tuple[Instruction, ...], sample: Tensor, s
     return tuple(drawn[each] for each in sorted(kept))
 
 
-def _runs(program: Program, sample: Tensor) -> bool:
+def _runs(program: Program, sample: Tensor, loss_fn: LossFn = program_loss) -> bool:
     try:
-        loss = program_loss(program, sample)
+        loss = loss_fn(program, sample)
         if loss.requires_grad:
             loss.backward()
     except RuntimeError:
@@ -408,8 +468,8 @@ def _runs(program: Program, sample: Tensor) -> bool:
     return True
 
 
-def _gives_finite_numbers(program: Program, sample: Tensor) -> bool:
-    loss = program_loss(program, sample)
+def _gives_finite_numbers(program: Program, sample: Tensor, loss_fn: LossFn = program_loss) -> bool:
+    loss = loss_fn(program, sample)
     if not loss.requires_grad or not loss.isfinite():
         return False
     loss.backward()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import memfit
 import small
 from memfit import api
 from memfit.choices import Choices, in_words
@@ -53,6 +54,17 @@ def named(way: Choices) -> str:
 @pytest.mark.parametrize("way", WAYS, ids=named)
 def test_the_predicted_peak_is_the_measured_one(way: Choices) -> None:
     check(way, case("gpt").build)
+
+
+@pytest.mark.parametrize("optimizer", [small.adamw, lambda p: torch.optim.AdamW(p, lr=1e-2)], ids=["fused", "foreach"])
+@pytest.mark.parametrize("way", WAYS, ids=named)
+def test_the_first_step_makes_its_state_in_the_room_of_later_ones(way: Choices, optimizer: Any) -> None:
+    model, sample = small.chain(3), small.rows(64)
+    plan = ways.planned(way, model, sample, small.squared_error, optimizer, fixed={"micro_batches": 1})
+    plan = api.replan(plan, plan.runtime.search.smallest()[0])
+    engine = memfit.apply(plan, model)
+    first, _, third = (engine.step(sample, meter=True).peak_bytes or 0 for _ in range(3))
+    assert first <= third == pytest.approx(plan.prediction.peak_bytes, rel=0.005)
 
 
 @pytest.mark.slow

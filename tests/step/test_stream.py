@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -284,6 +285,25 @@ def test_gathered_shows_all_and_takes_back_what_was_changed(trained: Any) -> Non
         assert equal(dict(model.state_dict()), doubled)
         assert equal(program.optimizer.state_dict()["state"], state)
     stream.step(program, [sample], [None])
+
+
+def test_what_is_gathered_to_be_saved_writes_nothing_and_is_gone_after(
+    trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, program, sample = trained
+    with stream.gathered():
+        expected = {name: p.clone() for name, p in stream.model.state_dict().items()}
+        state = copy.deepcopy(program.optimizer.state_dict()["state"])
+    with monkeypatch.context() as patch:
+        patch.setattr(stream.tier, "write", None)
+        with stream.gathered(on_host=True, changed=False) as model:
+            assert equal(dict(model.state_dict()), expected)
+            assert equal(program.optimizer.state_dict()["state"], state)
+    assert all(p.numel() == 0 for layer in stream.layers for p in layer.parameters)
+    assert all(v.numel() <= 1 for p in stream.layers[0].parameters for v in program.optimizer.state[p].values())
+    stream.step(program, [sample], [None])
+    with stream.gathered(changed=False) as model:
+        assert not equal(dict(model.state_dict()), expected)
 
 
 def test_reading_evaluates_layer_by_layer(trained: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ class FakeEngine:
         record = StepRecord(len(self.records) + 1, float(loss), 0.001, peak_bytes=500_000 if meter else None)
         self.records.append(record)
         return record
+
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.model)
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.model)
 
     def report(self, title: str) -> Report:
         return Report(title, self.plan, records=tuple(self.records))

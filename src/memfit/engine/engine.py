@@ -23,7 +23,15 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
 from memfit.engine.swap import LowerTier
-from memfit.errors import BatchError, CaptureError, EngineError, InfeasibleError, InputError, NonFiniteLossError
+from memfit.errors import (
+    BatchError,
+    CaptureError,
+    EngineError,
+    InfeasibleError,
+    InputError,
+    MemfitError,
+    NonFiniteLossError,
+)
 from memfit.meter import Reading, metered
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
@@ -150,12 +158,24 @@ class Engine:
                 'so plan with fixed={"streamed": ...} or make an engine for each'
             )
 
-    def gathered(self) -> AbstractContextManager[nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
         """The model with all its parameters, and the optimizer with all its state, for as long as the block lasts: streamed layers are away else.
 
         For `state_dict`, for loading, for a look at the parameters; takes as many bytes as the model does plainly.
+
+        Args:
+            on_host: have what was away in the host's memory, not on the device; to be saved or loaded, not to be called.
+            changed: what is changed inside is kept; without, nothing is written to the lower tier.
         """
-        return self.stream.gathered() if self.stream is not None else nullcontext(self.model)
+        return (
+            self.stream.gathered(on_host=on_host, changed=changed)
+            if self.stream is not None
+            else nullcontext(self.model)
+        )
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """The model, to be called without gradients; streamed layers come to the device one by one when they are called."""
+        return self.stream.reading() if self.stream is not None else nullcontext(self.model)
 
     # -- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -517,8 +537,9 @@ class _Metered(Watch):
 
 
 def _halfway(error: BaseException) -> EngineError:
+    reason = str(error).partition(": ")[0] if isinstance(error, MemfitError) else type(error).__name__
     return EngineError(
-        f"the optimizer's update failed half way ({type(error).__name__}), so parameters and optimizer state lie between two steps: "
+        f"the optimizer's update failed half way ({reason}), so parameters and optimizer state lie between two steps: "
         "load the last snapshot (memfit resume does) and make an engine anew"
     )
 

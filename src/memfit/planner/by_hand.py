@@ -150,7 +150,8 @@ def _units(trace: Trace, every: int | str) -> _Windows:
     blocks = repeated_blocks(trace)
     if not blocks:
         raise InputError(
-            f"every={every!r} needs repeated blocks, and this model has none (modules of one list, alike, each reading what the one before it made): "
+            f"every={'block' if every == 1 else every!r} needs repeated blocks, and this model has none (modules of one list, alike, each reading what the one "
+            "before it made): "
             'name the modules whose outputs are kept, keep=["..."]'
         )
     firsts = sqrt_segments(len(blocks)) if every == "sqrt" else tuple(range(0, len(blocks), int(every)))

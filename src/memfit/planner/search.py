@@ -21,7 +21,7 @@ from memfit.planner.at_best import AtBest, at_best, least_bytes
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
-from memfit.planner.swapping import SwapSolver
+from memfit.planner.swapping import SwapSolver, why_nothing_swaps
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.plans import ModuleSaving, Plan, Prediction
@@ -80,6 +80,12 @@ class Search:
             return tier
         return replace(tier, room_bytes=max(0, tier.room_bytes - self.state_bytes))
 
+    def _not_swapped(self) -> list[str]:
+        """Why nothing can be swapped, where the user gave room for it."""
+        tier = self.lower_tier
+        reason = why_nothing_swaps(self._plain().recipes) if tier is not None and tier.room_bytes is not None else None
+        return [] if reason is None else [f"swapping: {reason}"]
+
     def _plain(self) -> Solver:
         return self.solver(self.fixed_micro_batches or 1)
 
@@ -105,7 +111,7 @@ class Search:
             InfeasibleError: nothing fits; names the smallest budget that would do.
         """
         best: Found | None = None
-        turned_down = list(self.refused)
+        turned_down = [*self.refused, *self._not_swapped()]
         hopeless: list[Choices] = []
         for way in self.ways:
             reason = self._hopeless(way, budget_bytes, best)

@@ -26,15 +26,33 @@ import numpy as np
 from memfit.garbage import uncollected
 from memfit.planner.mincut import PricedNetwork
 from memfit.planner.prices import BISECTIONS, CLOSE, GLANCES, Layout, Solution, Solver, best_dual
-from memfit.planner.recipes import LAGS
+from memfit.planner.recipes import LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Reruns, Timeline
+from memfit.units import format_bytes
 
 # Prices of the link: a link that is always waited for, one that sometimes is, one that never is.
 LINK_PRICES: Final = (1.0, 0.3, 0.02)
 CLOSELY: Final = 2  # layouts that are looked at at all prices
 EVERY_PLAN: Final = 729  # this many divisions into kept, recomputed and swapped are enumerated
 BOUND_PRICES: Final = (0.0, 0.4, 0.8)
+
+
+def why_nothing_swaps(recipes: Recipes) -> str | None:
+    """Why no storage of a step can go to the lower tier that its recipes know; None where one can."""
+    link = recipes.lower_tier
+    assert link is not None, "it is asked where there is one"
+    by_value = next((op.name for op in recipes.trace.operations if op.by_values), None)
+    if by_value is None and recipes.trace.sized_by_values:
+        by_value = "what follows random numbers"
+    if by_value is not None:
+        return f"results of {by_value} are as large as values decide, and places on the tier below are of fixed sizes"
+    if not recipes.reloads_of:
+        return f"nothing that backward reads takes {format_bytes(link.least_bytes)}, and less is not worth a copy"
+    smallest = min(map(recipes.place_bytes, recipes.reloads_of))
+    if link.room_bytes is not None and smallest > link.room_bytes:
+        return f"the tensors worth it take {format_bytes(smallest)} or more each, and there is room for {format_bytes(link.room_bytes)}"
+    return None
 
 
 class SwapSolver(Solver):

@@ -55,6 +55,7 @@ def ways(
     """
     if isinstance(allow, str):
         raise InputError(f"allow={allow!r} is a word: give a list of them, allow=[{allow!r}]")
+    allow = tuple(dict.fromkeys(allow))
     for name in allow:
         if name not in ALLOWED:
             raise InputError(

@@ -189,8 +189,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         state, keeping = self.state[parameter], self._keeping
         packed = self._packed(parameter)
         computed = _computed_in(parameter.dtype) if packed else parameter.dtype
-        # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half.
-        chunk = _chunk(parameter, 2 if fresh else 1)
+        # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
+        # take, which are what is predicted: an update inside backward finds no more room in the first step than in any other.
+        chunk = _chunk(parameter)
+        if fresh:
+            unit = BLOCK if packed else 1
+            chunk = max(1, -(-min(chunk, values.numel()) // (2 * unit))) * unit
 
         def buffer(name: str, count: int) -> Tensor:
             return workspace.get(name, chunk, computed, parameter)[:count]
@@ -227,9 +231,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             own, part.grad = states[part], None
             for name, stretches in lying.items():
                 if packed:
+                    held = "moment" if fresh else name
                     if fresh:
-                        buffer(name, count).copy_(own[name])
-                    quantise(buffer(name, padded), count, *_both(stretches), buffer("scratch", padded))
+                        buffer(held, count).copy_(own.pop(name))  # it goes before there is anything else
+                    quantise(buffer(held, padded), count, *_both(stretches), buffer("scratch", padded))
                 elif fresh:
                     stretches[0].there.copy_(own[name])
                 for stretch in stretches:
@@ -355,10 +360,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self._keeping.store(state, parameter, stretch)
 
 
-def _chunk(parameter: Tensor, parts: int = 1) -> int:
+def _chunk(parameter: Tensor) -> int:
     """Elements updated at a time; not more than the parameter has, in whole blocks."""
-    most = CHUNK.get(parameter.device.type, CHUNK["cuda"]) // parts
-    return min(most, max(1, blocks(parameter.numel())) * BLOCK)
+    return min(CHUNK.get(parameter.device.type, CHUNK["cuda"]), max(1, blocks(parameter.numel())) * BLOCK)
 
 
 def _both(stretches: Sequence[Stretch]) -> tuple[Tensor, Tensor]:

@@ -133,10 +133,10 @@ def offered(optimizer: torch.optim.Optimizer) -> tuple[dict[str, tuple[str, ...]
     """What a step with this optimizer could have: field of `Choices` -> values, and field -> why not more (the first reason)."""
     kind = optimizer.kind if isinstance(optimizer, ChunkedOptimizer) else type(optimizer)
     groups = optimizer.param_groups
-    reasons = {
+    reasons = {  # of two places the disk first: what is said of it holds for both
         ("state_format", "8bit"): elementwise.why_no_8bit(kind, groups),
-        ("state_place", "host"): elementwise.why_not_there(kind, groups, "host"),
         ("state_place", "disk"): elementwise.why_not_there(kind, groups, "disk"),
+        ("state_place", "host"): elementwise.why_not_there(kind, groups, "host"),
         ("update", "in_backward"): why_not_in_backward(optimizer),
     }
     values: dict[str, tuple[str, ...]] = {}

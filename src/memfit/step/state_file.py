@@ -75,7 +75,8 @@ class StateFile:
                 moved = move(self._file, [memory[done:]], offset + done)  # type: ignore[operator]
             except OSError as error:
                 raise EngineError(
-                    f"cannot {verb} the optimizer state in {self.folder}: {error.strerror or error}; load the last snapshot when the disk is in order"
+                    f"cannot {verb} the optimizer state in {self.folder} ({error.strerror or error}): see to the disk; where nothing else is said the step was "
+                    "not taken, and may be taken again"
                 ) from error
             if moved <= 0:
                 raise EngineError(

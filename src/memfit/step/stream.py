@@ -36,6 +36,7 @@ from memfit import dispatch
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
 from memfit.step.blocks import Blocks, blocks_at, own_to, parameter_homes
+from memfit.step.elementwise import MOMENTS
 from memfit.step.filling import Fill, filled, reset
 from memfit.step.gates import Pass
 from memfit.step.hiding import Hiding, Measured, hiding
@@ -52,6 +53,7 @@ class _Unit:
     """Parameters that the optimizer steps together, and where their state lies."""
 
     parameters: list[nn.Parameter]
+    like: Layout  # of the parameters; each moment of the state takes as much
     state: Layout | None = None  # None before it has been written for the first time
     keys: list[tuple[nn.Parameter, str]] = field(default_factory=list)
     offset: int = -1
@@ -162,14 +164,25 @@ class LayerStream:
             trained = [p for p in parameters if p.requires_grad]
             weights = Layout.of(parameters)
             offset = self.tier.reserve(weights.size_bytes)
+            gradients = Layout.of(trained)
             self.layers.append(
-                _Layer(number, where, module, parameters, weights, offset, Layout.of(trained), _Unit(trained))
+                _Layer(number, where, module, parameters, weights, offset, gradients, _Unit(trained, gradients))
             )
         self.measured = self._nothing_measured()
         last = {[m for m, _ in model.named_modules() if own_to([m], layer.path)][-1]: layer for layer in self.layers}
+        empty = {id(p) for p in model.parameters() if p.device.type == "meta"}
+        there: list[_Layer] = []
         for done in filled(model, fill, self.device):
-            if done in last:
+            if done not in last:
+                continue
+            if any(id(p) in empty for p in last[done].parameters):
                 self._put_down(last[done])
+            else:  # the model's own values: none is let go before all are written
+                self._write(last[done].weights, last[done].weights_offset, last[done].parameters)
+                there.append(last[done])
+        self._sync()
+        for layer in there:
+            self._unshow(layer)
         moved = {id(p) for layer in self.layers for p in layer.parameters}
         self.resident = [p for p in model.parameters() if id(p) not in moved]
         most_bytes = max(layer.weights.size_bytes for layer in self.layers)
@@ -231,7 +244,7 @@ class LayerStream:
                 "layer streaming keeps gradients only until the optimizer has used them, and there is no optimizer: give one, or plan without streaming"
             )
         if self._optimizer is not program.optimizer:
-            self._adopt(program.optimizer)
+            self.adopt(program.optimizer)
         self.updating = False
         self._norms.clear()
         self._aside.clear()
@@ -244,6 +257,8 @@ class LayerStream:
             self._worker.drain()
         except BaseException:
             self._worker.settle()
+            for slot in self._slots:  # what was on its way into them did not arrive
+                slot.layer = slot.loading = None
             self._views = {}
             for layer in self.layers:
                 for parameter in layer.parameters:
@@ -466,7 +481,7 @@ class LayerStream:
         return views
 
     def _send_state(self, unit: _Unit, brought: Sequence[Tensor] = ()) -> None:
-        """Write the unit's state to the lower tier and leave empty tensors in its place."""
+        """Write the unit's state to the lower tier, and send it away."""
         assert self._optimizer is not None, "a step has one"
         keys = [
             (parameter, key)
@@ -479,27 +494,46 @@ class LayerStream:
             self.tier.write(unit.offset, self._state_of(unit.state))
         elif keys:
             unit.state, unit.keys = Layout.of(tensors), keys
-            if unit.state.size_bytes > unit.size_bytes:
-                unit.offset, unit.size_bytes = self.tier.reserve(unit.state.size_bytes), unit.state.size_bytes
+            self._reserve_state(unit, unit.state.size_bytes)
+            if self._state_slot is not None and unit.state.size_bytes > self._state_slot.numel():
                 self._state_slot = None
             self._write(unit.state, unit.offset, tensors)
-        for (parameter, key), tensor in zip(keys, tensors, strict=True):
-            self._optimizer.state[parameter][key] = self._empty(tensor.dtype)
+        self._send_away(keys)
+
+    def _send_away(self, keys: Sequence[tuple[nn.Parameter, str]]) -> None:
+        """Leave empty tensors where state was that lies on the lower tier."""
+        for parameter, key in keys:
+            assert self._optimizer is not None, "there is no state without one"
+            self._optimizer.state[parameter][key] = self._empty(self._optimizer.state[parameter][key].dtype)
 
     def _make_state_slot(self) -> None:
-        largest = max(unit.size_bytes for unit in self._units())
+        largest = max((unit.state.size_bytes for unit in self._units() if unit.state is not None), default=0)
         self._state_slot = torch.empty(largest, dtype=torch.uint8, device=self.device)
 
     def _state_of(self, layout: Layout) -> Tensor:
         assert self._state_slot is not None, "made after the first step"
         return self._state_slot[: layout.size_bytes]
 
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer; state that it has already goes to the lower tier."""
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer: state that it has already goes to the lower tier, and what it will make has its room there from now on.
+
+        Of optimizers in `elementwise.MOMENTS`; of others nobody knows how much that is, so they take it in their first step.
+
+        Raises:
+            InfeasibleError: the lower tier has no room; state is where it was.
+        """
+        if type(optimizer) in MOMENTS:
+            count = max(len(MOMENTS[type(optimizer)](group)) for group in optimizer.param_groups)
+            for unit in self._units():
+                self._reserve_state(unit, count * unit.like.size_bytes)
         self._optimizer = optimizer
         for unit in self._units():
             unit.state, unit.keys = None, []
             self._send_state(unit)
+
+    def _reserve_state(self, unit: _Unit, size_bytes: int) -> None:
+        if size_bytes > unit.size_bytes:
+            unit.offset, unit.size_bytes = self.tier.reserve(size_bytes), size_bytes
 
     def _units(self) -> Iterator[_Unit]:
         yield from (layer.unit for layer in self.layers)
@@ -597,33 +631,43 @@ class LayerStream:
     # -- beside steps --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> Iterator[nn.Module]:
         """All parameters and all of the optimizer's state on the device, for as long as the block lasts: to save them, load others, or look at them.
 
-        What is changed inside goes back to the lower tier. Takes as many bytes as the model does without streaming.
+        Takes as many bytes as the model does without streaming.
+
+        Args:
+            on_host: in the host's memory instead; what is not in the blocks keeps its parameters on the device.
+            changed: what is changed inside goes back to the lower tier; without, what lies there stays as it is.
         """
-        self._gather()
+        self._gather(torch.device("cpu") if on_host else self.device)
         try:
             yield self.model
         finally:
             for slot in self._slots:
                 slot.layer = slot.loading = None
-            for layer in self.layers:
-                self._put_down(layer)
-            if self._optimizer is not None:
-                self._adopt(self._optimizer)
-                self._sync()
+            if changed:
+                for layer in self.layers:
+                    self._put_down(layer)
+                if self._optimizer is not None:
+                    self.adopt(self._optimizer)
+                    self._sync()
+            else:
+                for layer in self.layers:
+                    self._unshow(layer)
+                for unit in self._units():
+                    self._send_away(unit.keys)
 
-    def _gather(self) -> None:
+    def _gather(self, device: torch.device) -> None:
         self._worker.drain()
         for layer in self.layers:
-            flat = torch.empty(layer.weights.size_bytes, dtype=torch.uint8, device=self.device)
+            flat = torch.empty(layer.weights.size_bytes, dtype=torch.uint8, device=device)
             self.tier.read(layer.weights_offset, flat)
             for parameter, view in zip(layer.parameters, layer.weights.views(flat), strict=True):
                 parameter.data = view
         for unit in self._units():
             if unit.state is not None and self._optimizer is not None:
-                flat = torch.empty(unit.state.size_bytes, dtype=torch.uint8, device=self.device)
+                flat = torch.empty(unit.state.size_bytes, dtype=torch.uint8, device=device)
                 self.tier.read(unit.offset, flat)
                 for (parameter, key), view in zip(unit.keys, unit.state.views(flat), strict=True):
                     self._optimizer.state[parameter][key] = view
@@ -717,7 +761,7 @@ class LayerStream:
             restore: put parameters and optimizer state back on the device; without, they are gone.
         """
         if restore and self.layers:
-            self._gather()
+            self._gather(self.device)
         for hook in self._hooks:
             hook.remove()
         self.layers, self._hooks = [], []
@@ -731,16 +775,16 @@ class LayerStream:
 
 def _in_units(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[_Unit]:
     """Parameters in units of about this many bytes, so that the state of none is much larger than a block's, but for a single large parameter."""
-    units: list[_Unit] = []
+    units: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
         own = parameter.numel() * parameter.element_size()
         if not units or size + own > most_bytes:
-            units.append(_Unit([]))
+            units.append([])
             size = 0
-        units[-1].parameters.append(parameter)
+        units[-1].append(parameter)
         size += own
-    return units
+    return [_Unit(held, Layout.of(held)) for held in units]
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -121,8 +121,8 @@ class DiskTier:
 
     def _failed(self, what: str, size_bytes: int, error: OSError) -> EngineError:
         return EngineError(
-            f"the lower tier could not {what} {format_bytes(size_bytes)} in {self.folder} ({error.strerror}), so the step cannot go on: see to the disk, "
-            "load the last snapshot and start anew"
+            f"the lower tier could not {what} {format_bytes(size_bytes)} in {self.folder} ({error.strerror}): see to the disk; where nothing else is said the "
+            "step was not taken, and may be taken again"
         )
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class FitConfig:
 
     Attributes:
         budget: "8GiB", bytes, or a share of the device such as "80%".
-        host_budget: the same for the host's memory, when the device is another.
+        host_budget: the same for the tier below, the host's memory for a GPU and the disk for a CPU; 0: nothing is moved there.
         global_batch: samples per optimizer step; a plan may split it, never change it.
         allow: what may change results: bf16, fp16, 8bit.
         freeze: patterns of module paths that are not trained.
@@ -129,7 +129,7 @@ class FitConfig:
         for name in ("budget", "host_budget"):
             value = getattr(self, name)
             try:
-                if value is not None:
+                if value is not None and not (name == "host_budget" and value == 0):
                     parse_bytes(value, total_bytes=2**62)  # of what a share is taken is known later
             except BudgetError as error:
                 raise ConfigError(f"fit.{name}: {error}") from None

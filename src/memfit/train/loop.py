@@ -9,9 +9,12 @@ never having stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
@@ -33,6 +36,12 @@ class Steps(state.Trained, Protocol):
 
     def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
         """One optimizer step."""
+
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[torch.nn.Module]:
+        """Parameters and optimizer state are all there inside, to be saved or loaded."""
+
+    def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
+        """The model can be called inside, without gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +140,10 @@ class _Run:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
         rates = Rates(self.engine.optimizer, self.schedule, total)
-        content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
-        snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
-        del content
+        with self.engine.gathered(on_host=True, changed=False):
+            content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
+            snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
+            del content
         self._begin(snapshot)
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
@@ -168,7 +178,8 @@ class _Run:
             )
         for moved in snapshots.set_aside(self.out, snapshot.step):
             self.display.note(f"set aside: {moved} (it is later than where this run starts)")
-        loop = snapshots.restore(snapshot, self.engine)
+        with self.engine.gathered(on_host=True):
+            loop = snapshots.restore(snapshot, self.engine)
         self.step, self.position, self.saved = snapshot.step, snapshot.position, snapshot.folder
         if snapshot.folder.resolve().parent == self.out.resolve():
             self.saved_step = self.step
@@ -218,15 +229,16 @@ class _Run:
         if self.validation is None or self.evaluated == self.step:
             return
         choices = self.engine.plan.choices
-        loss = evaluate(
-            self.engine.model,
-            self.validation,
-            self.loss_fn,
-            largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
-            weights=self.weights,
-            precision=choices.precision,
-            stop=lambda: bool(stop),
-        )
+        with self.engine.evaluating() as model:
+            loss = evaluate(
+                model,
+                self.validation,
+                self.loss_fn,
+                largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
+                weights=self.weights,
+                precision=choices.precision,
+                stop=lambda: bool(stop),
+            )
         if loss is None:
             return
         self.validation_loss, self.evaluated = loss, self.step
@@ -243,15 +255,16 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
         }
-        self.saved = snapshots.write(
-            self.out,
-            self.engine,
-            step=self.step,
-            position=self.position,
-            samples=len(self.batches.samples),
-            loop=loop,
-            config=self.config,
-        )
+        with self.engine.gathered(on_host=True, changed=False):
+            self.saved = snapshots.write(
+                self.out,
+                self.engine,
+                step=self.step,
+                position=self.position,
+                samples=len(self.batches.samples),
+                loop=loop,
+                config=self.config,
+            )
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
         snapshots.prune(self.out, self.settings.keep)
 

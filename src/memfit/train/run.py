@@ -225,7 +225,8 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
     )
     if outcome.signal is not None:
         return Result(outcome, engine.plan, out, None, None)
-    model = _save_model(config, engine.model)
+    with engine.gathered(on_host=True, changed=False) as trained:
+        model = _save_model(config, trained)
     return Result(outcome, engine.plan, out, model, _report(config, assembly, engine, outcome, display))
 
 

@@ -19,6 +19,7 @@ from memfit.step.formats import BLOCK, blocks, dequantise, quantise
 from memfit.step.lion import Lion
 from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
 from memfit.step.program import state_tensors
+from models import build_gpt
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -221,6 +222,31 @@ def test_the_error_is_no_larger_than_that_of_bitsandbytes(scale: float) -> None:
     mine = error(train(AdamW8bit(ours, **settings), ours, range(60), scale), expected, start)
     reference = bitsandbytes.optim.AdamW8bit(theirs, **settings, min_8bit_size=1)
     assert mine <= error(train(reference, theirs, range(60), scale), expected, start)
+
+
+def test_on_gradients_of_a_training_the_error_is_no_larger_either() -> None:
+    """Elements of a block are of unlike sizes there, which random numbers are not."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", "0.50", reason="the reference for 8-bit optimizers is an extra")
+    model, batch, loss_fn = build_gpt(2, 64, 4, 8, 32, 64)
+    exact = list(model.parameters())
+    ours, theirs = ([nn.Parameter(p.detach().clone()) for p in exact] for _ in range(2))
+    start = [p.detach().clone() for p in exact]
+    settings = {"lr": 1e-3, "weight_decay": 1e-2}
+    optimizers = {
+        "exact": torch.optim.AdamW(exact, **settings),
+        "ours": AdamW8bit(ours, **settings),
+        "theirs": bitsandbytes.optim.AdamW8bit(theirs, **settings),
+    }
+    for _ in range(40):
+        model.zero_grad()
+        loss_fn(model, batch).backward()
+        for p, mine, other in zip(exact, ours, theirs, strict=True):
+            assert p.grad is not None
+            mine.grad, other.grad = p.grad.clone(), p.grad.clone()
+        for optimizer in optimizers.values():
+            optimizer.step()
+    expected = [p.detach() for p in exact]
+    assert error([p.detach() for p in ours], expected, start) <= error([p.detach() for p in theirs], expected, start)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ QUESTIONS = (
     "faults",
     "zoo",
     "techniques",
+    "optimizers",
+    "offloading",
     "seeds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"

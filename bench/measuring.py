@@ -71,17 +71,21 @@ def in_words(about: Mapping[str, Any]) -> str:
 
 
 def in_turns(
-    rows: Mapping[str, Callable[[], object]], rounds: int, *, tell: Callable[[str], None] | None = None
+    rows: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    tell: Callable[[str], None] | None = None,
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[float]]:
-    """Processor seconds of each row, in each round; within a round every row runs once, in an order that shifts from round to round."""
+    """Seconds of each row in each round, the processor's or another clock's; in a round every row runs once, in an order that shifts from round to round."""
     names = list(rows)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            begin = time.process_time()
+            begin = clock()
             rows[name]()
-            times[name].append(time.process_time() - begin)
+            times[name].append(clock() - begin)
         if tell is not None:
             tell(f"round {number + 1} of {rounds}")
     return times

@@ -29,6 +29,8 @@ QUESTIONS = (
     "zoo",
     "techniques",
     "choices",
+    "optimizers",
+    "offloading",
     "seeds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"

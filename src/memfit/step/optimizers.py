@@ -19,7 +19,7 @@ Names = Mapping[str, nn.Parameter]
 
 
 class AdamW8bit(ChunkedOptimizer):
-    """AdamW with 8-bit state: 2.03 bytes a parameter instead of 8. Arguments as for `torch.optim.AdamW`; the rest as for `ChunkedOptimizer`."""
+    """AdamW with 8-bit state: 2.06 bytes a parameter instead of 8. Arguments as for `torch.optim.AdamW`; the rest as for `ChunkedOptimizer`."""
 
     def __init__(
         self, params: Any, *, in_32bit: Sequence[str] = (), names: Names | None = None, **settings: Any
@@ -29,7 +29,7 @@ class AdamW8bit(ChunkedOptimizer):
 
 
 class SGD8bit(ChunkedOptimizer):
-    """SGD with 8-bit momentum: 1.02 bytes a parameter instead of 4. Arguments as for `torch.optim.SGD`; the rest as for `ChunkedOptimizer`."""
+    """SGD with 8-bit momentum: 1.03 bytes a parameter instead of 4. Arguments as for `torch.optim.SGD`; the rest as for `ChunkedOptimizer`."""
 
     def __init__(
         self, params: Any, *, in_32bit: Sequence[str] = (), names: Names | None = None, **settings: Any
@@ -39,7 +39,7 @@ class SGD8bit(ChunkedOptimizer):
 
 
 class Lion8bit(ChunkedOptimizer):
-    """Lion with 8-bit momentum: 1.02 bytes a parameter instead of 4. Arguments as for `Lion`; the rest as for `ChunkedOptimizer`."""
+    """Lion with 8-bit momentum: 1.03 bytes a parameter instead of 4. Arguments as for `Lion`; the rest as for `ChunkedOptimizer`."""
 
     def __init__(
         self, params: Any, *, in_32bit: Sequence[str] = (), names: Names | None = None, **settings: Any

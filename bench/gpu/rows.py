@@ -1,0 +1,64 @@
+"""One row: a plain step under some arrangement of others, or a step under a plan; peak by the allocator, seconds by the clock."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from gpu.setting import Setting, adamw
+from torch import nn
+
+import memfit
+from memfit.meter import metered
+from memfit.step.program import state_tensors
+
+
+def room_below(setting: Setting) -> str | None:
+    """The budget for the tier below: a GPU's host as much as it takes; a disk has to be asked for."""
+    return None if setting.device.type == "cuda" else "1GiB"
+
+
+def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: Any) -> dict[str, Any]:
+    """Peak and seconds of a step under a plan of this process."""
+    setting.fresh()
+    engine = memfit.apply(made, model)
+    engine.step(sample)
+    engine.step(sample)
+    record = engine.step(sample, meter=True)
+    return {
+        "budget_bytes": made.budget_bytes,
+        "predicted_bytes": made.prediction.peak_bytes,
+        "allocated_bytes": record.peak_bytes,
+        "departures": list(record.departures),
+        "seconds": setting.timed(partial(engine.step, sample), 5),
+    }
+
+
+def plain_row(
+    setting: Setting, model: nn.Module, sample: Any, arrange: Any, repeats: int = 5, make: Any = None
+) -> dict[str, Any]:
+    """Peak and seconds of a plain step under some arrangement of others, with AdamW or what `make` makes; seconds of the update alone for the latter."""
+    optimizer = (make or adamw)(model.parameters())
+
+    def step() -> None:
+        with arrange():
+            loss = model(**sample).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    step()
+    setting.fresh()
+    present = [*model.parameters(), *model.buffers(), *sample.values(), *state_tensors(optimizer)]
+    with metered(present, setting.device) as reading:
+        step()
+    row = {
+        "allocated_bytes": reading.peak_bytes,
+        "reserved_bytes": reading.reserved_bytes,
+        "seconds": setting.timed(step, repeats),
+    }
+    if make is not None:
+        model(**sample).loss.backward()
+        row["update_seconds"] = setting.timed(optimizer.step, repeats)
+    return row

@@ -23,7 +23,8 @@ REASONS = 12  # of a class are listed; the rest, mostly of configurations that o
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown: the classes, then why a model is not in the first one."""
     measuring.with_tests_models()
-    from zoo.judging import CLASSES, grouped
+    from zoo.comparing import grouped
+    from zoo.judging import CLASSES
 
     counts = Counter(row["kind"] for row in rows)
     exact = [row for row in rows if row["kind"] == "exact"]
@@ -31,8 +32,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     same = sum(row["predicted_bytes"] == row["metered_bytes"] for row in exact)
     budgets = sorted(row["budget_bytes"] / row["plain_bytes"] for row in exact)
     halves = sum(row["budget_bytes"] <= row["plain_bytes"] // 2 for row in exact)
+    tried = [row for each in rows for row in each.get("techniques", ())]
+    minutes = sum(row["seconds"] for row in (*rows, *tried)) / 60
     lines = [
-        f"{len(rows)} architectures of transformers {rows[0]['machine']['transformers']}, {sum(row['seconds'] for row in rows) / 60:.0f} minutes.",
+        f"{len(rows)} architectures of transformers {rows[0]['machine']['transformers']}, {minutes:.0f} minutes.",
         "",
         measuring.table(["class", "architectures"], [[kind, str(counts[kind])] for kind in CLASSES]),
         "",
@@ -50,7 +53,30 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         rest = sum(count for _, count in found.most_common()[REASONS:])
         if rest:
             reasons.append([kind, "other reasons, mostly of one architecture each", str(rest)])
-    return "\n".join([*lines, measuring.table(["class", "reason", "architectures"], reasons)])
+    parts = ["\n".join([*lines, measuring.table(["class", "reason", "architectures"], reasons)])]
+    return "\n\n".join([*parts, *_of_techniques(tried)] if tried else parts)
+
+
+def _of_techniques(tried: Sequence[dict[str, Any]]) -> list[str]:
+    """What came of each technique, and why where it is not exact."""
+    from zoo.comparing import grouped
+    from zoo.techniques import CLASSES, TECHNIQUES, worst
+
+    table, reasons = [], []
+    for technique in TECHNIQUES:
+        own = [row for row in tried if row["technique"] == technique.name]
+        counts = Counter(row["kind"] for row in own)
+        exact = [row for row in own if row["kind"] == "exact"]
+        same = sum(row["predicted_bytes"] == row["metered_bytes"] for row in exact)
+        numbers = [str(counts[kind]) for kind in CLASSES]
+        table.append([technique.name, str(len(own)), *numbers, str(same), f"{100 * worst(exact):.2f} %"])
+        told = Counter((row["kind"], grouped(row["reason"])) for row in own if row["reason"])
+        reasons += [[technique.name, kind, why.replace("|", "/"), str(n)] for (kind, why), n in told.most_common()]
+    parts = [
+        "Each architecture that trains, with one technique more, by turns:",
+        measuring.table(["technique", "tried", *CLASSES, "to the byte", "worst of the exact"], table),
+    ]
+    return [*parts, measuring.table(["technique", "class", "reason", "architectures"], reasons)] if reasons else parts
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 import memfit
 from memfit.choices import Choices
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
+from memfit.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,3 +280,18 @@ def test_a_budget_of_nothing_below_moves_nothing() -> None:
     assert still.runtime.search.lower_tier is None
     assert moving.runtime.search.lower_tier.tier == "host"
     assert moving.prediction.step_seconds <= still.prediction.step_seconds
+
+
+def test_a_trace_keeps_what_is_fixed_and_frozen(tmp_path: Path) -> None:
+    model, sample = chain(3), rows(16)
+    trace = memfit.record(model, sample, squared_error, adamw, freeze=["0"], fixed={"state_format": "8bit"})
+    trace.save(tmp_path / "trace.gz")
+    made = memfit.replan(memfit.Trace.load(tmp_path / "trace.gz"), "1GiB")
+    assert made.choices.frozen == ("0",)
+    assert made.choices.state_format == "8bit"
+    whole = memfit.record(model, sample, squared_error, adamw)
+    assert trace.bytes_of(Category.OPTIMIZER_STATE) < whole.bytes_of(Category.OPTIMIZER_STATE) // 2
+    assert all(p.requires_grad for p in model.parameters())
+    engine = memfit.apply(made, model, squared_error, adamw)
+    engine.step(sample)
+    assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)

@@ -171,25 +171,30 @@ def record(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     micro_batches: int = 1,
+    freeze: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Trace:
     """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
 
+    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with.
+
     Args:
         micro_batches: into how many parts the batch is split; plans from this trace keep to it.
-        model, sample, loss_fn, optimizer, clip_norm, device, progress: as for `plan`.
+        fixed: other choices, by the name of their field in `Choices`: {"precision": "bf16"}. Plans keep to them.
+        model, sample, loss_fn, optimizer, freeze, clip_norm, device, progress: as for `plan`.
 
     Raises:
         SplitError: the batch does not split without changing the result.
         InputError, CaptureError: as for `plan`.
     """
-    fixed = {"micro_batches": micro_batches}
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, fixed=fixed)
-    trace = search.solver(micro_batches).trace
-    if micro_batches == 1:
+    search = search_for(tracing, freeze=freeze, fixed={"micro_batches": micro_batches, **(fixed or {})})
+    number = search.fixed_micro_batches or 1
+    trace = search.solver(number).trace
+    if number == 1:
         return trace
     weights, _ = search.weights()
     assert weights is not None, "a fixed number of parts is refused before, where the batch does not split"

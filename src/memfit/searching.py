@@ -85,11 +85,11 @@ def search_for(
         _check_room(host_budget, below, own, _lying_bytes(layers, clip_norm), fixed)
     offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
-    if host_budget is not None and below is not None and state:
-        if not any(way.streamed or way.state_place != "device" for way in possible):
-            no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
-            why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
-            refused = (*refused, f"optimizer state on the tier below: {why}")
+    given = host_budget is not None and below is not None and state > 0
+    if given and not any(way.streamed or way.state_place != "device" for way in possible):
+        no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
+        why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
+        refused = (*refused, f"optimizer state on the tier below: {why}")
     chunks = fixed.get("loss_chunks", 1)
     if head is not None and chunks > 1:
         found = head_of(Timeline(tracing.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))

@@ -26,3 +26,14 @@ def test_the_call_on_the_page_makes_the_same_plan(fixed: dict[str, int] | None, 
     assert isinstance(again, memfit.Plan)
     assert (again.choices, again.script, again.budget_bytes) == (made.choices, made.script, made.budget_bytes)
     assert again.prediction.peak_bytes == made.prediction.peak_bytes
+
+
+def test_techniques_are_in_the_call(one_thread: None) -> None:
+    model, sample = chain(3), rows(64)
+    fixed = {"state_format": "8bit", "micro_batches": 2}
+    made = memfit.plan(model, sample, squared_error, "1GiB", adamw, fixed=fixed, freeze=["0"])
+    call = reproducing_call(made)
+    assert 'freeze=["0"]' in call
+    assert '"micro_batches": 2' in call
+    assert '"state_format": "8bit"' in call
+    assert "host_budget" not in call

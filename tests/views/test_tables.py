@@ -7,9 +7,11 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from memfit.plans import ModuleSaving
+from memfit.choices import Choices
+from memfit.plans import ModuleSaving, Saving
+from memfit.units import format_bytes, format_seconds
 from memfit.views import frontier_table, modules_table, plan_table, records_table
-from memfit.views.tables import frontier_cells, modules_cells, records_cells
+from memfit.views.tables import frontier_cells, modules_cells, plan_cells, records_cells, savings_cells
 from views import reports
 
 
@@ -74,3 +76,33 @@ def test_empty_tables_are_tables() -> None:
     assert shown(frontier_table(reports.plan(), ()))
     assert shown(records_table(()))
     assert shown(modules_table(replace(reports.plan(), by_module=())))
+
+
+def test_what_goes_below_has_a_column_only_where_something_does() -> None:
+    base = reports.plan()
+    assert "swapped" not in modules_cells(base).columns
+    swapping = replace(base, by_module=(ModuleSaving("m", 0, 0, 0.0, 4096),))
+    cells = modules_cells(swapping)
+    assert cells.columns[3] == "swapped"
+    assert cells.rows[0][3] == format_bytes(4096)
+
+
+def test_techniques_are_shown_with_what_they_save_and_cost() -> None:
+    base = reports.plan()
+    assert savings_cells(base).rows == ()
+    saving = Saving("bf16", 2048, -1024, "half of what is saved for backward", -0.5)
+    cells = savings_cells(replace(base, savings=(saving,)))
+    assert cells.rows == (
+        (
+            "bf16",
+            "-" + format_bytes(1024),
+            format_bytes(2048),
+            "-" + format_seconds(0.5),
+            "half of what is saved for backward",
+        ),
+    )
+    copied = replace(base, choices=Choices(state_place="disk"))
+    copied = replace(copied, prediction=replace(copied.prediction, copy_seconds=2.0, exposed_seconds=0.5))
+    rows = dict(plan_cells(copied).rows)
+    assert rows["techniques"] == "optimizer state on the disk"
+    assert rows["copying below"] == f"{format_seconds(2.0)}, 75 % hides"

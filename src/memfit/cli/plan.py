@@ -26,7 +26,10 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help='plan for a GPU that is not here, such as "rtx4090"; times are estimated'
     )
     parser.add_argument(
-        "--save-trace", metavar="FILE", type=Path, help="write down one step, to plan from later without the model"
+        "--save-trace",
+        metavar="FILE",
+        type=Path,
+        help="write down one step as fit.fixed and fit.freeze have it, to plan from later without the model",
     )
     parser.add_argument(
         "--trace",

@@ -323,11 +323,10 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
 
 
 def make_trace(config: Config, assembly: Assembly, device: str | None, display: Display) -> Trace:
-    """One step written down, to plan from later without the model."""
-    fixed = config.fit.fixed or {}
+    """One step written down, with what the configuration fixes and freezes, to plan from later without the model."""
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        micro_batches=fixed.get("micro_batches", 1), clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+        freeze=config.fit.freeze, fixed=config.fit.fixed, clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from memfit.views.drawing import TIMES, Drawing, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import FONTS, escaped, svg
-from memfit.views.tables import Cells, frontier_cells, modules_cells, records_cells
+from memfit.views.tables import Cells, copying, frontier_cells, modules_cells, records_cells, savings_cells
 from memfit.views.timeline_picture import timeline_picture
 from memfit.views.verdict import error_text, measured_peak, verdict
 
@@ -87,6 +87,7 @@ def page(report: Report) -> str:
         _figure(timeline_picture(report.plan, report.rehearsal)),
         _figure(frontier_picture(report.plan, report.frontier)),
         # What is short comes before what is long.
+        _table_section(savings_cells(report.plan)),
         _section("Departures from the plan", _list(_departures(report))),
         _section("Facts", _definitions(report.facts)),
         _section("Notes", _list(report.plan.notes)),
@@ -152,6 +153,8 @@ def _cards(report: Report) -> str:
     ]
     if plan.choices.micro_batches > 1:
         cards.append(("Micro-batches", f"{plan.choices.micro_batches}", f"losses weighted by {plan.choices.weights}"))
+    if p.copy_seconds:
+        cards.append(("Copying to and from the tier below", copying(plan), _lying_below(plan)))
     if report.records:
         seconds = median(r.seconds for r in report.records)
         count = len(report.records)
@@ -168,6 +171,17 @@ def _cards(report: Report) -> str:
         for name, number, remark in cards
     )
     return f'<dl class="cards{" thirds" if len(cards) % 3 == 0 else ""}">\n{inner}</dl>'
+
+
+def _lying_below(plan: Plan) -> str:
+    """What lies there, for a remark."""
+    swapped = sum(place.bytes for place in plan.script.swaps.values())
+    parts = [f"{format_bytes(swapped)} swapped"] if swapped else []
+    if plan.choices.state_place != "device":
+        parts.append("optimizer state")
+    if plan.choices.streamed:
+        parts.append(f"layers of {plan.choices.streamed}")
+    return ", ".join(parts)
 
 
 def _figure(drawing: Drawing, css: str = "") -> str:
@@ -268,8 +282,8 @@ def _reproduce(plan: Plan) -> str:
 def reproducing_call(plan: Plan) -> str:
     """The call that makes this plan again.
 
-    It pins the number of micro-batches even when the search was free to choose it: a plan does not say which, and
-    pinning what was found finds it again. What the plan cannot hold (functions) is left as an ellipsis.
+    It pins what the search was free to choose: a plan does not say which of its choices were, and pinning what was found finds it again. What the plan
+    does not hold (functions, the room below) is left as an ellipsis.
     """
     lines = [
         "plan = memfit.plan(",
@@ -278,8 +292,15 @@ def reproducing_call(plan: Plan) -> str:
         "    loss_fn=...,  # as before; None when the model returns its loss",
         f"    budget={plan.budget_bytes},  # {format_bytes(plan.budget_bytes)}",
         "    optimizer=...,  # as before",
-        f'    fixed={{"micro_batches": {plan.choices.micro_batches}}},  # what this plan uses, pinned or found',
     ]
+    choices = plan.choices
+    if choices.frozen:
+        lines.append(f"    freeze={json.dumps(list(choices.frozen))},")
+    fixed = {"micro_batches": choices.micro_batches}
+    fixed |= {name: value for name, value in choices.told_apart() if name != "frozen"}
+    lines.append(f"    fixed={json.dumps(fixed)},  # what this plan uses, pinned or found")
+    if plan.script.swaps or plan.prediction.copy_seconds:
+        lines.append("    host_budget=...,  # as before")
     if plan.clip_norm is not None:
         lines.append(f"    clip_norm={plan.clip_norm!r},")
     if plan.prediction.seconds_are == "estimated":  # so are those for a device that is not here, and no others

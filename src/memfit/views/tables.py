@@ -11,6 +11,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from memfit.choices import in_words
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, StepRecord
 from memfit.units import format_bytes, format_seconds
@@ -54,6 +55,10 @@ def plan_cells(plan: Plan) -> Cells:
         ("micro-batches", f"{c.micro_batches}" + (f" (losses by {c.weights})" if c.micro_batches > 1 else "")),
         ("run again", "nothing" if plan.script.plain else _again(plan)),
     ]
+    if in_words(c):
+        rows.append(("techniques", in_words(c)))
+    if p.copy_seconds:
+        rows.append(("copying below", copying(plan)))
     return Cells("Plan", ("", "value"), tuple(rows), frozenset({0, 1}))
 
 
@@ -63,20 +68,48 @@ def _again(plan: Plan) -> str:
     return counted(plan.script.reruns, "operation") + (" per micro-batch" if plan.choices.micro_batches > 1 else "")
 
 
+def copying(plan: Plan) -> str:
+    """How long the link to the tier below is busy in a step, and how much of it hides."""
+    p = plan.prediction
+    hidden = 1 - p.exposed_seconds / p.copy_seconds if p.copy_seconds else 1.0
+    return f"{format_seconds(p.copy_seconds)}, {100 * hidden:.0f} % hides"
+
+
+def savings_cells(plan: Plan) -> Cells:
+    """What each technique of the plan saves beside what is commonly claimed, and what it costs."""
+    rows = [
+        (
+            saving.technique,
+            format_bytes(saving.predicted_bytes)
+            if saving.predicted_bytes >= 0
+            else f"-{format_bytes(-saving.predicted_bytes)}",
+            format_bytes(saving.claimed_bytes),
+            f"{'+' if saving.seconds >= 0 else '-'}{format_seconds(abs(saving.seconds))}",
+            saving.claim,
+        )
+        for saving in plan.savings
+    ]
+    columns = ("technique", "off the peak", "as claimed", "a step", "the claim")
+    remark = "Each beside the same step without it, nothing dropped or swapped in either." if rows else ""
+    return Cells("Techniques", columns, tuple(rows), frozenset({0, 4}), remark=remark)
+
+
 def modules_cells(plan: Plan) -> Cells:
-    """What is kept, dropped and run again in each module; most dropped first."""
-    modules = sorted(plan.by_module, key=lambda m: (-m.dropped_bytes, -m.kept_bytes, m.module))
+    """What is kept, dropped, swapped and run again in each module; most dropped first."""
+    modules = sorted(plan.by_module, key=lambda m: (-m.dropped_bytes, -m.swapped_bytes, -m.kept_bytes, m.module))
+    swaps = any(m.swapped_bytes for m in modules)
     rows = [
         (
             m.module or "(model)",
             format_bytes(m.kept_bytes),
             format_bytes(m.dropped_bytes),
+            *([format_bytes(m.swapped_bytes)] if swaps else []),
             format_seconds(m.rerun_seconds),
         )
         for m in modules[:_MOST_ROWS]
     ]
     each = ", per micro-batch" if plan.choices.micro_batches > 1 else ""
-    columns = ("module", "kept", "dropped", f"run again{each}")
+    columns = ("module", "kept", "dropped", *(["swapped"] if swaps else []), f"run again{each}")
     rest = modules[_MOST_ROWS:]
     remark = ""
     if rest:

@@ -166,6 +166,14 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
             {"host_budget": 100, "fixed": {"state_place": "disk"}},
             "host_budget=100 is less than the optimizer state that is to lie there",
         ),
+        (
+            {"host_budget": 0, "fixed": {"state_place": "disk"}},
+            "host_budget=0 is less than the optimizer state that is to lie there",
+        ),
+        (
+            {"host_budget": 100, "fixed": {"streamed": "."}},
+            "host_budget=100 is less than the layers and optimizer state that is to lie there",
+        ),
         ({"host_budget": "much"}, "'much'"),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"freeze": "0"}, "freeze='0' is one pattern: give a list of them"),
@@ -173,6 +181,7 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
         ({"freeze": ["layers.0"]}, "freeze='layers.0' matches no module or parameter of this model; the nearest are 0"),
         ({"freeze": ["1"]}, "freeze='1' matches modules that hold no parameters"),
         ({"freeze": ["*"]}, "freeze=['*'] leaves no parameter to train"),
+        ({"fixed": ["micro_batches"]}, "fixed=['micro_batches'] is no mapping: write names and values"),
         ({"fixed": {"layers": 3}}, "'layers' is no choice; there is 'micro_batches'"),
         ({"fixed": {"micro_batches": 0}}, "a whole number from 1 to the 16 samples"),
         ({"fixed": {"micro_batches": 17}}, "a whole number from 1 to the 16 samples"),
@@ -184,8 +193,88 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
     ],
 )
 def test_an_argument_that_cannot_be_honoured_is_refused_by_name(named: Any, sentence: str) -> None:
+    model = chain(1)
+    before = state_of(model)
     with pytest.raises(InputError, match=re.escape(sentence)):
-        memfit.plan(chain(1), rows(16), squared_error, "1GiB", adamw, **named)
+        memfit.plan(model, rows(16), squared_error, "1GiB", adamw, **named)
+    assert same(state_of(model), before)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def momentless(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("named", "optimizer", "reason"),
+    [
+        ({"state_format": "8bit"}, momentless, "SGD without momentum keeps no state, so 8 bits would save nothing"),
+        ({"state_format": "8bit"}, torch.optim.Adagrad, "Adagrad has no 8-bit state"),
+        ({"state_format": "8bit"}, None, "there is no optimizer"),
+        ({"state_place": "disk"}, momentless, "SGD without momentum keeps no state that could lie elsewhere"),
+        ({"state_place": "disk"}, torch.optim.Adagrad, "the state of Adagrad stays on the device"),
+        ({"state_place": "host"}, adamw, "the device is the CPU, so the host's memory is the device's"),
+        (
+            {"update": "in_backward"},
+            torch.optim.LBFGS,
+            "of LBFGS it is not known that each parameter is updated by itself",
+        ),
+        ({"update": "in_backward"}, None, "there is no optimizer"),
+        ({"update": "in_backward", "precision": "fp16"}, adamw, "the gradient scaler must see all gradients before"),
+        ({"streamed": "layers"}, adamw, "no repeated block was found under 'layers'"),
+        ({"streamed": "."}, None, "and there is no optimizer: give one, or plan without streaming"),
+        ({"streamed": ".", "state_format": "8bit"}, adamw, "streamed layers bring their own optimizer state along"),
+        ({"loss_chunks": 4}, adamw, "this step takes no cross entropy of what a linear layer makes"),
+    ],
+)
+def test_a_technique_that_cannot_be_is_named_with_the_reason(
+    named: dict[str, Any], optimizer: Any, reason: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(reason)):
+        memfit.plan(chain(1), rows(16), squared_error, "1GiB", optimizer, fixed=named)
+
+
+@pytest.mark.parametrize(
+    ("word", "named", "optimizer", "reason"),
+    [
+        ("8bit", {}, momentless, "8bit: SGD without momentum keeps no state, so 8 bits would save nothing"),
+        ("8bit", {}, None, "8bit: there is no optimizer"),
+        ("8bit", {"streamed": "."}, adamw, "streamed layers bring their own optimizer state along, in 32 bits"),
+        ("fp16", {"update": "in_backward"}, adamw, "the gradient scaler must see all gradients before"),
+        ("fp16", {"streamed": "."}, adamw, "the gradient scaler must see all gradients before"),
+    ],
+)
+def test_what_is_allowed_and_cannot_be_stands_in_the_plan(
+    word: str, named: dict[str, Any], optimizer: Any, reason: str
+) -> None:
+    made = memfit.plan(
+        chain(1), rows(16), squared_error, "1GiB", optimizer, allow=[word, word], fixed={"micro_batches": 1, **named}
+    )
+    assert sum(reason in text for text in made.turned_down) == 1
+    assert reason in made.explain()
+
+
+@pytest.mark.parametrize(
+    ("count", "host_budget", "reasons"),
+    [
+        (16, "1MiB", ["swapping: nothing that backward reads takes 64.0 KiB, and less is not worth a copy"]),
+        (
+            2048,
+            100,
+            [
+                "swapping: the tensors worth it take 256 KiB or more each, and there is room for 100 B",
+                "optimizer state on the tier below: host_budget=100 has no room for its ",
+            ],
+        ),
+    ],
+)
+def test_room_below_that_is_of_no_use_is_told(count: int, host_budget: Any, reasons: list[str]) -> None:
+    named: dict[str, Any] = {"host_budget": host_budget, "fixed": {"micro_batches": 1}}
+    made = memfit.plan(chain(1), rows(count), squared_error, "1GiB", adamw, **named)
+    error = too_little(chain(1), rows(count), **named)
+    for reason in reasons:
+        assert any(reason in text for text in made.turned_down)
+        assert reason in str(error)
 
 
 def test_a_batch_without_samples_is_refused() -> None:

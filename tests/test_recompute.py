@@ -297,7 +297,19 @@ def test_a_plan_by_hand_is_explained_saved_and_kept_to_for_other_batches(tmp_pat
         ({"every": "second"}, 'every=\'second\': "block", "sqrt" or a number'),
         ({"every": 0}, "every=0"),
         ({"keep": "layers.*"}, "matches no module that runs in forward; the nearest are: "),
-        ({"every": "block"}, "needs repeated blocks, and this model has none"),
+        ({"every": "block"}, "every='block' needs repeated blocks, and this model has none"),
+        (
+            {"keep": "0", "fixed": {"streamed": "."}},
+            "fixed streamed='.' cannot be honoured by recompute: streamed layers are",
+        ),
+        (
+            {"keep": "0", "fixed": {"loss_chunks": 2}},
+            "fixed loss_chunks=2 cannot be honoured: this step takes no cross",
+        ),
+        (
+            {"keep": "0", "fixed": {"update": "in_backward"}, "clip_norm": 1.0},
+            "clipping needs the norm of all gradients",
+        ),
         ({"activation_bytes": "much"}, "is not a number of bytes"),
     ],
 )

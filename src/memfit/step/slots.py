@@ -77,8 +77,8 @@ class Slot:
 class Worker:
     """Does jobs in order, in a thread beside the computation; on CUDA on a stream of its own.
 
-    A job starts after what the submitting thread has put on its stream, and is done when its own stream is. After an error no further job is begun:
-    what later ones would read is not there.
+    A job starts after what the submitting thread has put on its stream, and is done when its own stream is. After an error no further job is begun until
+    `settle`: what later ones would read is not there.
 
     Args:
         device: that the jobs copy to and from.
@@ -137,9 +137,10 @@ class Worker:
             self._last.result()
 
     def settle(self) -> None:
-        """Wait until nothing runs, whatever became of it."""
+        """Wait until nothing runs, whatever became of it; jobs submitted from now on begin anew."""
         if self._last is not None:
             self._last.exception()
+        self._last = self._error = None
 
     def close(self) -> None:
         """End the thread."""

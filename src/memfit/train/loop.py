@@ -271,7 +271,8 @@ class _Run:
     def _non_finite(self, error: NonFiniteLossError, log: Log) -> NonFiniteLossError:
         if self.saved_step != self.step:
             self._save(log)
+        setting = "fit.fixed.precision=bf16" if self.engine.plan.choices.precision == "fp16" else "optim.lr=..."
         return NonFiniteLossError(
             f"step {self.step + 1}: {error}. The state before it is in {self.saved}; "
-            f"to go on with another learning rate: memfit resume {self.out} --set optim.lr=..."
+            f"to go on with another setting: memfit resume {self.out} --set {setting}"
         )

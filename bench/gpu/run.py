@@ -185,14 +185,14 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
 QUESTIONS: dict[str, Question] = {
     "exactness": Question(exactness, 55),
     "predict": Question(predict, 65),
-    "techniques": Question(techniques, 70),
+    "techniques": Question(techniques, 75),
     "swap": Question(swap, 60),
     "streaming": Question(streaming, 45),
-    "frontier_bert": Question(frontier_bert, 70),
-    "frontier_llama": Question(frontier_llama, 70),
+    "frontier_bert": Question(frontier_bert, 65),
+    "frontier_llama": Question(frontier_llama, 60),
     "largest_batch": Question(largest_batch, 55),
     "optimizers": Question(optimizers, 20),
-    "overhead": Question(overhead, 15),
+    "overhead": Question(overhead, 25),
 }
 
 

@@ -1,4 +1,7 @@
-"""Whether anything is lost when a run is killed, interrupted, out of disk, or its snapshot damaged, at drawn moments: tries, and what was lost."""
+"""Whether anything is lost when a run is killed, interrupted, out of disk, or its snapshot damaged, at drawn moments: tries, and what was lost.
+
+All faults for a run that only drops; kills and full disks once more for each technique that moves, packs or leaves out what a snapshot has to hold.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import torch
 measuring.with_tests_models()
 
 from faults import series  # noqa: E402 - the line above says where it is
-from faults.runs import Tally, Workplace, prepare  # noqa: E402 - as above
+from faults.runs import TECHNIQUES, Tally, Workplace, prepare  # noqa: E402 - as above
 
 
 def damaged(place: Workplace, tries: int, draw: Random) -> Tally:
@@ -32,52 +35,77 @@ SERIES = {
     "full": series.full_disk,
     "limit": series.too_large,
     "damage": damaged,
+    "below": series.full_below,
 }
+PLAINLY = ("kill", "interrupt", "full", "limit", "damage")
+
+
+def asked(place: Workplace, technique: str) -> tuple[str, ...]:
+    """The faults for a technique: a disk that fills up matters to what lies on it."""
+    if technique == "plain":
+        return PLAINLY
+    return ("kill", "full", "below") if "below" in place.moments else ("kill",)
+
+
+def tries_of(fault: str, technique: str, tries: int) -> int:
+    """Techniques get a third of the tries each."""
+    if technique != "plain":
+        return max(1, tries // 3)
+    return tries * (10 if fault == "damage" else 1)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     cells = [
-        [row["fault"], str(row["tried"]), str(row["faults"]), str(row["survived"]), str(row["lost"])] for row in rows
+        [row["technique"], row["fault"], *(str(row[name]) for name in ("tried", "faults", "survived", "lost"))]
+        for row in rows
     ]
-    return f"Seed {rows[0]['seed']}.\n\n" + measuring.table(["fault", "tries", "faults", "survived", "lost"], cells)
+    heads = ["technique", "fault", "tries", "faults", "survived", "lost"]
+    return f"Seed {rows[0]['seed']}.\n\n" + measuring.table(heads, cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=50, help="of each fault; ten times as many damaged bytes")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=50,
+        help="of each fault; ten times as many damaged bytes, a third for each technique",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=sorted(SERIES), action="append", help="leaves the kept results alone")
+    parser.add_argument("--technique", choices=list(TECHNIQUES), action="append", help="leaves the kept results alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     lost = 0
     with tempfile.TemporaryDirectory() as folder:
-        place = prepare(Path(folder) / "faults")
-        for name in arguments.only or SERIES:
-            began = time.perf_counter()
-            tries = arguments.tries * (10 if name == "damage" else 1)
-            tally = SERIES[name](place, tries, Random(arguments.seed))
-            wrong = tally.lost or []
-            lost += len(wrong)
-            rows.append(
-                {
-                    "fault": tally.fault,
-                    "seed": arguments.seed,
-                    "tried": tally.tried,
-                    "faults": tally.faults,
-                    "survived": tally.survived,
-                    "lost": len(wrong),
-                    "seconds": round(time.perf_counter() - began, 1),
-                }
-            )
-            print(
-                f"{tally.fault}: {tally.tried} tried, {tally.faults} faults, {tally.survived} survived, {len(wrong)} lost",
-                flush=True,
-            )
-            for line in wrong:
-                print(f"  lost: {line}", flush=True)
-    if arguments.only is None:
+        for number, technique in enumerate(arguments.technique or TECHNIQUES):
+            place = prepare(Path(folder) / f"faults-{number}", technique)
+            for name in asked(place, technique):
+                if arguments.only is not None and name not in arguments.only:
+                    continue
+                began = time.perf_counter()
+                tally = SERIES[name](place, tries_of(name, technique, arguments.tries), Random(arguments.seed))
+                wrong = tally.lost or []
+                lost += len(wrong)
+                rows.append(
+                    {
+                        "technique": technique,
+                        "fault": tally.fault,
+                        "seed": arguments.seed,
+                        "tried": tally.tried,
+                        "faults": tally.faults,
+                        "survived": tally.survived,
+                        "lost": len(wrong),
+                        "seconds": round(time.perf_counter() - began, 1),
+                    }
+                )
+                told = f"{tally.tried} tried, {tally.faults} faults, {tally.survived} survived, {len(wrong)} lost"
+                print(f"{technique}, {tally.fault}: {told}", flush=True)
+                for line in wrong:
+                    print(f"  lost: {line}", flush=True)
+    if arguments.only is None and arguments.technique is None:
         measuring.keep("faults", measuring.machine(), rows)
     print(table(rows))
     if lost:

@@ -26,6 +26,7 @@ Row = dict[str, Any]
 MODELS = ("gpt", "bert_sdpa", "unet")
 SHARES = (0.6, 0.35)  # of the plain peak
 EVERYTHING: Mapping[str, Any] = {"allow": ["bf16", "8bit", "in_backward"], "host_budget": "8GiB"}
+ON_PURPOSE = 1.01  # as `memfit.planner.search.WORTH_MORE`
 LARGE_SHARES = (0.7, 0.4)
 
 
@@ -104,7 +105,7 @@ def rows_of(name: str, draws: int) -> list[Row]:
                 "cpu_seconds": cpu,
             }
         )
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        print(table(rows[-1:]).splitlines()[2], flush=True)
     return [{**row, **{k: None for k, v in row.items() if v == inf}} for row in rows]
 
 
@@ -154,7 +155,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         ],
     )
     slower_bytes = sum(
-        one["chosen_seconds"] > other["chosen_seconds"]
+        one["chosen_seconds"] > other["chosen_seconds"] * ON_PURPOSE
         for one in compared
         for other in compared
         if one["model"] == other["model"]
@@ -163,9 +164,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         and other["chosen_seconds"]
     )
     slower_allowed = sum(
-        r["chosen_seconds"] > r["without_seconds"] for r in compared if r["chosen_seconds"] and r["without_seconds"]
+        r["chosen_seconds"] > r["without_seconds"] * ON_PURPOSE
+        for r in compared
+        if r["chosen_seconds"] and r["without_seconds"]
     )
-    words = f"Slower with more bytes: {slower_bytes}. Slower with more allowed: {slower_allowed}."
+    words = f"Slower by more than 1 % with more bytes: {slower_bytes}; with more allowed: {slower_allowed}."
     second = measuring.table(
         ["model", "budget / plain", "seconds to the plan", "CPU seconds"],
         [

@@ -117,6 +117,7 @@ class CostTable:
             # Random operations are timed too: what the user's run draws must not depend on what was in the cache.
             with forked_generators():
                 found = (self._on_cuda if self.device.type == "cuda" else self._on_cpu)(missing, calls, tell)
+            self._sweep = None  # the table lives as long as its plans do
             for key, call in missing.items():
                 cost = found.get(key)
                 self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), measured=False)

@@ -23,7 +23,7 @@ from memfit.trace import BEFORE_STEP, Category, Phase, Trace
 SMALL_CONSTANT_BYTES: Final = 4096
 # How much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for), some (a saturated
 # link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
-LAGS: Final = (0.0, 0.5, 2.0)
+LAGS: Final = (0.0, 4.0, 16.0)
 ALIGNMENT_BYTES: Final = 4096  # of the places on the lower tier
 
 

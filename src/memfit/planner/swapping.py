@@ -31,8 +31,9 @@ from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Reruns, Timeline
 from memfit.units import format_bytes
 
-# Prices of the link: a link that is always waited for, one that sometimes is, one that never is.
-LINK_PRICES: Final = (1.0, 0.3, 0.02)
+# Prices of the link, from always waited for to never waited for. What a second of it is worth lies between what products and what cheap operations
+# take to run again, byte for byte, and layers that are alike change their mind together: hence steps of two.
+LINK_PRICES: Final = (1.0, 0.5, 0.25, 0.12, 0.06, 0.02)
 CLOSELY: Final = 2  # layouts that are looked at at all prices
 EVERY_PLAN: Final = 729  # this many divisions into kept, recomputed and swapped are enumerated
 BOUND_PRICES: Final = (0.0, 0.4, 0.8)
@@ -151,8 +152,12 @@ class SwapSolver(Solver):
         found: tuple[Any, Any, Any, Any] = self._spans[key]
         return found
 
-    def decide(self, layout: Layout, prices: Any, link_price: float, lag: int) -> Solution:
-        """The plan of the cheapest cut at prices per byte and event and per second of the link."""
+    def decide(self, layout: Layout, prices: Any, link_price: float, lag: int, *, keeps_up: bool = False) -> Solution:
+        """The plan of the cheapest cut at prices per byte and event and per second of the link.
+
+        Layers that are alike want the same at the same prices: to swap, all of them, more than the link can carry, or none. Where it is to keep up, what it
+        cannot carry in time is cut once more, without the link.
+        """
         first, until, gone, back = self._span(layout, lag)
         cumulative = np.concatenate([[0.0], np.cumsum(prices)])
         keep = np.where(until > first, (cumulative[until] - cumulative[first]) * self._size, 0.0)
@@ -164,12 +169,36 @@ class SwapSolver(Solver):
         )
         forced = np.isin(self._movable, sorted(layout.forced))
         saved = frozenset(s for s, is_saved in zip(self._movable, self._is_saved, strict=True) if is_saved)
-        sides, _ = self._cut_network(saved, 1.0).cut(np.where(forced, 0.0, np.minimum(keep, swap)))
+        network = self._cut_network(saved, 1.0)
         count = len(self._movable)
-        again = sides[self._run_of] & self._may_rerun & ~forced
-        there = (sides[:count] & ~sides[self._run_of]) | forced
-        swapped = self._with_room(there & (swap < keep), keep - swap)
+        for _ in range(2):
+            sides, _ = network.cut(np.where(forced, 0.0, np.minimum(keep, swap)))
+            again = sides[self._run_of] & self._may_rerun & ~forced
+            there = (sides[:count] & ~sides[self._run_of]) | forced
+            swapped = self._with_room(there & (swap < keep), keep - swap)
+            carried = self._in_time(swapped, lag, back, until) if keeps_up else swapped
+            if (carried == swapped).all():
+                break
+            swap = np.where(carried, swap, inf)
         return self._planned(layout, lag, self._is_saved & again, ~self._is_saved & there & ~swapped & ~forced, swapped)
+
+    def _in_time(self, wanted: Any, lag: int, back: Any, until: Any) -> Any:
+        """Of the storages to swap, those that the link can carry down before they are to be gone, and up again before they are read."""
+        clock, reloads = self.recipes.clock, self.recipes.reloads
+        carried = np.zeros(len(wanted), dtype=bool)
+        copies = [(reloads[self.recipes.reloads_of[self._movable[i]][lag]], i) for i in np.flatnonzero(wanted).tolist()]
+        free = 0.0
+        for reload, i in sorted(copies, key=lambda copy: (copy[0].ready, copy[1])):
+            done = max(free, clock[reload.ready + 1]) + reload.out_seconds
+            if done <= clock[reload.gone_by + 1]:
+                free, carried[i] = done, True
+        free = 0.0
+        for reload, i in sorted(copies, key=lambda copy: (back[copy[1]], copy[1])):
+            if carried[i]:
+                done = max(free, clock[back[i]]) + reload.in_seconds
+                carried[i] = done <= clock[min(until[i], len(clock) - 1)]
+                free = done if carried[i] else free
+        return carried
 
     def _with_room(self, wanted: Any, gain: Any) -> Any:
         """Of the storages to swap, those that gain most for their bytes and have room together on the lower tier."""
@@ -226,9 +255,11 @@ class SwapSolver(Solver):
         starts: list[Solution] = []
         for _, _, layout in sorted(promising, key=lambda p: p[:2])[:CLOSELY]:
             found = [
-                self._at_prices(layout, budget, price, lag, BISECTIONS)
+                self._at_prices(layout, budget, price, lag, BISECTIONS, keeps_up=keeps_up)
                 for price in LINK_PRICES
                 for lag in range(len(LAGS))
+                for keeps_up in (False, True)
+                if LAGS[lag] or not keeps_up
             ]
             fitting = min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
             if fitting is not None:
@@ -242,7 +273,9 @@ class SwapSolver(Solver):
         for solution in self._without._front:  # noqa: SLF001 - a solver of our own
             self._front.add(solution)
 
-    def _at_prices(self, layout: Layout, budget: int, link_price: float, lag: int, steps: int) -> Solution | None:
+    def _at_prices(
+        self, layout: Layout, budget: int, link_price: float, lag: int, steps: int, *, keeps_up: bool = False
+    ) -> Solution | None:
         """The fastest plan that fits found on the way to the lowest price of memory at which plans fit; then the same with a price for what was too full."""
         weights = {self.plain.evaluation.peak_event: 1.0}
         best: Solution | None = None
@@ -251,7 +284,7 @@ class SwapSolver(Solver):
             worst: Solution | None = None
             for _ in range(steps):
                 middle = (low * high) ** 0.5
-                found = self.decide(layout, self._prices(weights, middle), link_price, lag)
+                found = self.decide(layout, self._prices(weights, middle), link_price, lag, keeps_up=keeps_up)
                 if found.peak <= budget:
                     high = middle
                     if best is None or found.seconds < best.seconds:

@@ -244,7 +244,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor 
 
 
 def runs_plainly(model: nn.Module, loss_fn: Any, batch: Tensor, technique: Technique) -> bool:
-    """Whether plain PyTorch takes a step this way at all, either way of a branch: not every program runs in 16 bits, and a frozen one may have nothing to train."""
+    """Whether plain PyTorch takes a step this way at all, either way of a branch: not all run in 16 bits, and a frozen one may have nothing to train."""
     models = [model]
     if isinstance(model, Branching):
         one, other = (Branching(model.instructions, model.seed, model.at, "counter", model.change) for _ in range(2))

@@ -293,7 +293,12 @@ def _confirmed(
     few, real = looked_at(model, sample, loss_fn, choices)
     if real == seen:
         return fake
-    real = real_forward_names(model, few, loss_fn, choices, twice=True)
+    try:
+        real = real_forward_names(model, few, loss_fn, choices, twice=True)
+    except Exception:  # the first look took another way through the model, and this one does not run on two samples
+        if few is sample:
+            raise
+        few, real = sample, real_forward_names(model, sample, loss_fn, choices, twice=True)
     if real == seen:
         # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
         # batch's own back (what is made of constants is real in it), so that the first step finds it.

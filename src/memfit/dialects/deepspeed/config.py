@@ -176,6 +176,9 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
     for key in given:
         if key in keys.REMOVED:
             raise ConfigError(f"{key}: DeepSpeed {keys.VERSION} has it no longer, and refuses it: {keys.REMOVED[key]}")
+    for key, names in (*keys.CLOSED.items(), *keys.OPEN.items()):
+        if key in given and (key, given[key]) != ("aio", None):
+            reading.known(given[key], key, names, closed=key in keys.CLOSED)
     _check_switches(given)
     _check_harmless(given, reading, world_size)
     return DeepSpeedConfig(
@@ -306,12 +309,13 @@ def _precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
             raise ConfigError(
                 f"{section}.{key}: cannot be honoured: memfit keeps parameters and gradients in the model's own precision"
             )
-    for key in enabled[: enabled != ["torch_autocast"]]:
-        reading.notices.append(
-            f"{key}: parameters stay as the model has them and operations run in {key} under autocast, where DeepSpeed casts the model and keeps fp32 copies; "
-            "roundings differ"
-            + (", and the loss is scaled by torch's gradient scaler, which has no hysteresis" if key == "fp16" else "")
-        )
+    for key in enabled:
+        if key != "torch_autocast":  # which is the same on both sides
+            scaling = ", and the loss is scaled by torch's gradient scaler, which has no hysteresis"
+            reading.notices.append(
+                f"{key}: parameters stay as the model has them and operations run in {key} under autocast, where DeepSpeed casts the model and keeps "
+                f"fp32 copies; roundings differ{scaling if key == 'fp16' else ''}"
+            )
     return {"fp16": fp16, "bf16": bf16, "torch_autocast": _autocast(autocast, given)}
 
 
@@ -349,6 +353,8 @@ def _zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> ZeroOp
             raise ConfigError(
                 f"zero_optimization.{key}: DeepSpeed {keys.VERSION} has it no longer, and refuses it: {keys.REMOVED_ZERO[key]}"
             )
+    if isinstance(data, Mapping) and "leaf_module" in data:
+        reading.known(data["leaf_module"], "zero_optimization.leaf_module", keys.LEAF_MODULE, closed=True)
     zero = _without_old_names(
         reading.section(ZeroOptimization, data, "zero_optimization", closed=True), reading.notices
     )
@@ -443,10 +449,7 @@ def _check_switches(given: Mapping[str, Any]) -> None:
         ]
         if on or not switches:
             raise ConfigError(f"{'.'.join((key, *on[:1]))}: cannot be honoured: {reason}")
-    types = given.get("data_types", {})
-    if not isinstance(types, Mapping):
-        raise ConfigError(f"data_types: expected keys and values, found {shown(types)}")
-    for name, value in types.items():
+    for name, value in given.get("data_types", {}).items():
         if value not in (None, "auto", *(("fp32", "float32") if name != "keep_in_fp32_modules" else ())):
             raise ConfigError(
                 f"data_types.{name}: {shown(value)} cannot be honoured: memfit leaves the model's types as they are, and adds gradients up in them"
@@ -465,9 +468,6 @@ def _check_harmless(given: Mapping[str, Any], reading: Reading, world_size: int)
     zero = given.get("zero_optimization")
     if summed == "sum" and isinstance(zero, Mapping) and zero.get("stage") == 3:
         raise ConfigError("gradient_allreduce_op: sum does not go with ZeRO stage 3")
-    for key, names in keys.CLOSED.items():
-        if key in given:
-            reading.known(given[key], key, names, closed=True)
     for key in given:
         if key in keys.HARMLESS and (world_size == 1 or keys.HARMLESS[key] != keys.ONE_RANK):
             reading.notices.append(f"{key} has no effect: {keys.HARMLESS[key]}")

@@ -48,7 +48,8 @@ HARMLESS: Final[Mapping[str, str]] = {
     "zero_force_ds_cpu_optimizer": "memfit takes the optimizer that the configuration or you name",
 }
 
-# Of these DeepSpeed refuses unknown keys; into the other sections above memfit does not look.
+# Keys of sections that are not read value by value. Unknown ones DeepSpeed refuses in the first, ignores in the second, and into the sections that
+# stand in neither (autotuning, checkpoint, data_efficiency, datastates_ckpt, expert_parallel, timers) memfit does not look further than above.
 CLOSED: Final[Mapping[str, tuple[str, ...]]] = {
     "comms_logger": ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     "tensorboard": ("enabled", "output_path", "job_name"),
@@ -58,7 +59,35 @@ CLOSED: Final[Mapping[str, tuple[str, ...]]] = {
         *("enabled", "samples_log_interval", "project", "workspace", "api_key"),
         *("experiment_name", "experiment_key", "online", "mode"),
     ),
+    "compile": (
+        *("deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
+        *("offload_activation_pin_memory", "offload_opt_states", "offload_parameters", "double_buffer"),
+        *("symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
+        *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
+    ),
+    "hybrid_engine": (
+        *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
+        *("tp_gather_partition_size", "enable_cuda_graph"),
+    ),
+    "tensor_parallel": (
+        *("dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend"),
+        *("tensor_parallel", "tp", "injection_policy_tuple", "partition_config", "preset_model"),
+        *("keep_module_on_host", "replace_with_kernel_inject", "kernel_inject"),
+    ),
 }
+OPEN: Final[Mapping[str, tuple[str, ...]]] = {
+    "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "flops_profiler": (
+        *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
+        "output_file",
+    ),
+    "pipeline": (
+        *("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned"),
+        *("grad_partitioned", "use_reentrant"),
+    ),
+}
+LEAF_MODULE: Final = ("classes", "names", "name_suffixes")
 
 # DeepSpeed itself refuses these since they were removed from it.
 REMOVED: Final[Mapping[str, str]] = {

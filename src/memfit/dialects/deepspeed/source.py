@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from memfit.errors import ConfigError, InputError
 
 
 class _TwiceError(ValueError):
-    """A key stands twice; hjson would wrap any other ValueError of ours into one of its own."""
+    """A key stands twice: what both parsers let through as it is, and what is no error of their syntax."""
 
 
 def load(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def load(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         InputError: the file needs the hjson package, which is not installed.
     """
     if isinstance(source, Mapping):
-        return dict(source)
+        return deepcopy(dict(source))  # a configuration does not change when its source does
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

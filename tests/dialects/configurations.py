@@ -174,6 +174,7 @@ PRECISION = [
     Case("both", four(fp16={"enabled": True}, bf16={"enabled": True}), "fp16 and bf16 are enabled together"),
     Case("both, one off", four(fp16={"enabled": False}, bf16={"enabled": True}), WHOLE),
     Case("autocast", four(torch_autocast={"enabled": True, "dtype": "bfloat16"}), WHOLE),
+    Case("autocast auto", four(torch_autocast={"enabled": "auto", "dtype": "bfloat16"}), "torch_autocast.enabled: expected true or false", apart=LAX),
     Case("autocast in no type", four(torch_autocast={"enabled": True, "dtype": "bflaot16"}), "did you mean bfloat16?"),
     Case("autocast in fp32", four(torch_autocast={"enabled": True, "dtype": "fp32"}), "computes in bfloat16 or float16", apart=LACKS),
     Case("autocast without a type", four(torch_autocast={"enabled": True}), "torch_autocast.dtype is missing", apart="DeepSpeed leaves it to torch, by device"),

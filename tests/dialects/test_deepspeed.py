@@ -195,6 +195,7 @@ def test_what_is_read_is_not_held() -> None:
         (four(gradient_checkpointing=False), "recomputes none where the budget has room"),
         (four(activation_checkpointing={}), "activation_checkpointing switches nothing on, in DeepSpeed either"),
         (four(), f"gradient_clipping is 1.0, the default of DeepSpeed {VERSION}"),
+        (four(gradient_clipping="auto"), "gradient_clipping auto is 1.0"),
         (four(steps_per_print=10), "steps_per_print has no effect: what is printed"),
         (zero(stage=2), "zero_optimization.stage 2 holds as it is on one rank"),
         (four(zero_optimization=True), "zero_optimization: true is the old form of stage 1"),

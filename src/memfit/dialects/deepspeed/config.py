@@ -190,7 +190,7 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
         **_precisions(given, reading),
         zero_optimization=_zero(given, reading, world_size),
         **_checkpointing(given, reading),
-        notices=tuple(reading.notices),
+        notices=tuple(reading.notices),  # last: all above add to them
     )
 
 
@@ -212,11 +212,15 @@ def _batch(given: Mapping[str, Any], world_size: int) -> BatchSizes:
 def _clipping(given: Mapping[str, Any], notices: list[str]) -> float | Auto:
     if "gradient_clipping" not in given:
         notices.append(
-            f"gradient_clipping is {GRADIENT_CLIPPING}, the default of DeepSpeed {keys.VERSION} (up to 0.16 it was 0, no clipping)"
+            f"gradient_clipping is {GRADIENT_CLIPPING}, the default of DeepSpeed {keys.VERSION} (in 0.16 it was 0, no clipping)"
         )
         return GRADIENT_CLIPPING
     norm: float | Auto = convert(float | Auto, given["gradient_clipping"], "gradient_clipping", quoted=False)
     check_range(norm, "gradient_clipping", 0, None)
+    if norm is AUTO:
+        notices.append(
+            f"gradient_clipping auto is {GRADIENT_CLIPPING}, the default of DeepSpeed {keys.VERSION}: a plan may not choose results"
+        )
     return norm
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# Whose keys, defaults and refusals are followed. Defaults have moved: gradient_clipping was 0 and pin_memory false up to 0.16.
+# Whose keys, defaults and refusals are followed. Defaults have moved: gradient_clipping was 0 and pin_memory false in 0.16.
 VERSION: Final = "0.19.8"
 
 _REPORTS: Final = "what is printed, and when, is memfit's own"

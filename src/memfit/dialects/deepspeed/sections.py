@@ -89,12 +89,12 @@ class TorchAutocast:
     """torch's own autocast.
 
     Attributes:
-        enabled: whether.
+        enabled: whether; no "auto", which DeepSpeed would take for true.
         dtype: "bf16" or "fp16"; None where nothing is said.
         lower_precision_safe_modules: classes whose parameters DeepSpeed sends in that dtype; refused.
     """
 
-    enabled: bool | Auto = False
+    enabled: bool = False
     dtype: str | None = None
     lower_precision_safe_modules: tuple[str, ...] | None = None
 

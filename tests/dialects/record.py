@@ -1,0 +1,55 @@
+"""Write down what DeepSpeed's own reader says of each configuration: python tests/dialects/record.py, where deepspeed is installed.
+
+The recording is what the tests compare with where it is not; where it is, they ask DeepSpeed itself as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+RECORDING = Path(__file__).parent / "deepspeed.json"
+
+
+def asked(said: dict[str, Any] | str, ranks: int) -> list[int] | str:
+    """(train, micro, accumulation) by DeepSpeed, or the name of what it raises."""
+    from deepspeed.runtime import config
+
+    with tempfile.TemporaryDirectory() as folder:
+        given: dict[str, Any] | str = said
+        if isinstance(said, str):
+            given = str(Path(folder, "ds_config.json"))
+            Path(given).write_text(said, encoding="utf-8")
+        with mock.patch.multiple(config.dist, get_rank=lambda: 0, get_world_size=lambda: ranks):
+            try:
+                found = config.DeepSpeedConfig(given)
+            except Exception as error:  # noqa: BLE001 - it raises whatever comes
+                return type(error).__name__
+    return [found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps]
+
+
+def main() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from configurations import CASES
+
+    logging.disable(logging.CRITICAL)
+    found = {case.name: asked(case.said, case.ranks) for case in CASES}
+    RECORDING.write_text(
+        "{\n"
+        + ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(value)}"
+            for name, value in {"version": deepspeed.__version__, **found}.items()
+        )
+        + "\n}\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    main()

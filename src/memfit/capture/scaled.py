@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from memfit.errors import CaptureError
 from memfit.step.program import OptimizerFactory, StepProgram
 from memfit.trace import Trace
 
+T = TypeVar("T")
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
 # Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
 SMALL_STEP_BYTES: Final = 512 << 20
@@ -103,13 +104,18 @@ def looked_at(
     model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN
 ) -> tuple[Batch, list[str]]:
     """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
-    few = rows_of(sample, min(2, batches.size(sample)))
+    few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
+    return _on_few(few, sample, lambda some: real_forward_names(model, some, loss_fn, choices))
+
+
+def _on_few(few: Batch, sample: Batch, look: Callable[[Batch], T]) -> tuple[Batch, T]:
+    """What a look at few samples gives, or one at all where the model does not run on few; asked at each look, as a branch may go another way each time."""
     try:
-        return few, real_forward_names(model, few, loss_fn, choices)
+        return few, look(few)
     except Exception:
-        if batches.size(few) == batches.size(sample):
+        if few is sample:
             raise
-    return sample, real_forward_names(model, sample, loss_fn, choices)
+    return sample, look(sample)
 
 
 def forward_names(trace: Trace) -> list[str]:
@@ -145,7 +151,8 @@ def scaled(
         whole = known.trace.source == "real"
     else:
         few, _ = looked_at(model, sample, loss_fn, choices)
-        two = capture_real(model, few, loss_fn, None, choices=replace(choices, micro_batches=1))
+        alone = replace(choices, micro_batches=1)
+        few, two = _on_few(few, sample, lambda some: capture_real(model, some, loss_fn, None, choices=alone))
         step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
         whole = whole or step_bytes <= SMALL_STEP_BYTES
         if few is sample and not whole:
@@ -155,17 +162,20 @@ def scaled(
     if whole:
         one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices)
         return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
-    first, second, *rest = (
-        capture_real(
-            model,
-            rows_of(sample, size * min(choices.micro_batches, 2)),
-            loss_fn,
-            optimizer,
-            clip_norm=clip_norm,
-            choices=replace(choices, micro_batches=min(choices.micro_batches, 2)),
-        )
-        for size in SMALL_SIZES[: 3 if known is None else 2]
-    )
+    passes = min(choices.micro_batches, 2)
+
+    def captured_at(size: int) -> Captured:
+        small_choices = replace(choices, micro_batches=passes)
+        try:
+            return capture_real(
+                model, rows_of(sample, size * passes), loss_fn, optimizer, clip_norm=clip_norm, choices=small_choices
+            )
+        except Exception as error:  # it has run on two
+            raise CaptureError(
+                f"this model runs on the whole batch but not on {size * passes} samples of it, so its step cannot be predicted from a small one ({why})"
+            ) from error
+
+    first, second, *rest = map(captured_at, SMALL_SIZES[: 3 if known is None else 2])
     third = rest[0] if rest else first
     if not (_same_stream(first.trace, second.trace) and _same_stream(first.trace, third.trace)):
         raise CaptureError(
@@ -293,12 +303,7 @@ def _confirmed(
     few, real = looked_at(model, sample, loss_fn, choices)
     if real == seen:
         return fake
-    try:
-        real = real_forward_names(model, few, loss_fn, choices, twice=True)
-    except Exception:  # the first look took another way through the model, and this one does not run on two samples
-        if few is sample:
-            raise
-        few, real = sample, real_forward_names(model, sample, loss_fn, choices, twice=True)
+    few, real = _on_few(few, sample, lambda some: real_forward_names(model, some, loss_fn, choices, twice=True))
     if real == seen:
         # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
         # batch's own back (what is made of constants is real in it), so that the first step finds it.

@@ -686,6 +686,68 @@ def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None
             check_steps((program, sample_of(0), program_loss), [4] * 2, OPTIMIZERS["sgd"], 0.0, may_depart=True)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.6])
+def test_what_was_saved_before_a_departure_is_made_again_without_writes_that_were_planned(fraction: float) -> None:
+    """Planned with a write into what layer norm makes; without it, nothing that layer norm had saved could be made again."""
+    instructions = (step("layer_norm", 1, sizes=(8,)), *(step("linear", place, sizes=(8,)) for place in range(2, 8)))
+    program = Branching(instructions, 0, 0, "counter", "write")
+    reruns, departed = check_steps(
+        (program, sample_of(0), program_loss), [4] * 4, OPTIMIZERS["sgd"], fraction, may_depart=True
+    )
+    assert reruns
+    assert departed
+
+
+class Overwriting(nn.Module):
+    """Sometimes writes into what dropped tensors are made of; plain PyTorch needs that no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.writes = nn.Linear(32, 32), nn.Linear(32, 32), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        both = nn.functional.gelu(a + 1) + nn.functional.gelu(a * 2)
+        if self.writes:
+            a.mul_(0.5)
+        found: Tensor = torch.tanh(self.last(both + a)) + a
+        return found
+
+
+@pytest.mark.parametrize("below", ["dropped", "swapped"])
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_a_write_that_was_not_planned_changes_nothing_that_is_made_again(
+    fraction: float, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients were wrong: the rerun of `a + 1` read `a` after the write."""
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    model, sample = Overwriting(), torch.randn(64, 32)
+    loss_fn = lambda m, b: m(b).square().mean()  # noqa: E731
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
+    search = plain.runtime.search
+    smallest, largest = search.smallest()[0], search.plain_peak()
+    made = memfit.replan(plain, round(smallest + (largest - smallest) * fraction))
+    if below == "swapped":
+        made = swapping(plain, random.Random(fraction))
+    model.writes = True
+    right = outcome_of(model, sample, loss_fn)
+    found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
+    assert found.departure is not None
+    assert found.differs(right) is None
+
+
+def swapping(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
+    """From a plan that drops nothing: one that swaps half of what can be, and drops the rest."""
+    solver = plain.runtime.search.solver(1)
+    recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.5}
+    dropped = sorted(recipes.saved & recipes.rebuildable - swapped.keys())
+    script = compile_script(recipes, reruns_for(recipes, dropped, swapped=swapped))
+    assert script.swaps
+    return replace(plain, script=script)
+
+
 def test_state_made_by_steps_that_departed_is_all_that_comes_on_top() -> None:
     """Planned without a gradient for the first layers, which every second step trains."""
     instructions = (*(step("linear", place, sizes=(8,)) for place in range(1, 10)), step("linear", 4, sizes=(8,)))

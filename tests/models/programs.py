@@ -272,9 +272,9 @@ class Headed(Program):
 
 
 Decision: TypeAlias = Literal["counter", "value", "draw"]
-Change: TypeAlias = Literal["more", "write", "detach", "cast", "shape", "stop", "operand"]
+Change: TypeAlias = Literal["more", "write", "overwrite", "detach", "cast", "shape", "stop", "operand"]
 DECISIONS: tuple[Decision, ...] = ("counter", "value", "draw")
-CHANGES: tuple[Change, ...] = ("more", "write", "detach", "cast", "shape", "stop")
+CHANGES: tuple[Change, ...] = ("more", "write", "overwrite", "detach", "cast", "shape", "stop")
 
 
 class Branching(Program):
@@ -284,8 +284,8 @@ class Branching(Program):
         instructions, seed: as of `Program`.
         at: number of the instruction.
         decision: whether to take the branch. "counter": every second forward; "value": of the batch; "draw": at random.
-        change: what the branch does to the newest tensor; "stop": leaves the rest out; "operand": the same operations on
-            another tensor.
+        change: what the branch does to the newest tensor; "overwrite": to the one before it, which operations have read;
+            "stop": leaves the rest out; "operand": the same operations on another tensor.
     """
 
     def __init__(
@@ -307,6 +307,8 @@ class Branching(Program):
                     break
                 if self.change == "operand":
                     pool[-1] = self._one_of_two(pool[-1], taken)
+                elif taken and self.change == "overwrite":
+                    pool[-2].mul_(0.5)
                 elif taken:
                     pool[-1] = self._changed(pool[-1])
         return tuple(pool[-LAST:])

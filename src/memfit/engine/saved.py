@@ -142,6 +142,7 @@ class Tape:
         self.states: dict[int, tuple[torch.Tensor, torch.device]] = {}
         self.cursor = 0
         self.in_order = not retain
+        self.departed = False  # forward did not run all that was planned
         self.reruns = 0
         self.lower_tier: LowerTier | None = None
         self.arena: Arena | None = None  # as long as it is lent
@@ -194,6 +195,14 @@ class Tape:
         """Hold a storage no longer."""
         self.arrive(number)
         self.live.pop(number, None)
+
+    def keep_value(self, storage: torch.UntypedStorage) -> None:
+        """Hold what is in a storage now: it is about to be written into, and not by the plan."""
+        for number in [n for n, (leaving, _) in self.leaving.items() if leaving is storage]:
+            self.let_go(number)
+        for number, held in self.live.items():
+            if held is storage:
+                self.live[number] = storage.clone()
 
     def end(self) -> None:
         """Nothing will be asked for any more: give the lower tier back."""
@@ -253,10 +262,13 @@ class Tape:
         if number in self.below:
             self.fetch(number)
             return
-        recipe = self.compiled.recipe_of.get(number)
-        if recipe is None or any(operation not in self.noted for operation in recipe):
-            raise EngineError(_LET_GO)
+        recipe = self.compiled.recipe_of.get(number, ())
+        if self.departed:
+            # What was to be written into it later was not: it is saved as it was before.
+            recipe = tuple(operation for operation in recipe if operation in self.noted)
         inside = {s for operation in recipe for _, s, _ in self.compiled.makes.get(operation, ())}
+        if number not in inside or any(operation not in self.noted for operation in recipe):
+            raise EngineError(_LET_GO)
         for operation in recipe:
             for place in self.compiled.recorded[operation] or ():
                 if place >= 0 and place not in inside and place not in self.live:
@@ -394,13 +406,20 @@ class Follower(TorchDispatchMode):
             if _wants_gradient(*args) is not self._wanted[index]:
                 more = "no gradient" if self._wanted[index] else "a gradient"
                 self._depart(f"operation {index} ({func}) needs {more} for what it reads, unlike in the plan")
-                return func(*args, **kwargs) if kwargs else func(*args)
+                return self._unplanned(func, args, kwargs or {})
             if not self._acts[index]:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
         if self.departure is None and dispatch.is_operation(func):
             planned = str(self._functions[index]) if index < self._count else "the end of forward"
             self._depart(f"operation {index} is {func}, the plan has {planned}")
+        return self._unplanned(func, args, kwargs or {})
+
+    def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is not in the plan. Reruns of what was dropped before may read what it writes into: they are left the value of now."""
+        for tensor in dispatch.written(func, args, kwargs):
+            if tensor.layout is torch.strided:
+                self.tape.keep_value(tensor.untyped_storage())
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -408,7 +427,7 @@ class Follower(TorchDispatchMode):
         places = compiled.recorded[index]
         if places is not None and not self._note(index, func, args, kwargs, places):
             self._depart(f"operation {index} ({func}) reads other tensors than in the plan")
-            return func(*args, **kwargs)
+            return self._unplanned(func, args, kwargs)
         result = func(*args, **kwargs)
         made = compiled.outputs[index]
         if made:
@@ -472,6 +491,7 @@ class Follower(TorchDispatchMode):
     def _depart(self, why: str) -> None:
         self.departure = why
         self.tape.in_order = False
+        self.tape.departed = True
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         save = self.save

@@ -190,11 +190,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         packed = self._packed(parameter)
         computed = _computed_in(parameter.dtype) if packed else parameter.dtype
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
-        # take, which are what is predicted: an update inside backward finds no more room in the first step than in any other.
+        # take, which are what is predicted: an update inside backward finds no more room in the first step than in any other. In whole blocks, also where
+        # nothing is packed: what is left of a chunk after whole vectors is rounded otherwise in 16 bits.
         chunk = _chunk(parameter)
         if fresh:
-            unit = BLOCK if packed else 1
-            chunk = max(1, -(-min(chunk, values.numel()) // (2 * unit))) * unit
+            chunk = max(1, -(-min(chunk, values.numel()) // (2 * BLOCK))) * BLOCK
 
         def buffer(name: str, count: int) -> Tensor:
             return workspace.get(name, chunk, computed, parameter)[:count]

@@ -30,18 +30,9 @@ ON_PURPOSE = 1.01  # as `memfit.planner.search.WORTH_MORE`
 LARGE_SHARES = (0.7, 0.4)
 
 
-def adamw(parameters: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(parameters, fused=True)
-
-
 def drawn(search: Any, budget: int, draws: int) -> tuple[int, float, str]:
     """How many random choices fit, the fewest seconds of them, and what that one is."""
-    numbers = [1]
-    while numbers[-1] < search.samples:
-        numbers.append(min(search.samples, numbers[-1] * 2))
-    chances = [(way, number) for way in search.ways for number in numbers]
+    chances = [(way, number) for way in search.ways for number in search.numbers()]
     random.Random(0).shuffle(chances)
     fitting, best, words = 0, inf, ""
     for way, number in chances:
@@ -74,12 +65,13 @@ def seconds_of(search: Any, budget: int) -> tuple[float, str]:
 
 def rows_of(name: str, draws: int) -> list[Row]:
     """One model at every budget."""
+    from memfit.api import default_optimizer
     from memfit.searching import search_for
     from memfit.tracing import Tracing
     from models import case
 
     # Traces are kept: every search captures what none before it has, and times nothing again.
-    tracing = Tracing(*case(name).build(), adamw)
+    tracing = Tracing(*case(name).build(), default_optimizer)
     plain = search_for(tracing).plain_peak()
     rows: list[Row] = []
     for share in SHARES:
@@ -120,11 +112,11 @@ def large() -> Row:
 
     os.environ["MEMFIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="memfit-bench-")
     model, sample, loss_fn = bert_large()
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw).prediction.plain_peak_bytes
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50).prediction.plain_peak_bytes
     spent = []
     for share in LARGE_SHARES:
         wall, cpu = time.perf_counter(), time.process_time()
-        made = memfit.plan(model, sample, loss_fn, round(plain * share), adamw, **EVERYTHING)
+        made = memfit.plan(model, sample, loss_fn, round(plain * share), **EVERYTHING)
         spent.append(
             {
                 "share": share,

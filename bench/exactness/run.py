@@ -15,14 +15,9 @@ import measuring
 measuring.with_tests_models()
 
 
-def adamw(parameters: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
 def row_of(case: Any) -> dict[str, Any]:
     """One model: differences from plain PyTorch, prediction errors and gaps over its budgets."""
+    from memfit.api import default_optimizer
     from models.outcome import measured_peak, outcome_of, plans_between
 
     model, sample, loss_fn = case.build()
@@ -30,14 +25,14 @@ def row_of(case: Any) -> dict[str, Any]:
     reference = outcome_of(model, sample, loss_fn)
     import memfit
 
-    plans = plans_between(model, sample, loss_fn, adamw)
+    plans = plans_between(model, sample, loss_fn, default_optimizer)
     differences, errors, above = [], [], 0
     for made in plans:
         found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
         difference = found.differs(reference) or found.departure
         if difference:
             differences.append(difference)
-        peak = measured_peak(made, model, sample, loss_fn, adamw)
+        peak = measured_peak(made, model, sample, loss_fn, default_optimizer)
         errors.append(made.prediction.peak_bytes / peak - 1)
         above += peak > made.budget_bytes
     gaps = sorted(made.gap for made in plans)

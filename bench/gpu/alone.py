@@ -197,7 +197,7 @@ def said(made: memfit.Plan) -> dict[str, Any]:
         return {}
     return {
         "planned_copy_seconds": prediction.copy_seconds,
-        "planned_hidden": 1 - prediction.exposed_seconds / prediction.copy_seconds,
+        "planned_hidden": prediction.hidden_share,
     }
 
 

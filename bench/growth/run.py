@@ -44,17 +44,13 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).pow(2).mean()
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
-
-
 def row_of(blocks: int) -> dict[str, Any]:
     """Processor seconds of each part of planning for so many blocks."""
     os.environ["MEMFIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="memfit-bench-")  # operations are measured afresh
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Block() for _ in range(blocks))), torch.rand(64, WIDTH)
     marks = [time.process_time()]
-    trace = memfit.record(model, batch, loss_of, adamw)
+    trace = memfit.record(model, batch, loss_of)
     marks.append(time.process_time())
     low = memfit.replan(trace, 1 << 50).prediction.plain_peak_bytes
     marks.append(time.process_time())

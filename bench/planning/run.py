@@ -18,12 +18,6 @@ import measuring
 measuring.with_tests_models()
 
 
-def adamw(parameters: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(parameters, fused=True)
-
-
 def bert_large() -> tuple[Any, Any, Any]:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -44,7 +38,7 @@ def row_of(name: str, built: tuple[Any, Any, Any], choice: str, fixed: dict[str,
     os.environ["MEMFIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="memfit-bench-")  # operations are measured afresh
     model, sample, loss_fn = built
     begin = time.perf_counter()
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed=fixed)
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, fixed=fixed)
     captured = time.perf_counter() - begin
     budget = plain.prediction.plain_peak_bytes * 6 // 10
     made = memfit.replan(plain, budget)

@@ -237,6 +237,11 @@ class Prediction:
         """Seconds of a step against plain."""
         return self.step_seconds / self.plain_step_seconds if self.plain_step_seconds else 1.0
 
+    @property
+    def hidden_share(self) -> float:
+        """Of the seconds of copying, those that hide behind computing; 1 where nothing is copied."""
+        return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleSaving:
@@ -392,9 +397,8 @@ class Plan:
             swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
             lines.append(f"Swapped: {swapped} go to the tier below and come back.")
         if p.copy_seconds:
-            hidden = 100 * (1 - p.exposed_seconds / p.copy_seconds)
             lines.append(
-                f"Copying to and from the tier below: {format_seconds(p.copy_seconds)} a step, of which {hidden:.0f} % hide behind computing."
+                f"Copying to and from the tier below: {format_seconds(p.copy_seconds)} a step, of which {100 * p.hidden_share:.0f} % hide behind computing."
             )
         if self.frozen:
             count = sum(part.parameters for part in self.frozen)

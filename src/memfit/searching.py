@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import LossFunction
-from memfit.choices import PLAIN, Choices
+from memfit.choices import PLAIN, Choices, in_words
 from memfit.engine.swap import swap_folder
 from memfit.errors import CaptureError, InputError, SplitError
 from memfit.machine import Link
@@ -79,10 +79,12 @@ def search_for(
     head = head_of(timeline)
     state = plain.bytes_of(Category.OPTIMIZER_STATE)
     layers = _streamable(tracing, below, freeze, fixed.get("streamed"))
-    if host_budget is not None:
-        lying = replace(plain.choices, micro_batch_size=0, unforced=(), state_format=fixed.get("state_format", "32bit"))
-        own = tracing.trace_of(lying).bytes_of(Category.OPTIMIZER_STATE)
-        _check_room(host_budget, below, own, _lying_bytes(layers, clip_norm), fixed)
+    if host_budget is not None and fixed.get("streamed"):
+        lying = _lying_bytes(layers, clip_norm)
+        _check_room(host_budget, below, lying, "layers and optimizer state", "plan without streaming")
+    elif host_budget is not None and fixed.get("state_place", "device") != "device":
+        lying = tracing.state_bytes(tuple(freeze), fixed.get("state_format", "32bit"))
+        _check_room(host_budget, below, lying, "optimizer state", "keep the state on the device")
     offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     given = host_budget is not None and below is not None and state > 0
@@ -152,16 +154,8 @@ def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> in
     )
 
 
-def _check_room(
-    host_budget: Budget, below: Link | None, state_bytes: int, layer_bytes: int, fixed: Mapping[str, Any]
-) -> None:
+def _check_room(host_budget: Budget, below: Link | None, needed: int, what: str, way_out: str) -> None:
     """See that what the user wants to lie below finds room in what he gives of it."""
-    if fixed.get("streamed"):
-        what, way_out, needed = "layers and optimizer state", "plan without streaming", layer_bytes
-    elif fixed.get("state_place", "device") != "device":
-        what, way_out, needed = "optimizer state", "keep the state on the device", state_bytes
-    else:
-        return
     room_bytes = 0 if below is None else below.room_bytes
     if room_bytes is not None and needed > room_bytes:
         raise InputError(
@@ -319,15 +313,9 @@ class Runtime:
 
 def _technique(name: str, value: Any) -> str:
     """As the user would ask for it."""
-    return {
-        "frozen": "freeze",
-        "precision": str(value),
-        "state_format": "8-bit optimizer state",
-        "state_place": f"optimizer state on the {value}",
-        "update": "update inside backward",
-        "loss_chunks": f"loss head in {value} chunks",
-        "streamed": f"layers of {value} streamed",
-    }[name]
+    if name == "frozen":
+        return "freeze"
+    return str(value) if name == "precision" else in_words(replace(PLAIN, **{name: value}))
 
 
 def _claimed(name: str, without: Trace, used: Trace) -> tuple[int, str]:

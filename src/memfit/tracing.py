@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -21,7 +21,7 @@ from memfit.choices import Choices, in_words
 from memfit.engine.swap import swap_folder
 from memfit.machine import Link, Machine, known_machine
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
-from memfit.step.blocks import blocks_at, own_to, parameter_homes
+from memfit.step.blocks import blocks_at, own_parameters
 from memfit.step.freeze import frozen
 from memfit.step.program import OptimizerFactory
 from memfit.trace import Category, Trace
@@ -137,34 +137,41 @@ class Tracing:
         """What a step moves over the link by itself, whatever else a plan swaps."""
         choices = trace.choices
         if choices.state_place != "device":
-            lying = self.trace_of(replace(choices, state_place="device", micro_batch_size=0, unforced=()))
-            moved = state_transfers(lying.bytes_of(Category.OPTIMIZER_STATE), self.link)
+            moved = state_transfers(self.state_bytes(choices.frozen, choices.state_format), self.link)
         elif choices.streamed:
             moved = layer_transfers(trace, self.layers(choices), self.link, clips=self.clip_norm is not None)
         else:
             return trace
         return replace(trace, transfer_seconds=moved.seconds, waited_seconds=moved.waited_seconds)
 
+    def state_bytes(self, patterns: tuple[str, ...], state_format: str = "32bit") -> int:
+        """Of the optimizer's state, all of it on the device; neither the batch nor its parts have a say in it, so any trace that is known will do.
+
+        Args:
+            patterns: of what is frozen.
+            state_format: as in `Choices`.
+        """
+        way = Choices(frozen=patterns, state_format=state_format)
+        known = (t for c, t in self._traces.items() if replace(way, micro_batches=c.micro_batches) == c)
+        return (next(known, None) or self.trace_of(way)).bytes_of(Category.OPTIMIZER_STATE)
+
     def layers(self, choices: Choices) -> tuple[StreamedLayer, ...]:
         """What is streamed, and last what is not in the blocks, of which the state alone moves."""
-        state = self.trace_of(Choices(frozen=choices.frozen)).bytes_of(Category.OPTIMIZER_STATE)
+        state = self.state_bytes(choices.frozen)
         model = self.model
-        homes = parameter_homes(model)
+        blocks = own_parameters(model, blocks_at(model, choices.streamed).paths)
+        moved = {id(p) for own in blocks.values() for p in own}
         with frozen(model, choices.frozen):
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-            def lying(path: str, parameters: Iterable[nn.Parameter]) -> StreamedLayer:
-                own = list(parameters)
+            def lying(path: str, own: Sequence[nn.Parameter]) -> StreamedLayer:
                 mine = [p for p in own if p.requires_grad]
                 share = sum(p.numel() for p in mine) / trained if trained else 0.0
-                return StreamedLayer(path, _bytes_of(own), _bytes_of(mine), round(share * state))
+                return StreamedLayer(
+                    path, sum(p.nbytes for p in own), sum(p.nbytes for p in mine), round(share * state)
+                )
 
-            blocks = {
-                path: [p for p in dict.fromkeys(model.get_submodule(path).parameters()) if own_to(homes[id(p)], path)]
-                for path in blocks_at(model, choices.streamed).paths
-            }
-            moved = {id(p) for own in blocks.values() for p in own}
-            rest = lying("", (p for p in model.parameters() if id(p) not in moved))
+            rest = lying("", [p for p in model.parameters() if id(p) not in moved])
             return (
                 *(lying(path, own) for path, own in blocks.items()),
                 replace(rest, weight_bytes=0, gradient_bytes=0),
@@ -199,7 +206,3 @@ def tell(progress: Progress | None, what: str, share: float) -> None:
 def machine_of(model: nn.Module, device: str | None) -> Machine:
     """The device of this name, or the one that the model lies on."""
     return known_machine(device) if device is not None else cost_tables.present_machine(device_of(model))
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -410,7 +410,9 @@ class Follower(TorchDispatchMode):
             if not self._acts[index]:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
-        if self.departure is None and dispatch.is_operation(func):
+        if self.departure is None:
+            if not dispatch.is_operation(func):
+                return func(*args, **kwargs) if kwargs else func(*args)
             planned = str(self._functions[index]) if index < self._count else "the end of forward"
             self._depart(f"operation {index} is {func}, the plan has {planned}")
         return self._unplanned(func, args, kwargs or {})

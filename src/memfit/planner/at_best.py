@@ -5,7 +5,6 @@ Bounds, not estimates: no fewer seconds, no more bytes. Where one is wrong a fas
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,15 +38,12 @@ def at_best(plain: Solver, name: str, link: Link | None, layers: Sequence[Stream
         layers: that would be streamed, and what is in no block.
     """
     trace = plain.trace
-    of: dict[Category, int] = defaultdict(int)
-    for storage in trace.storages:
-        of[storage.category] += storage.bytes
-    state, gradients = of[Category.OPTIMIZER_STATE], of[Category.GRADIENT]
+    state = trace.bytes_of(Category.OPTIMIZER_STATE)
     update = sum(o.seconds for o in trace.operations if o.phase is Phase.OPTIMIZER)
     if name == "state_format":
         return AtBest(state, -update)  # fewer bytes to read and write may well be faster
     if name == "update":
-        return AtBest(gradients, -update)  # of a gradient that is still in the cache
+        return AtBest(trace.bytes_of(Category.GRADIENT), -update)  # of a gradient that is still in the cache
     if name == "state_place" and link is not None:
         return AtBest(state, state_transfers(state, link).waited_seconds - update)
     if name == "loss_chunks":

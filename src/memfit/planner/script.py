@@ -86,15 +86,12 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
             )
         )
     wanted = held | answered
+    largest = [-1] * len(trace.storages) if trace.sized_by_values else [s.bytes for s in trace.storages]
     makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
     for op in forward:
         operation = trace.operations[op]
         entries = tuple(
-            (
-                output,
-                operation.makes[place],
-                -1 if trace.sized_by_values else trace.storages[operation.makes[place]].bytes,
-            )
+            (output, operation.makes[place], largest[operation.makes[place]])
             for output, place in enumerate(operation.outputs)
             if place >= 0 and operation.makes[place] in wanted and operation.outputs.index(place) == output
         )

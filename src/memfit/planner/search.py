@@ -94,7 +94,8 @@ class Search:
         """What the engine keeps beside the trace: copies of the buffers that forward writes."""
         return self._plain().trace.changed_buffer_bytes
 
-    def _numbers(self) -> list[int]:
+    def numbers(self) -> list[int]:
+        """Of micro-batches that are weighed: powers of two and as many as there are samples, or what the user fixed."""
         if self.fixed_micro_batches is not None:
             return [self.fixed_micro_batches]
         numbers = [1]
@@ -134,7 +135,7 @@ class Search:
         """Why a way need not be captured; None where it may give the fastest plan."""
         if way == self.ways[0]:
             return None
-        saved = [self._at_best(name, value).saved_bytes for name, value in self._added_to_plain(way)]
+        saved = [self._at_best(name, value).saved_bytes for name, value in _added(way, self.ways[0])]
         if all(size is not None for size in saved):
             least = least_bytes(self._plain()) - sum(size or 0 for size in saved) + self.extra_bytes
             if least > budget:
@@ -152,7 +153,7 @@ class Search:
         room = budget_bytes - self.extra_bytes - SLACK_BYTES
         own: Found | None = None  # of this way
         no_faster = 0  # numbers of micro-batches in a row
-        for number in self._numbers():
+        for number in self.numbers():
             if number > 1:
                 how, reason = self.weights()
                 if how is None:
@@ -200,7 +201,7 @@ class Search:
         for other in {replace(choices, micro_batches=1) for choices in self._solvers} - {way}:
             if not _adds_to(other, way):
                 continue
-            added = [self._at_best(*technique) for technique in set(way.told_apart()) - set(other.told_apart())]
+            added = [self._at_best(*technique) for technique in _added(way, other)]
             saved = [each.saved_bytes for each in added]
             bounds = [
                 solver.trace.plain_step_seconds
@@ -225,15 +226,12 @@ class Search:
             return replace(bound, seconds=seconds)
         return bound if bound is not None else AtBest(None, -inf)
 
-    def _added_to_plain(self, way: Choices) -> list[tuple[str, object]]:
-        return sorted(set(way.told_apart()) - set(self.ways[0].told_apart()), key=str)
-
     def smallest(self) -> tuple[int, Found]:
         """Bytes and plan of the smallest plan found."""
         found: list[tuple[int, Found]] = []
         for way in self.ways:
             own: list[int] = []
-            for number in self._numbers():
+            for number in self.numbers():
                 if number > 1 and self.weights()[0] is None:
                     break
                 try:
@@ -269,17 +267,7 @@ class Search:
             Remedy(f'budget="{_budget_of(size)}"' + (f" ({how})" if how else ""), size - budget, found.seconds - plain)
         ]
         if self.fixed_micro_batches == 1 and self.samples > 1:
-            other = Search(
-                self.trace_of,
-                self.samples,
-                self.weights,
-                ways=self.ways,
-                lower_tier=self.lower_tier,
-                state_bytes=self.state_bytes,
-                layers=self.layers,
-            )
-            other._solvers = self._solvers
-            smaller, free = other.smallest()
+            smaller, free = replace(self, fixed_micro_batches=None).smallest()
             if smaller < size:
                 remedies.append(
                     Remedy(f'fixed={{"micro_batches": {free.number}}}', size - smaller, free.seconds - plain)
@@ -318,9 +306,10 @@ class Search:
         """What was found as a Plan, with everything a person may ask about it."""
         solver, solution = found.solver, found.solution
         trace, recipes = solver.trace, solver.recipes
-        plain_trace = self._plain().trace
         timeline, evaluation = solver.worst(solution)
         plain = self._plain()
+        plainly = plain.worst(plain.plain)[1]
+        nothing_dropped = solver.worst(solver.plain)[1].levels
         phase, module, operation = where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
@@ -340,9 +329,9 @@ class Search:
                     again[trace.operations[op].module] += trace.operations[op].seconds
         prediction = Prediction(
             peak_bytes=evaluation.peak_bytes + self.extra_bytes,
-            plain_peak_bytes=plain.worst(plain.plain)[1].peak_bytes + self.extra_bytes,
+            plain_peak_bytes=plainly.peak_bytes + self.extra_bytes,
             step_seconds=found.seconds,
-            plain_step_seconds=plain_trace.plain_step_seconds,
+            plain_step_seconds=plain.trace.plain_step_seconds,
             bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
             seconds_are=trace.seconds_are,
             peak_phase=phase,
@@ -354,7 +343,7 @@ class Search:
             moments=tuple(moments),
             phases=tuple(where(trace, m)[0] for m in moments),
             curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
-            plain_curve=tuple(int(solver.worst(solver.plain)[1].levels[m]) for m in moments),
+            plain_curve=tuple(int(nothing_dropped[m]) for m in moments),
             copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
             exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
             varies_bytes=solver.draws.varies(solution.reruns),
@@ -405,6 +394,11 @@ def _adds_to(known: Choices, way: Choices) -> bool:
     """Whether a way takes over every technique of a known one."""
     own = dict(way.told_apart())
     return all(own.get(name) == value for name, value in known.told_apart())
+
+
+def _added(way: Choices, known: Choices) -> list[tuple[str, object]]:
+    """Techniques that a way has and a known one has not."""
+    return sorted(set(way.told_apart()) - set(known.told_apart()), key=str)
 
 
 def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:

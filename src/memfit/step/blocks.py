@@ -6,6 +6,7 @@ That they really run one after the other is checked while they run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,6 +83,15 @@ def parameter_homes(model: nn.Module) -> dict[int, list[str]]:
         for parameter in module.parameters(recurse=False):
             homes.setdefault(id(parameter), []).append(path)
     return homes
+
+
+def own_parameters(model: nn.Module, paths: Iterable[str]) -> dict[str, list[nn.Parameter]]:
+    """Of each block, the parameters that belong to it alone, each once."""
+    homes = parameter_homes(model)
+    return {
+        path: [p for p in dict.fromkeys(model.get_submodule(path).parameters()) if own_to(homes[id(p)], path)]
+        for path in paths
+    }
 
 
 def own_to(homes: list[str], block: str) -> bool:

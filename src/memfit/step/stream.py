@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from memfit import dispatch
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
-from memfit.step.blocks import Blocks, blocks_at, own_to, parameter_homes
+from memfit.step.blocks import Blocks, blocks_at, own_parameters, own_to
 from memfit.step.elementwise import MOMENTS
 from memfit.step.filling import Fill, filled, reset
 from memfit.step.gates import Pass
@@ -139,12 +139,6 @@ class LayerStream:
     ) -> None:
         self.model = model
         self.blocks: Blocks = blocks_at(model, path)
-        homes = parameter_homes(model)
-        modules = [model.get_submodule(p) for p in self.blocks.paths]
-        own = [
-            [p for p in dict.fromkeys(m.parameters()) if own_to(homes[id(p)], where)]
-            for m, where in zip(modules, self.blocks.paths, strict=True)
-        ]
         present = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         self.device = device or present
         self.tier = tier if tier is not None else tier_below(self.device)
@@ -160,13 +154,22 @@ class LayerStream:
         self._norms: dict[int, Tensor] = {}  # of gradients, by parameter, while a step that clips is under way
         self._aside: dict[int, set[int]] = {}  # by layer, the parameters whose gradients wait on the lower tier
         self.layers: list[_Layer] = []
-        for number, (where, module, parameters) in enumerate(zip(self.blocks.paths, modules, own, strict=True)):
+        for number, (where, parameters) in enumerate(own_parameters(model, self.blocks.paths).items()):
             trained = [p for p in parameters if p.requires_grad]
             weights = Layout.of(parameters)
             offset = self.tier.reserve(weights.size_bytes)
             gradients = Layout.of(trained)
             self.layers.append(
-                _Layer(number, where, module, parameters, weights, offset, gradients, _Unit(trained, gradients))
+                _Layer(
+                    number,
+                    where,
+                    model.get_submodule(where),
+                    parameters,
+                    weights,
+                    offset,
+                    gradients,
+                    _Unit(trained, gradients),
+                )
             )
         self.measured = self._nothing_measured()
         last = {[m for m, _ in model.named_modules() if own_to([m], layer.path)][-1]: layer for layer in self.layers}

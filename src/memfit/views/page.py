@@ -299,7 +299,7 @@ def reproducing_call(plan: Plan) -> str:
     fixed = {"micro_batches": choices.micro_batches}
     fixed |= {name: value for name, value in choices.told_apart() if name != "frozen"}
     lines.append(f"    fixed={json.dumps(fixed)},  # what this plan uses, pinned or found")
-    if plan.script.swaps or plan.prediction.copy_seconds:
+    if plan.prediction.copy_seconds:
         lines.append("    host_budget=...,  # as before")
     if plan.clip_norm is not None:
         lines.append(f"    clip_norm={plan.clip_norm!r},")

@@ -71,8 +71,7 @@ def _again(plan: Plan) -> str:
 def copying(plan: Plan) -> str:
     """How long the link to the tier below is busy in a step, and how much of it hides."""
     p = plan.prediction
-    hidden = 1 - p.exposed_seconds / p.copy_seconds if p.copy_seconds else 1.0
-    return f"{format_seconds(p.copy_seconds)}, {100 * hidden:.0f} % hides"
+    return f"{format_seconds(p.copy_seconds)}, {100 * p.hidden_share:.0f} % hides"
 
 
 def savings_cells(plan: Plan) -> Cells:

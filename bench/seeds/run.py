@@ -1,6 +1,7 @@
 """Largest batches and deepest networks in a card's memory, beside what was published: BERT on 31 GiB, the 1000-layer ResNet, VGG-16, a BERT of 100 layers.
 
 python bench/seeds/run.py [--only bert_large_128] [--missing]
+python bench/seeds/run.py --only bert_base_128 --batch 1092   (extra time of one batch alone; nothing is kept)
 """
 
 from __future__ import annotations
@@ -103,6 +104,17 @@ def largest(extra: Callable[[int], float], limit: float, known: int) -> int:
         middle = min(high - 1, max(low + 1, round(low + share * (high - low))))
         low, high = (middle, high) if extra(middle) <= limit and extra(middle) < inf else (low, middle)
     return low
+
+
+def print_batch(bert: Bert, batch: int) -> None:
+    """Extra time of one batch, recomputing alone and with a host to swap to."""
+    from memfit.searching import search_for
+    from memfit.tracing import Tracing
+
+    tracing = Tracing(*bert.build(batch), adam, device=CARD)
+    for way, below in HOST.items():
+        extra = slowdown_of(search_for(tracing, host_budget=below, fixed=ACTIVATIONS_ONLY), BERT_BYTES)
+        print(f"{bert.name}, batch {batch}, {way}: {100 * extra:+.1f} %", flush=True)
 
 
 def bert_row(bert: Bert) -> Row:
@@ -343,7 +355,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="one of the names")
     parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    parser.add_argument("--batch", type=int, help="of the BERT that --only names: how much slower this one batch is")
     asked = parser.parse_args()
+    if asked.batch:
+        bert = next((b for b in BERTS if b.name == asked.only), None)
+        if bert is None:
+            parser.error(f"--batch needs --only with one of {', '.join(b.name for b in BERTS)}")
+        print_batch(bert, asked.batch)
+        return
     todo: dict[str, Callable[[], Row]] = {b.name: lambda b=b: bert_row(b) for b in BERTS}
     todo |= {n.name: lambda n=n: network_row(n) for n in NETWORKS}
     rows = {r["name"]: r for r in measuring.kept("seeds")} if asked.missing or asked.only else {}

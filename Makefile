@@ -1,6 +1,8 @@
 # The verbs of this project. Needs make and Python 3.11 or newer; everything else goes into .venv.
 
 PYTHON ?= python3
+# Tests at once. Each process takes one core and up to 3 GB.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -17,7 +19,7 @@ demo: $(VENV)/.data ## Train a model in less memory than it needs, and show pred
 	$(BIN)/python examples/demo.py
 
 test: check $(VENV)/.data ## Everything a change must pass: check, then the tests that take seconds.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
 
 check: $(VENV)/.setup ## Format, lint, types, import contracts. Changes nothing.
 	$(BIN)/ruff format --check .
@@ -32,7 +34,7 @@ docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples r
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 nightly: check $(VENV)/.data ## All tests, those that take minutes too; then the whole zoo and many faults.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 	$(BIN)/python bench/run.py zoo faults
 
 clean: ## Remove what the other verbs leave behind, except .venv.

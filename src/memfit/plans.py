@@ -17,7 +17,7 @@ from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -71,6 +71,7 @@ class Script:
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
         wanted: of each forward operation, whether one of its arguments needs a gradient.
         swaps: storages that go to the lower tier.
+        writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
     """
 
     operations: tuple[str, ...] = ()
@@ -82,6 +83,7 @@ class Script:
     steps: tuple[Step, ...] = ()
     wanted: tuple[bool, ...] = ()
     swaps: Mapping[int, Swap] = field(default_factory=dict)
+    writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -115,6 +117,7 @@ class Script:
             ],
             "wanted": "".join("01"[w] for w in self.wanted),
             "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by] for k, s in self.swaps.items()},
+            "writes": {str(k): list(v) for k, v in self.writes.items()},
         }
 
     @classmethod
@@ -143,12 +146,13 @@ class Script:
             ),
             tuple(w == "1" for w in data["wanted"]),
             {int(k): Swap(*(int(x) for x in v)) for k, v in data["swaps"].items()},
+            {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
         )
         count = len(operations)
         if len(script.wanted) != count:
             raise ValueError(f"{len(script.wanted)} operations are told whether they need gradients, of {count}")
         known = {s for made in script.makes.values() for _, s, _ in made}
-        for operation in (*script.makes, *script.recorded, *script.random):
+        for operation in (*script.makes, *script.recorded, *script.random, *script.writes):
             if not 0 <= operation < count:
                 raise ValueError(f"operation {operation} of {count}")
         for step in script.steps:
@@ -164,7 +168,8 @@ class Script:
                         raise ValueError(f"operation {operation} is to run again but is not recorded")
         answered = {s for s in script.saves if s != KEPT}
         read = {s for places in script.recorded.values() for s in places if s >= 0}
-        for storage in (*script.held, *answered, *read, *script.swaps):
+        written = {s for places in script.writes.values() for s in places if s >= 0}
+        for storage in (*script.held, *answered, *read, *written, *script.swaps):
             if storage not in known:
                 raise ValueError(f"storage {storage} is made by no operation")
         if answered and not script.steps:

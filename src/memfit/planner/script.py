@@ -97,6 +97,12 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         )
         if entries:
             makes[number[op]] = entries
+    # Reruns of one tensor may read what forward writes into another: each write is checked, those that nothing runs again too.
+    writes = {
+        number[op]: tuple(dict.fromkeys(s if s in wanted else -1 for s in trace.operations[op].writes))
+        for op in forward
+        if trace.operations[op].writes
+    }
     return Script(
         tuple(trace.operations[op].name for op in forward),
         makes,
@@ -107,6 +113,7 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
         _swaps(recipes, reruns, number),
+        writes,
     )
 
 

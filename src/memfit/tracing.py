@@ -138,7 +138,7 @@ class Tracing:
         choices = trace.choices
         if choices.state_place != "device":
             lying = self.trace_of(replace(choices, state_place="device", micro_batch_size=0, unforced=()))
-            moved = state_transfers(lying.bytes_of(Category.OPTIMIZER_STATE), self.link)
+            moved = state_transfers(lying.bytes_of(Category.OPTIMIZER_STATE), self.link_to(choices.state_place))
         elif choices.streamed:
             moved = layer_transfers(trace, self.layers(choices), self.link, clips=self.clip_norm is not None)
         else:
@@ -176,6 +176,21 @@ class Tracing:
         if self.device is not None:
             return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
         return cost_tables.lower_tier(self.here, swap_folder())
+
+    @cached_property
+    def disk(self) -> Link:
+        """To the disk below a GPU's host, through which all of it passes; this computer's disk, also for a GPU that is not here."""
+        own = cost_tables.lower_tier(torch.device("cpu"), swap_folder())
+        return replace(
+            own,
+            out_bandwidth=min(own.out_bandwidth, self.link.out_bandwidth),
+            in_bandwidth=min(own.in_bandwidth, self.link.in_bandwidth),
+            latency_seconds=own.latency_seconds + self.link.latency_seconds,
+        )
+
+    def link_to(self, place: str) -> Link:
+        """To where a choice has something lie: "host" or "disk"."""
+        return self.disk if place == "disk" and self.machine.kind == "cuda" else self.link
 
     def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
         """How parts of the batch add up: (one of `batches.weightings`, or None; why None)."""

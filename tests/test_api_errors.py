@@ -175,6 +175,17 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
             "host_budget=100 is less than the layers and optimizer state that is to lie there",
         ),
         ({"host_budget": "much"}, "'much'"),
+        ({"disk_budget": "1GiB"}, "and this plan is for a CPU, which has its disk right below it: give host_budget"),
+        ({"disk_budget": "1GiB", "host_budget": "1GiB"}, "which has its disk right below it: give host_budget"),
+        ({"disk_budget": "1GiB", "device": "rtx4090"}, "how much the host has nobody said: give host_budget, too"),
+        (
+            {"disk_budget": "1GiB", "host_budget": "8MiB", "device": "rtx4090"},
+            "host_budget='8MiB' does not hold the 16.0 MiB that copies to the disk pass through: give it more",
+        ),
+        (
+            {"disk_budget": 100, "host_budget": "1GiB", "device": "rtx4090", "fixed": {"state_place": "disk"}},
+            "disk_budget=100 is less than the optimizer state that is to lie there",
+        ),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"freeze": "0"}, "freeze='0' is one pattern: give a list of them"),
         ({"freeze": [0]}, "freeze=0 is no pattern"),

@@ -135,7 +135,7 @@ def row_of(chosen: Sequence[Technique], references: dict[tuple[str, ...], Any], 
     row["plain_bytes"] = plan.prediction.plain_peak_bytes
     row["predicted_bytes"], row["measured_bytes"] = plan.prediction.peak_bytes, measured
     row["equal"] = all(torch.equal(a, b) for a, b in zip(parameters, references[key], strict=True))
-    row["swapped_bytes"] = plan.script.lower_bytes
+    row["swapped_bytes"] = sum(plan.script.lower_bytes.values())
     return row
 
 

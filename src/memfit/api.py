@@ -50,6 +50,7 @@ def plan(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -68,6 +69,8 @@ def plan(
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
         host_budget: bytes on the tier below that activations and optimizer state may be moved to: the host's memory for a GPU (None: as much as it takes), the
             disk for a CPU (None: nothing is moved). 0: nothing is moved.
+        disk_budget: bytes on the disk below a GPU's host, for activations that `host_budget` has no room for; copies pass through a few MiB of it. None or 0:
+            nothing is moved there. A CPU has its disk right below it, where `host_budget` counts.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
             and "in_backward": the same results, but no gradients are there after a step.
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
@@ -86,9 +89,12 @@ def plan(
     machine = machine_of(model, device)
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, host_budget=host_budget, allow=allow, freeze=freeze, fixed=fixed)
+    search = search_for(
+        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    )
     tell(progress, "planning", 0.9)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts_frozen(model, freeze), host_budget=host_budget)
+    parts = parts_frozen(model, freeze)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
     found = runtime.plan(budget_bytes)
     tell(progress, "planned", 1.0)
     return found
@@ -236,6 +242,7 @@ def frontier(
     *,
     points: int = 9,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -247,14 +254,17 @@ def frontier(
 
     Args:
         points: number of budgets, at least 2; the first is plain, the last the smallest found.
-        model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
+        model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
 
     Returns:
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, host_budget=host_budget, allow=allow, freeze=freeze, fixed=fixed)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts_frozen(model, freeze), host_budget=host_budget)
+    search = search_for(
+        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    )
+    parts = parts_frozen(model, freeze)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
     return _frontier(search, max(2, points), runtime, progress)
 
 
@@ -375,6 +385,7 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
                 engine.plan.budget_bytes,
                 optimizer,
                 host_budget=runtime.host_budget,
+                disk_budget=runtime.disk_budget,
                 freeze=chosen.frozen,
                 fixed=fixed,
                 clip_norm=norm,
@@ -395,6 +406,7 @@ def fit(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -415,6 +427,7 @@ def fit(
         budget,
         optimizer,
         host_budget=host_budget,
+        disk_budget=disk_budget,
         allow=allow,
         freeze=freeze,
         fixed=fixed,

@@ -24,7 +24,7 @@ import small
 from engine.forced import LINK, Choice, everything, forced
 from memfit.capture import costs
 from memfit.engine import swap
-from memfit.engine.swap import Copy, DiskArena, LowerTier
+from memfit.engine.swap import Copy, DiskArena, LowerTiers, tiers_below
 from memfit.errors import EngineError, InputError
 from memfit.machine import Link
 from memfit.planner.recipes import LAGS, Recipes
@@ -539,24 +539,24 @@ def test_room_is_lent_to_one_at_a_time() -> None:
     class Borrower:
         pass
 
-    tier = LowerTier(torch.device("cpu"))
-    assert tier.lend(Borrower()) is None
-    tier.reserve(10)
-    arena = tier.arena
-    tier.reserve(5)
-    assert tier.arena is arena
+    tiers = LowerTiers(tiers_below(torch.device("cpu")))
+    assert tiers.lend(Borrower()) is None
+    tiers.reserve({"disk": 10})
+    arenas = dict(tiers.arenas)
+    tiers.reserve({"disk": 5})
+    assert tiers.arenas == arenas
     one, other = Borrower(), Borrower()
-    assert tier.lend(one) is arena
-    assert tier.lend(other) is None
-    tier.give_back(other)
-    assert tier.lend(other) is None
+    assert tiers.lend(one) == arenas
+    assert tiers.lend(other) is None
+    tiers.give_back(other)
+    assert tiers.lend(other) is None
     del one
-    assert tier.lend(other) is arena
-    tier.give_back(other)
-    assert tier.lend(other) is arena
-    tier.reserve(1 << 14)
-    assert tier.arena is not arena
-    tier.close()
+    assert tiers.lend(other) == arenas
+    tiers.give_back(other)
+    assert tiers.lend(other) == arenas
+    tiers.reserve({"disk": 1 << 14})
+    assert tiers.arenas["disk"] is not arenas["disk"]
+    tiers.close()
 
 
 # -- the link ----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
-from memfit.engine.swap import LowerTier
+from memfit.engine.swap import LowerTiers, Makers, tiers_below
 from memfit.errors import (
     BatchError,
     CaptureError,
@@ -79,6 +79,7 @@ class Engine:
         loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
         optimizer: over the model's parameters; None to compute gradients only.
         stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
+        below: what makes room on the tiers below the device, for what the plan swaps; None for those that are there.
 
     Attributes:
         stream: of a plan that streams layers; None else.
@@ -93,6 +94,7 @@ class Engine:
         loss_fn: LossFunction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         stream: LayerStream | None = None,
+        below: Makers | None = None,
     ) -> None:
         self.model = model
         self.stream = stream
@@ -108,7 +110,7 @@ class Engine:
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
-        self._lower_tier = LowerTier(self.device)
+        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
@@ -119,10 +121,10 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have, swaps more than the lower tier has room for, or streams other layers than
+            EngineError: the plan names a buffer that the model does not have, swaps more than a lower tier has room for, or streams other layers than
                 the plans before.
         """
-        self._lower_tier.reserve(plan.script.lower_bytes)
+        self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
         buffers = dict(self.model.named_buffers())
         for name in plan.changed_buffers:
@@ -361,7 +363,7 @@ class Engine:
         compiled = self._compiled[plan.signature]
         program = self._program(plan)
         done.last = None
-        follower = None if compiled.script.plain else Follower(compiled, lower_tier=self._lower_tier)
+        follower = None if compiled.script.plain else Follower(compiled, lower_tiers=self._lower_tiers)
         try:
             # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
             done.last = program.forward_backward(
@@ -484,7 +486,7 @@ class Engine:
             with program.as_chosen():
                 yield None
             return
-        follower = Follower(compiled, retain=retain_graph, lower_tier=self._lower_tier)
+        follower = Follower(compiled, retain=retain_graph, lower_tiers=self._lower_tiers)
         with follower.following(), program.as_chosen():
             yield follower
 

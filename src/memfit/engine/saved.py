@@ -13,7 +13,7 @@ stands among the reruns. Bytes so follow the script alone, however fast the copi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit import dispatch
-from memfit.engine.swap import Arena, Copy, LowerTier
+from memfit.engine.swap import Arena, Copy, LowerTiers
 from memfit.errors import EngineError
 from memfit.plans import KEPT, Script
 
@@ -184,8 +184,8 @@ class Tape:
         self.in_order = not retain
         self.departed = False  # forward did not run all that was planned
         self.reruns = 0
-        self.lower_tier: LowerTier | None = None
-        self.arena: Arena | None = None  # as long as it is lent
+        self.lower_tiers: LowerTiers | None = None
+        self.arenas: Mapping[str, Arena] | None = None  # as long as they are lent
         self.leaving: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
         self.coming: dict[int, Copy] = {}
         self.below: dict[int, tuple[int, torch.device]] = {}  # what has been copied down: bytes, and from where
@@ -239,13 +239,14 @@ class Tape:
         swap = self.compiled.script.swaps[number]
         storage = self.made[number]()
         assert storage is not None, "the operation that has just run wrote it"
-        assert self.arena is not None
+        assert self.arenas is not None
+        arena = self.arenas[swap.tier]
         if number not in self.compiled.script.held:
             self.live.pop(number, None)
             self.watched.pop(number, None)
-        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == self.arena.device_type:
+        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == arena.device_type:
             self.below[number] = storage.nbytes(), storage.device
-            self.leaving[number] = storage, self.arena.copy_down(storage, swap.offset)
+            self.leaving[number] = storage, arena.copy_down(storage, swap.offset)
         else:
             self.put(number, storage)
 
@@ -259,14 +260,15 @@ class Tape:
         """Make room for a swapped storage, and begin to copy it up."""
         if number not in self.below:
             return  # it was held
-        if self.arena is None:
+        if self.arenas is None:
             raise EngineError(_LET_GO)
         self.let_go(number)
         self.arrive(number)
         size, device = self.below[number]
         storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
         self.put(number, storage)
-        self.coming[number] = self.arena.copy_up(storage, self.compiled.script.swaps[number].offset)
+        swap = self.compiled.script.swaps[number]
+        self.coming[number] = self.arenas[swap.tier].copy_up(storage, swap.offset)
 
     def arrive(self, number: int) -> None:
         """Wait for a copy up."""
@@ -282,10 +284,10 @@ class Tape:
             self.put(number, storage.clone())
 
     def end(self) -> None:
-        """Nothing will be asked for any more: give the lower tier back."""
-        if self.lower_tier is not None:
-            self.lower_tier.give_back(self)
-            self.arena = None
+        """Nothing will be asked for any more: give the lower tiers back."""
+        if self.lower_tiers is not None:
+            self.lower_tiers.give_back(self)
+            self.arenas = None
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -434,10 +436,12 @@ class Follower(TorchDispatchMode):
     Args:
         compiled: what to follow.
         retain: backward may run more than once; nothing is let go early.
-        lower_tier: where to swap to, for a script that does.
+        lower_tiers: where to swap to, for a script that does.
     """
 
-    def __init__(self, compiled: CompiledScript, *, retain: bool = False, lower_tier: LowerTier | None = None) -> None:
+    def __init__(
+        self, compiled: CompiledScript, *, retain: bool = False, lower_tiers: LowerTiers | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
         self.tape = Tape(compiled, retain=retain)
@@ -449,9 +453,9 @@ class Follower(TorchDispatchMode):
         self._count = compiled.count
         self._wanted = compiled.script.wanted
         if compiled.script.swaps:
-            assert lower_tier is not None, "an engine whose plan swaps has a lower tier"
-            self.tape.lower_tier, self.tape.arena = lower_tier, lower_tier.lend(self.tape)
-            if self.tape.arena is None:
+            assert lower_tiers is not None, "an engine whose plan swaps has lower tiers"
+            self.tape.lower_tiers, self.tape.arenas = lower_tiers, lower_tiers.lend(self.tape)
+            if self.tape.arenas is None:
                 self._depart(
                     "an earlier forward, whose backward has not run yet, still has what it swapped on the lower tier"
                 )

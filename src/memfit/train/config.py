@@ -108,6 +108,7 @@ class FitConfig:
     Attributes:
         budget: "8GiB", bytes, or a share of the device such as "80%".
         host_budget: the same for the tier below, the host's memory for a GPU and the disk for a CPU; 0: nothing is moved there.
+        disk_budget: the same for the disk below a GPU's host, for what host_budget has no room for.
         global_batch: samples per optimizer step; a plan may split it, never change it.
         allow: what may change results: bf16, fp16, 8bit.
         freeze: patterns of module paths that are not trained.
@@ -118,6 +119,7 @@ class FitConfig:
 
     budget: str | int | None = None
     host_budget: str | int | None = None
+    disk_budget: str | int | None = None
     global_batch: int = 8
     allow: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -126,10 +128,10 @@ class FitConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("budget", "host_budget"):
+        for name in ("budget", "host_budget", "disk_budget"):
             value = getattr(self, name)
             try:
-                if value is not None and not (name == "host_budget" and value == 0):
+                if value is not None and not (name != "budget" and value == 0):
                     parse_bytes(value, total_bytes=2**62)  # of what a share is taken is known later
             except BudgetError as error:
                 raise ConfigError(f"fit.{name}: {error}") from None

@@ -185,6 +185,7 @@ def plan_arguments(config: Config) -> dict[str, Any]:
     fit = config.fit
     return {
         "host_budget": fit.host_budget,
+        "disk_budget": fit.disk_budget,
         "allow": fit.allow,
         "freeze": fit.freeze,
         "fixed": dict(fit.fixed) or None,

@@ -365,7 +365,7 @@ def test_the_sample_is_the_batch_of_the_configuration() -> None:
         (four(torch_autocast={"enabled": True, "dtype": "fp16"}), None),
         (fp16(loss_scale=128), {"initial": 128.0, "constant": True}),
         (fp16(initial_scale_power=8, hysteresis=4), {"initial": 256.0, "window": 1000, "least": 1.0, "hysteresis": 1, "refilled": False}),
-        (fp16(hysteresis=4, min_loss_scale=2) | {"zero_optimization": {"stage": 1}}, {"initial": 65536.0, "window": 1000, "least": 2.0, "hysteresis": 4, "refilled": False}),
+        ({**fp16(hysteresis=4, min_loss_scale=2), **zero(stage=1)}, {"initial": 65536.0, "window": 1000, "least": 2.0, "hysteresis": 4, "refilled": False}),
     ],
 )  # fmt: skip
 def test_how_fp16_scales(said: dict[str, Any], wanted: dict[str, Any] | None) -> None:
@@ -383,7 +383,8 @@ def test_what_is_auto_is_filled_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "there"), [("optimizer.params.lr", "0.1"), ("optimizer.params.eps", "nothing"), ("fp16.enabled", "nothing")]
+    ("path", "there"),
+    [("optimizer.params.lr", "0.1"), ("optimizer.params.eps", "nothing"), ("fp16.enabled", "nothing")],
 )
 def test_only_what_is_auto_is_filled_in(path: str, there: str) -> None:
     said = four(optimizer={"type": "SGD", "params": {"lr": 0.1}})

@@ -235,8 +235,7 @@ class FromDeepSpeed:
         """What makes the optimizer; whatever is wrong with it or with the schedule is said before anything is captured."""
         if optimizer is not None and self.config.optimizer is not None:
             raise InputError(
-                "the DeepSpeed configuration has an optimizer, and one was given besides: leave one of them out (for groups of parameters, "
-                "optimizer=None and FromDeepSpeed.optimizer in a factory for memfit.fit)"
+                "the DeepSpeed configuration has an optimizer, and one was given besides: leave one of them out"
             )
         factory = optimizer or self.optimizer
         if self.config.optimizer is not None or optimizer is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from memfit.dialects.deepspeed import AUTO, DeepSpeedConfig, read, source
+from memfit.dialects.deepspeed import AUTO, DeepSpeedConfig, Optimizer, read, source
 from memfit.errors import ConfigError
 
 TOTAL: Final = (
@@ -110,7 +110,7 @@ def _check_settled(config: DeepSpeedConfig, parts: Mapping[str, Mapping[str, Any
     if config.optimizer is not None:
         params = config.optimizer.params
         for name, value in parts.get("optim", {}).items():
-            there = config.optimizer.type.lower() if name == "name" else params.get(name)
+            there = _kind(config.optimizer) if name == "name" else params.get(name)
             if value is not None and _plain(value) != _plain(there):
                 key = "type" if name == "name" else f"params.{name}"
                 raise ConfigError(
@@ -133,6 +133,12 @@ def _check_settled(config: DeepSpeedConfig, parts: Mapping[str, Mapping[str, Any
             if value == "auto" and name != TOTAL.rpartition(".")[2]:
                 way = "give schedule.warmup_steps" if name == "warmup_num_steps" else "give a value there"
                 raise ConfigError(f'scheduler.params.{name} is "auto" in the DeepSpeed configuration: {way}')
+
+
+def _kind(said: Optimizer) -> str:
+    """By our names; DeepSpeed's "Adam" is AdamW unless it says otherwise."""
+    name = said.type.lower()
+    return "adamw" if name == "adam" and said.params.get("adam_w_mode", True) is True else name
 
 
 def _plain(value: Any) -> Any:

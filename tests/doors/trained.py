@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -63,9 +64,8 @@ def main() -> None:
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {**one, "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
-    from deepspeed.comm import torch as backend
-
-    backend.build_shm_op = lambda: None  # compiled at first use, for several ranks on one machine
+    # Compiled at first use, for several ranks on one machine. By its name: `deepspeed.comm.torch` is torch itself.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     found = [trained(config) for config in json.loads(sys.argv[1])]
     print("\nLOSSES " + json.dumps(found))  # noqa: T201 - what it is for; DeepSpeed prints, too
     torch.distributed.destroy_process_group()

@@ -409,6 +409,12 @@ def test_moved_parameters_are_streamed_with_their_state() -> None:
         (four(), 2, "", "world_size 2: memfit trains on one device for now"),
         (zero(stage=3, offload_param={"device": "cpu"}), 1, "", "which blocks are streamed?"),
         (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/d"}), 1, "layers", "nvme cannot be honoured"),
+        (
+            zero(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme", "nvme_path": "/d"}),
+            1,
+            "layers",
+            "the state of streamed layers goes where they go",
+        ),
         (zero(stage=3), 1, "layers", "the configuration leaves parameters where they are"),
     ],
 )

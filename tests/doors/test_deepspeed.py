@@ -19,7 +19,7 @@ import memfit
 from doors import trained
 from memfit.dialects.deepspeed import VERSION
 from memfit.doors.deepspeed import from_deepspeed
-from memfit.errors import ConfigError, InfeasibleError, InputError
+from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
 from memfit.report import StepRecord
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.precision import ScaleRule, Scaling
@@ -87,7 +87,7 @@ def theirs() -> dict[str, dict[str, list[float]]]:
     try:
         version = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
-        pytest.skip("deepspeed is not installed: `make setup` does, see the Makefile")
+        pytest.skip("deepspeed is not installed: `make test` does, see the Makefile")
     if version != VERSION:
         pytest.skip(f"deepspeed {version} is installed, and {VERSION} is what is followed")
     command = [sys.executable, trained.__file__, json.dumps(list(RUNS.values()))]
@@ -283,6 +283,39 @@ def test_state_on_nvme_lies_in_the_folder_that_is_named(tmp_path: Path, one_thre
     assert isinstance(engine.optimizer, ChunkedOptimizer)
     assert engine.optimizer._folder == str(tmp_path)
     assert [engine.step(b).loss for b in data] == [plain.step(b).loss for b in data]
+
+
+class Stack(nn.Module):
+    """Blocks that can be streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = trained.WIDTH
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_parameters_on_nvme_are_streamed_from_the_folder_that_is_named(tmp_path: Path, one_thread: None) -> None:
+    below = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = whole(optimizer={"type": "AdamW", "params": {"lr": 0.01}}, scheduler=WARMUP)
+    moved = {**config, "zero_optimization": {"stage": 3, "offload_param": below, "offload_optimizer": below}}
+    data = trained.batches()
+    plain = from_deepspeed(config).fit(Stack(), data[0], loss_fn, 1 << 40)
+    engine = from_deepspeed(moved, streamed="layers").fit(Stack(), data[0], loss_fn, 1 << 40)
+
+    assert engine.plan.choices.streamed == "layers"
+    assert engine.stream is not None
+    assert [engine.step(b).loss for b in data] == [plain.step(b).loss for b in data]
+    engine.stream.close()
+    nowhere = {**below, "nvme_path": str(tmp_path / "nowhere")}
+    lost = {**config, "zero_optimization": {"stage": 3, "offload_param": nowhere}}
+    with pytest.raises(EngineError, match="nowhere, which cannot be made"):
+        from_deepspeed(lost, streamed="layers").fit(Stack(), data[0], loss_fn, 1 << 40)
 
 
 def test_state_on_the_cpu_is_where_a_cpu_has_it() -> None:

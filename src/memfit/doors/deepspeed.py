@@ -194,8 +194,8 @@ class FromDeepSpeed:
             made: torch.optim.Optimizer = kind(parameters, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer.params: torch refuses what they say of {said.type}: {error}") from error
-        folder = self._folder("offload_optimizer")
-        # The plan places the state; here it is only told on which disk.
+        # The plan places the state; here it is only told on which disk. That of streamed layers goes where they go.
+        folder = None if self.streamed else self._folder("offload_optimizer")
         return made if folder is None else ChunkedOptimizer(made, folder=folder)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Schedule | None:

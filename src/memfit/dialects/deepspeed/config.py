@@ -165,7 +165,15 @@ class DeepSpeedConfig:
                     raise ConfigError(
                         "zero_optimization.offload_param: which blocks are streamed? Give their path, streamed='encoder.layer'"
                     )
-                return {"streamed": streamed}  # the state of streamed layers goes with them
+                state = zero.offload_optimizer
+                if zero.moves_state in {"cpu", "nvme"} and (
+                    zero.moves_state != zero.offload_param.device or state.nvme_path != zero.offload_param.nvme_path  # type: ignore[union-attr]
+                ):
+                    raise ConfigError(
+                        "zero_optimization.offload_optimizer: the state of streamed layers goes where they go: say the same device and nvme_path as in "
+                        "offload_param"
+                    )
+                return {"streamed": streamed}
         elif streamed:
             raise ConfigError(
                 f"streamed={streamed!r}: the configuration leaves parameters where they are; ask with zero_optimization.offload_param"

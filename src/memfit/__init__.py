@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
+    from memfit.doors.deepspeed import from_deepspeed
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -60,6 +61,7 @@ __all__ = [
     "apply",
     "eight_bit",
     "fit",
+    "from_deepspeed",
     "frontier",
     "measure",
     "plan",
@@ -76,6 +78,7 @@ _HOME: Final = {
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",
     "Trace": "memfit.trace",
+    "from_deepspeed": "memfit.doors.deepspeed",
 }
 
 if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.

@@ -411,11 +411,13 @@ def fit(
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
+    lower_tier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
 
-    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`.
+    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`; `lower_tier` is
+    that of `apply`.
 
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
@@ -434,7 +436,7 @@ def fit(
         clip_norm=clip_norm,
         progress=progress,
     )
-    engine = apply(made, model)
+    engine = apply(made, model, lower_tier=lower_tier)
     try:
         _rehearsed(engine, sample, progress)
     except BaseException:

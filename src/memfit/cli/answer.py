@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InfeasibleError, InputError, MemfitError
@@ -73,6 +75,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """The arguments of verbs that read a configuration."""
     parser.add_argument("config", metavar="CONFIG", help="configuration file (YAML, or JSON)")
     add_settings(parser)
+    add_deepspeed(parser)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +91,23 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_deepspeed(parser: argparse.ArgumentParser) -> None:
+    """The argument that puts a DeepSpeed configuration beside ours."""
+    parser.add_argument(
+        "--deepspeed",
+        metavar="FILE",
+        type=Path,
+        help="DeepSpeed configuration (JSON) that says batch, precision, clipping, offload, optimizer and schedule",
+    )
+
+
 def settings_of(arguments: argparse.Namespace) -> list[str]:
-    """What `--set` and `--budget` say."""
+    """What `--set`, `--budget` and `--deepspeed` say."""
     budget = [] if arguments.budget is None else [f"fit.budget={arguments.budget}"]
-    return [*arguments.settings, *budget]
+    file = getattr(arguments, "deepspeed", None)
+    # Quoted as JSON, which YAML reads: paths may hold anything.
+    beside = [] if file is None else [f"deepspeed={json.dumps(str(file.resolve()))}"]
+    return [*beside, *arguments.settings, *budget]
 
 
 def read_config(arguments: argparse.Namespace) -> Config:

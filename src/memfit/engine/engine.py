@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,6 +70,13 @@ class _Sum:
     counted: int = 0
 
 
+class Schedule(Protocol):
+    """What moves the learning rate: torch's schedulers, or whatever else has a `step`."""
+
+    def step(self) -> Any:
+        """A step was taken."""
+
+
 class Engine:
     """A model, its optimizer and a plan, ready to train.
 
@@ -85,6 +92,7 @@ class Engine:
         stream: of a plan that streams layers; None else.
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
+        schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class Engine:
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
         self.scaling: Scaling | None = None
+        self.schedule: Schedule | None = None
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -248,6 +257,8 @@ class Engine:
             peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
         )
         self.records[-1] = record
+        if self.schedule is not None and not record.skipped:
+            self.schedule.step()
         if record.departures and self.planner is not None and signature not in self._plans:
             self._departed.add(signature)
         for departure in record.departures:

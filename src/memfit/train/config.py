@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from memfit.errors import BudgetError, ConfigError
-from memfit.train import strict
+from memfit.train import beside, strict
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
@@ -248,6 +248,9 @@ class Config:
 
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
+        deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
+            it says, and keys of ours that say otherwise an error (`memfit.train.beside`).
+        deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
         folder: where relative paths and Python modules are looked for; the folder of the configuration file when left
             out.
     """
@@ -259,6 +262,8 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_strict: bool = True
     folder: str = ""
 
     def path(self, name: str) -> Path:
@@ -272,11 +277,13 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         """The same keys as the YAML, without those that say nothing."""
+        said = {name for name, key in (("optim", "optimizer"), ("schedule", "scheduler")) if self.deepspeed.get(key)}
         return {
             name: {k: v for k, v in part.items() if v is not None and v not in ({}, ())}
-            if isinstance(part, dict)
+            if isinstance(part, dict) and name != "deepspeed"
             else part
             for name, part in asdict(self).items()
+            if name not in said
         }
 
 
@@ -314,7 +321,8 @@ def from_json(data: Mapping[str, Any], folder: Path) -> Config:
     where = data.get("folder") or "."
     if not isinstance(where, str):
         raise ConfigError(f"folder: expected text, found {where!r}")
-    return strict.read(Config, {**data, "folder": str(Path(folder, where).resolve())})
+    folder = Path(folder, where).resolve()
+    return strict.read(Config, {**beside.merged(data, folder), "folder": str(folder)})
 
 
 def override(data: dict[str, Any], setting: str) -> None:

@@ -8,7 +8,7 @@ never having stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from memfit.train.evaluate import evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log
 from memfit.train.progress import Display, SilentDisplay
-from memfit.train.schedule import Rates
+from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Snapshot
 
 
@@ -42,6 +42,9 @@ class Steps(state.Trained, Protocol):
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
+
+
+MakeRates = Callable[[torch.optim.Optimizer, int], Rates | MovedRates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def train(
     out: Path,
     settings: TrainConfig | None = None,
     *,
-    schedule: ScheduleConfig | None = None,
+    schedule: ScheduleConfig | MakeRates | None = None,
     validation: Batches | None = None,
     loss_fn: LossFunction | None = None,
     weights: str = "samples",
@@ -93,7 +96,7 @@ def train(
         batches: to train on.
         out: folder for the log and the snapshots.
         settings: how long, how often to save, log, evaluate and meter. `settings.out` is not looked at.
-        schedule: of the learning rate.
+        schedule: of the learning rate; or what makes the rates, from the optimizer and the number of steps in all.
         validation: to evaluate on.
         loss_fn: of the engine; evaluation uses the same.
         weights: what the loss averages over, see `evaluate`.
@@ -118,7 +121,7 @@ class _Run:
     batches: Batches
     out: Path
     settings: TrainConfig
-    schedule: ScheduleConfig
+    schedule: ScheduleConfig | MakeRates
     validation: Batches | None
     loss_fn: LossFunction | None
     weights: str
@@ -139,7 +142,10 @@ class _Run:
         if self.engine.optimizer is None:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
-        rates = Rates(self.engine.optimizer, self.schedule, total)
+        optimizer, schedule = self.engine.optimizer, self.schedule
+        rates = (
+            Rates(optimizer, schedule, total) if isinstance(schedule, ScheduleConfig) else schedule(optimizer, total)
+        )
         with self.engine.gathered(on_host=True, changed=False):
             content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
             snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
@@ -187,7 +193,7 @@ class _Run:
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
 
-    def _steps(self, total: int, rates: Rates, log: Log, stop: StopRequest) -> None:
+    def _steps(self, total: int, rates: Rates | MovedRates, log: Log, stop: StopRequest) -> None:
         settings = self.settings
         data = self.batches.start(self.position)
         predicted = self.engine.plan.prediction.peak_bytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
-    from memfit.doors.deepspeed import from_deepspeed
+    from memfit.dialects.deepspeed.training import from_deepspeed
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -78,7 +78,7 @@ _HOME: Final = {
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",
     "Trace": "memfit.trace",
-    "from_deepspeed": "memfit.doors.deepspeed",
+    "from_deepspeed": "memfit.dialects.deepspeed.training",
 }
 
 if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import memfit
 from doors import trained
 from memfit.dialects.deepspeed import VERSION
-from memfit.doors.deepspeed import from_deepspeed
+from memfit.dialects.deepspeed.training import from_deepspeed
 from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
 from memfit.report import StepRecord
 from memfit.step.chunked import ChunkedOptimizer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from memfit.batches import LossFunction
-from memfit.doors.deepspeed import FromDeepSpeed, from_deepspeed
+from memfit.dialects.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.errors import ConfigError, InputError
 from memfit.step.program import OptimizerFactory
 from memfit.train import readers, text

@@ -12,7 +12,7 @@ import torch
 
 from memfit import api
 from memfit.api import frontier_points
-from memfit.doors.deepspeed import Schedule
+from memfit.dialects.deepspeed.training import Schedule
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report

@@ -52,7 +52,7 @@ class Rates:
 
 
 class Moved(Protocol):
-    """A schedule made elsewhere, as `memfit.doors` makes them."""
+    """A schedule made elsewhere, as `memfit.dialects.deepspeed.training` makes them."""
 
     def set(self) -> None:
         """Write the rates of the next step into the optimizer."""

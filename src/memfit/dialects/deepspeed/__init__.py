@@ -6,7 +6,7 @@
     config.arguments()          # keyword arguments for memfit.plan
     write(plan).save("ds.json") # the other way; what DeepSpeed cannot be told is in write(plan).left_out
 
-`memfit.doors.deepspeed` makes optimizers, schedules and engines of what is read.
+`memfit.dialects.deepspeed.training` makes optimizers, schedules and engines of what is read.
 
 Each key is honoured, or harmless and told in a notice, or refused with the reason: a key that is silently dropped trains for days on something
 else. What DeepSpeed's own reader refuses is refused. This reader refuses more, where DeepSpeed's own takes what it then drops, or fails later:

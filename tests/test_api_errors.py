@@ -187,6 +187,8 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
             "disk_budget=100 is less than the optimizer state that is to lie there",
         ),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
+        ({"allow": None}, "allow=None is no list of words"),
+        ({"freeze": None}, "freeze=None is no list of words"),
         ({"freeze": "0"}, "freeze='0' is one pattern: give a list of them"),
         ({"freeze": [0]}, "freeze=0 is no pattern"),
         ({"freeze": ["layers.0"]}, "freeze='layers.0' matches no module or parameter of this model; the nearest are 0"),

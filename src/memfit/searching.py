@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,6 +56,9 @@ def search_for(
         InputError, BudgetError, CaptureError: as for `memfit.plan`.
     """
     model, clip_norm = tracing.model, tracing.clip_norm
+    for name, value in (("allow", allow), ("freeze", freeze)):
+        if not isinstance(value, Iterable):
+            raise InputError(f"{name}={value!r} is no list of words: write {name}=[...], or leave it out")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise InputError(f'fixed={fixed!r} is no mapping: write names and values, such as {{"micro_batches": 4}}')
     fixed = fixed or {}

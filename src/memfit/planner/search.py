@@ -171,8 +171,7 @@ class Search:
                     f"{name}: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best.seconds)}"
                 )
                 break
-            # Plain is let through at its own peak to the byte: what the slack is for, plain PyTorch needs as well.
-            plainly = solver.needed(solver.plain) + self.extra_bytes <= budget_bytes
+            plainly = self.budget_for(solver, solver.plain) <= budget_bytes
             solution = solver.plain if plainly else solver.fitting(room)
             if solution is None:
                 turned_down.append(
@@ -252,7 +251,8 @@ class Search:
 
     def budget_for(self, solver: Solver, solution: Solution) -> int:
         """The smallest budget in which a plan is let through."""
-        slack = SLACK_BYTES if solution.reruns else 0  # plain is let through at its own peak
+        # Plain is let through at its own peak: what the slack is for, plain PyTorch needs as well. A streamed step is not that of plain PyTorch.
+        slack = SLACK_BYTES if solution.reruns or solver.trace.choices.streamed else 0
         return solver.needed(solution) + self.extra_bytes + slack
 
     def plain_peak(self) -> int:

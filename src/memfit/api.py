@@ -423,7 +423,7 @@ def fit(
     )
     engine = apply(made, model)
     try:
-        _rehearsed(engine, sample, progress)
+        rehearsed(engine, sample, progress)
     except BaseException:
         if engine.stream is not None:
             engine.stream.close()  # as in `apply`
@@ -431,7 +431,7 @@ def fit(
     return engine
 
 
-def _rehearsed(engine: Engine, sample: Batch, progress: Progress | None) -> None:
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
     """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
     made = engine.plan
     budget_bytes = made.budget_bytes
@@ -502,5 +502,6 @@ __all__ = [
     "recompute",
     "record",
     "rehearse",
+    "rehearsed",
     "replan",
 ]

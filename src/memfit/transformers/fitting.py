@@ -28,16 +28,9 @@ from memfit.report import StepRecord
 from memfit.searching import Budget
 from memfit.step.optimizers import alike
 from memfit.tracing import Progress
+from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
 from memfit.transformers.refused import refuse
-from memfit.transformers.window import (
-    FIXED,
-    ITEMS,
-    divisors_of,
-    largest_window,
-    parts_weights,
-    plan_window,
-    samples_of,
-)
+from memfit.transformers.sample import ITEMS, largest_window, samples_of
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -297,7 +290,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
             loss = loss * weight
         if follower is not None and follower.departure is not None:
             self._departed(follower.departure)
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
         return (loss, outputs) if return_outputs else loss
 
     def _check(self, inputs: Any, items: Any) -> None:

@@ -1,7 +1,7 @@
-"""The samples of one optimizer step of a Trainer: the largest there will be, and the plan that divides them.
+"""The samples of one optimizer step in somebody else's training loop: the largest there will be, and the plan that divides them.
 
-Trainer runs a step as a window of batches from its loader, `gradient_accumulation_steps` of `per_device_train_batch_size` samples. Their product stays, and so
-does what one batch of the user's is: memfit divides each into equal parts, and never joins two.
+Such a loop runs a step as a window of batches from its loader, so many of so many samples each. Their product stays, and so does what one batch of the user's
+is: a batch may be divided into equal parts, and two are never joined.
 """
 
 from __future__ import annotations
@@ -18,45 +18,22 @@ from memfit.planner.search import WORTH_MORE
 from memfit.plans import Plan
 from memfit.searching import Budget, Runtime, search_for
 from memfit.tracing import Progress, Tracing, tell
-from memfit.train import state
 from memfit.units import parse_bytes
 
-# Entry of a window's sample: Trainer's count of what the losses are divided by.
-ITEMS: Final = "num_items_in_batch"
-# Trainer's own, or its data's, and no part of the plan's choices.
+# Of the trainer, told to it and not to the plan.
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
 
 
-def largest_window(trainer: Any) -> Batch:
-    """A batch of as many samples as an optimizer step takes, collated, of the largest shape that the training data can give.
-
-    All generators are left as they were: a dataset may draw.
+def largest_samples(data: Any, count: int) -> list[int]:
+    """Indices of the samples of a dataset that make a batch as large as any: those that are longest somewhere, then the largest.
 
     Raises:
-        InputError: the data cannot be looked through.
+        InputError: the data is a stream.
     """
-    generators = state.generators()
-    try:
-        loader = trainer.get_train_dataloader()
-        data = loader.dataset
-        if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-            raise InputError(
-                "the training data is a stream, so the largest batch in it is not known: give memfit.transformers.fit a batch of the largest shape that "
-                "will come, sample=..., of as many samples as an optimizer step takes"
-            )
-        count = min(len(data), samples_of(trainer.args))
-        return loader.collate_fn([data[index] for index in _largest(data, count)])
-    finally:
-        state.set_generators(generators)
-
-
-def samples_of(args: Any) -> int:
-    """Samples in an optimizer step."""
-    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-
-
-def _largest(data: Any, count: int) -> list[int]:
-    """Indices of the samples that make a batch as large as any: those that are longest somewhere, then the largest."""
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise InputError(
+            "the training data is a stream, so the largest batch in it is not known: give one of the largest shape that will come, sample=..."
+        )
     longest: dict[tuple[str, int], tuple[int, int]] = {}
     sizes: list[int] = []
     for index in range(len(data)):
@@ -82,12 +59,9 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield str(name), (len(value),)
 
 
-# ------------------------------------------------------------------------------------------------------------- planning
-
-
 @dataclass(eq=False)
-class _Windows(Tracing):
-    """A window that is one batch, or several as the user has them: what Trainer adds up by itself needs no proof that it splits."""
+class _Window(Tracing):
+    """A window that is one batch, or several as the user has them: what the trainer adds up by itself needs no proof that it splits."""
 
     undivided: int = 1
 
@@ -107,7 +81,7 @@ def plan_window(
     host_budget: Budget | None,
     allow: Sequence[str],
     fixed: Mapping[str, Any],
-    clip_norm: float,
+    clip_norm: float | None,
     progress: Progress | None,
 ) -> Plan:
     """The fastest plan, each batch of the window in one part or in as many as one of the divisors.
@@ -123,8 +97,8 @@ def plan_window(
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
-    whole = _Windows(model, sample, loss_fn, make_optimizer, clip_norm, None, progress)
-    parted = _Windows(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, 0)
+    whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress)
+    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, 0)
     budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}

@@ -15,6 +15,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import device_of, model_digest
 from memfit.choices import Choices
+from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.planner.by_hand import Placement, plan_by_hand
@@ -400,14 +401,22 @@ def fit(
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     progress: Progress | None = None,
+    fabric: Any = None,
 ) -> Engine:
     """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
 
     The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`.
 
+    Args:
+        fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
+
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
+    if fabric is not None:
+        through_fabric.refuse(fabric, model, allow, fixed)
+        model, sample = model.to(fabric.device), fabric.to_device(sample)
+        fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
     made = plan(
         model,
         sample,
@@ -422,6 +431,8 @@ def fit(
         progress=progress,
     )
     engine = apply(made, model)
+    if fabric is not None:
+        through_fabric.set_up(engine, fabric)
     try:
         rehearsed(engine, sample, progress)
     except BaseException:

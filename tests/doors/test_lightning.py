@@ -229,6 +229,7 @@ def test_data_that_cannot_be_looked_through_wants_a_sample_and_larger_batches_ar
     assert "training_step" not in vars(module)
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_names_the_smaller_batches_that_fit() -> None:
     fitted = memfit.lightning.FitToMemory(1 << 40)
     trained(Module(), fitted)

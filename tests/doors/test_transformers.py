@@ -195,6 +195,7 @@ def test_parts_are_weighted_by_what_counts_in_them_and_empty_ones_left_out(train
     assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_for_whole_batches_divides_them(trainer: Make) -> None:
     data = data_for(language_model(), 12, tokens=64)
     settings = {"per_device_train_batch_size": 4, "max_steps": 3}

@@ -91,6 +91,9 @@ def stand_ins() -> dict[str, Any]:
     }
 
 
+# Lightning 2.6 asks torch for what is called otherwise since; and finds few workers and few batches on a page.
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches)")
 @pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from memfit import lightning as lightning
+    from memfit import transformers as transformers
     from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
     from memfit.dialects.deepspeed.training import from_deepspeed
     from memfit.engine import Engine
@@ -81,10 +83,15 @@ _HOME: Final = {
     "from_deepspeed": "memfit.dialects.deepspeed.training",
 }
 
+# Front doors to other libraries, each with an extra of its own: modules, loaded when first asked for.
+_DOORS: Final = ("lightning", "transformers")
+
 if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.
 
     def __getattr__(name: str) -> object:
         """Load a public name when it is first asked for."""
+        if name in _DOORS:
+            return import_module(f"memfit.{name}")
         if name not in __all__:
             message = f"module 'memfit' has no attribute {name!r}"
             raise AttributeError(message)
@@ -94,4 +101,4 @@ if not TYPE_CHECKING:  # To a type checker this would make every misspelt name a
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_DOORS, "__version__"])

@@ -15,6 +15,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import device_of, model_digest
 from memfit.choices import Choices
+from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.planner.by_hand import Placement, plan_by_hand
@@ -413,15 +414,23 @@ def fit(
     clip_norm: float | None = None,
     lower_tier: str | Path | None = None,
     progress: Progress | None = None,
+    fabric: Any = None,
 ) -> Engine:
     """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
 
     The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`; `lower_tier` is
     that of `apply`.
 
+    Args:
+        fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
+
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
+    if fabric is not None:
+        through_fabric.refuse(fabric, model, allow, fixed)
+        model, sample = model.to(fabric.device), fabric.to_device(sample)
+        fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
     made = plan(
         model,
         sample,
@@ -437,8 +446,10 @@ def fit(
         progress=progress,
     )
     engine = apply(made, model, lower_tier=lower_tier)
+    if fabric is not None:
+        through_fabric.set_up(engine, fabric)
     try:
-        _rehearsed(engine, sample, progress)
+        rehearsed(engine, sample, progress)
     except BaseException:
         if engine.stream is not None:
             engine.stream.close()  # as in `apply`
@@ -446,7 +457,7 @@ def fit(
     return engine
 
 
-def _rehearsed(engine: Engine, sample: Batch, progress: Progress | None) -> None:
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
     """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
     made = engine.plan
     budget_bytes = made.budget_bytes
@@ -517,5 +528,6 @@ __all__ = [
     "recompute",
     "record",
     "rehearse",
+    "rehearsed",
     "replan",
 ]

@@ -93,6 +93,8 @@ class Engine:
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
+        backward: of a loss, where it is somebody else's (Fabric's); None for the loss's own.
+        fabric_model: the model as Fabric has set it up, to save and to evaluate through it; None without Fabric.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class Engine:
         self._halfway = ""  # why no step can go on from here
         self.scaling: Scaling | None = None
         self.schedule: Schedule | None = None
+        self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
+        self.fabric_model: nn.Module | None = None
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -365,7 +369,8 @@ class Engine:
                 self._forward_backward(plan, part, count / done.unit, done)
 
     def _program(self, plan: Plan) -> StepProgram:
-        return StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
+        how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
+        return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
 
     def _forward_backward(
         self, plan: Plan, part: Batch, weight: float | None, done: _Sum, *, updates: bool = False

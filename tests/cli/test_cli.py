@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,9 @@ import pytest
 
 from memfit.cli.main import main
 from memfit.errors import CaptureError, InfeasibleError, NonFiniteLossError, Remedy
+from memfit.trackers import tensorboard
 from memfit.train import run as runs
-from train.fakes import Api, plan
+from train.fakes import Api, non_finite, plan
 
 CONFIG = """
 model: {python: "cli_toy:build"}
@@ -318,6 +322,101 @@ def test_a_loss_that_is_not_finite_tells_how_to_go_on(
     assert "--set optim.lr=..." in ran.err
     api.on_step = lambda _: None
     assert Ran(capsys, "resume", "out", "--set", "optim.lr=1e-5", "--json").data["step"] == 5
+
+
+TRACKED = ("--set", "report.to=[tensorboard]", "--set", "train.log_every=1", "--set", "report.html=false")
+
+
+def test_a_tracked_run_that_went_on_shows_the_lines_of_its_log(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="reads back its event files")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def crash(step: int) -> None:
+        if step == 4:
+            raise RuntimeError("gone")
+
+    api.on_step = crash
+    assert Ran(capsys, "train", config, *TRACKED).status == 2
+    api.on_step = lambda _: None
+
+    ran = Ran(capsys, "resume", "out")
+
+    assert ran.status == 0
+    assert (
+        f"tracked with tensorboard; to look: tensorboard --logdir {Path('out').resolve()}/trackers/tensorboard"
+        in ran.err
+    )
+    read = EventAccumulator("out/trackers/tensorboard")
+    read.Reload()
+    lines = [json.loads(line) for line in Path("out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    for tag, key in (("train/loss", "loss"), ("train/lr", "lr"), ("memory/peak_bytes", "peak_bytes")):
+        told = [(each.step, each.value) for each in read.Scalars(tag)]
+        assert told == [(line["step"], pytest.approx(line[key])) for line in lines if key in line]
+    assert {each.value for each in read.Scalars("memory/predicted_peak_bytes")} == {2**19}
+
+
+def test_a_tracker_that_fails_on_the_way_is_told_of_once_and_the_run_goes_on(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        look = ""
+
+        def log(self, step: int, metrics: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self, end: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "tensorboard", sys)
+    monkeypatch.setattr(tensorboard, "begin", lambda start: Failing())
+
+    ran = Ran(capsys, "train", config, *TRACKED)
+
+    assert ran.status == 0
+    assert ran.err.count("tracking with tensorboard has stopped (OSError: [Errno 28] No space left on device)") == 1
+    assert len(Path("out/log.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+
+
+def test_how_a_tracked_run_ended_is_told(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    adapter = SimpleNamespace(look="", log=lambda step, metrics: None, close=ends.append)
+    monkeypatch.setitem(sys.modules, "tensorboard", sys)
+    monkeypatch.setattr(tensorboard, "begin", lambda start: adapter)
+    api.on_step = lambda step: non_finite(step) if step == 2 else None
+    Ran(capsys, "train", config, *TRACKED)
+    api.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None
+    Ran(capsys, "resume", "out")
+    api.on_step = lambda _: None
+    Ran(capsys, "resume", "out")
+
+    assert ends == ["failed", "stopped", "finished"]
+
+
+def test_a_missing_package_of_a_tracker_is_told_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    ran = Ran(capsys, "train", config, *TRACKED)
+
+    assert ran.status == 3
+    assert "pip install 'memfit[tensorboard]'" in ran.err
+    assert api.calls == []
+    assert not Path("out").exists()
+
+
+def test_a_tracker_that_there_is_not_is_a_mistake_of_the_configuration(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    ran = Ran(capsys, "train", config, "--set", "report.to=[comet]")
+
+    assert ran.status == 3
+    assert "report.to" in ran.err
+    assert "tensorboard" in ran.err
 
 
 def test_a_frontier_is_a_table_and_a_page(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:

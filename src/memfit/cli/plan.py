@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_settings, read_config, summary
+from memfit.cli.answer import Answer, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _written(save: Callable[[Path], None], path: Path, what: str) -> None:
 
 
 def _answer(plan: Plan, arguments: argparse.Namespace) -> Answer:
-    data = {"verb": "plan", "fits": True, **summary(plan)}
+    data = {"verb": "plan", "fits": True, **plan.summary()}
     text = plan.explain()
     if arguments.save is not None:
         _written(plan.save, arguments.save, "plan")

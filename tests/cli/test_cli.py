@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from memfit.capture import costs
+from memfit.cli import extras
 from memfit.cli.main import main
-from memfit.errors import CaptureError, InfeasibleError, NonFiniteLossError, Remedy
+from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.trackers import tensorboard
 from memfit.train import run as runs
 from train.fakes import Api, non_finite, plan
@@ -444,7 +447,62 @@ def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str], config: P
     assert host["fp32_flops"] > 0
     assert host["bytes_per_second"] > 0
     assert data["cores"] >= 1
-    assert data["extras"].keys() == {"transformers", "pictures"}
+    assert host["bf16_flops"] > 0
+    assert data["threads"] == torch.get_num_threads()
+    (link,) = (each for each in data["links"] if each["device"] == "cpu")
+    assert link["tier"] == "disk"
+    assert link["down_bytes_per_second"] > 0
+    assert link["up_bytes_per_second"] > 0
+    disk = data["tiers"][-1]
+    assert disk["read_bytes_per_second"] > 0
+    usable = data["usable"]
+    assert usable["swap"]["cpu"] == "disk"
+    assert usable["bf16_speedup"]["cpu"] == host["bf16_flops"] / host["fp32_flops"]
+    assert usable["8bit_backends"][0] == "memfit"
+    assert usable["pinned_memory"] is torch.cuda.is_available()
     assert any(machine["name"] == "rtx4090" for machine in data["known_devices"])
     assert text.status == 0
     assert "GFLOP/s" in text.out
+    for name in data["extras"]:
+        assert f"Extra {name}: " in text.out
+
+
+def test_doctor_takes_the_extras_from_the_package_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = [
+        "torch<3,>=2.11",
+        "mypy; extra == 'dev'",
+        "numpy>=1; extra == 'old'",
+        "numpy[x]<999,>=998.5.1; extra == 'newer'",
+        "pytest; python_version > '3' and extra == 'two'",
+        "no-such-package>=1; extra == 'two'",
+    ]
+    monkeypatch.setattr(extras.metadata, "requires", lambda package: requirements)
+
+    found = extras.extras()
+
+    assert {name: extra["installed"] for name, extra in found.items()} == {"old": True, "newer": False, "two": False}
+    assert found["two"]["packages"] == {"pytest": pytest.__version__, "no-such-package": None}
+    assert extras.described(found) == [
+        f"Extra old: numpy {np.__version__}",
+        f"Extra newer: missing, has numpy {np.__version__} (pip install 'memfit[newer]')",
+        f"Extra two: missing, has pytest {pytest.__version__} (pip install 'memfit[two]')",
+    ]
+
+
+def test_extras_of_what_is_not_installed_are_not_known() -> None:
+    assert extras.extras("no-such-package") == {}
+    assert extras.described({}) == ["Extras: not known, for memfit is on the path without being installed"]
+
+
+def test_doctor_says_why_a_disk_cannot_be_swapped_to(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(device: torch.device, folder: Path) -> None:
+        raise InputError("the disk to swap to cannot be measured")
+
+    monkeypatch.setattr(costs, "lower_tier", refused)
+    data, text = Ran(capsys, "doctor", "--json").data, Ran(capsys, "doctor")
+
+    assert data["links"][-1]["reason"] == "the disk to swap to cannot be measured"
+    assert "cpu" not in data["usable"]["swap"]
+    assert "none (the disk to swap to cannot be measured)" in text.out

@@ -20,7 +20,7 @@ from torch import nn
 import memfit
 from memfit.errors import InputError
 from memfit.report import StepRecord
-from memfit.trackers import KINDS, Tracker
+from memfit.trackers import Tracker
 from memfit.trackers import tensorboard as tensorboard_file
 from memfit.trackers.start import End, flat
 from train.fakes import plan
@@ -147,18 +147,6 @@ def test_a_library_that_fails_at_the_end_is_told_of(recorder: Recorder, tmp_path
 
     with pytest.warns(UserWarning, match=r"tracking with tensorboard has stopped \(RuntimeError: gone\)"):
         tracker.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_package_names_its_install_command(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, kind, None)
-
-    with pytest.raises(InputError, match=rf"pip install 'memfit\[{kind}\]'"):
-        memfit.tracker(kind, tmp_path / "run")
-
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_tracker_is_told_which_there_are(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from memfit.oom.failure import CONTEXT_BYTES, Failure
 from memfit.oom.stacks import stage, traceback_before, where
 
 # torch writes two digits behind the point, "0 bytes" and "512 bytes". Its GB (old versions, MPS) are 1024 MB of 1024 KB too.
-_SIZE: Final = r"(?P<{0}>\d+(?:\.\d+)?\s?(?:[KMGTPE]i?B|B|bytes?))"
-_NOTHING: Final = 50  # a fiftieth of a device may be the driver's own
+_SIZE: Final = r"(?P<{0}>\d+(?:\.\d+)?\s*(?:[KMGTPE]i?B|B|bytes?))"
+_NOTHING: Final = 20  # a twentieth of a device may be the driver's own
 _POWERS: Final = {letter: power for power, letter in enumerate("KMGTPE", start=1)}
 
 
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    match = re.fullmatch(r"([\d.]+)\s?(\w+)", text)
+    match = re.fullmatch(r"([\d.]+)\s*(\w+)", text)
     assert match is not None
     unit = match[2]
     return int(float(match[1]) * 1024 ** _POWERS.get(unit[0], 0))
@@ -69,7 +69,7 @@ _BEFORE: Final = _pattern(
 # PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync
 _ASYNC: Final = _pattern(
     r"Allocation on device (?P<index>\d+) would exceed allowed memory\. \(out of memory\) Currently allocated : {allocated} Requested : {wanted} "
-    r"Device limit : {total} Free \(according to CUDA\) ?: {free}(?: PyTorch limit \(set by user-supplied memory fraction\) : {allowed})?"
+    r"Device limit : {total} Free \(according to CUDA\)\s*: {free}(?: PyTorch limit \(set by user-supplied memory fraction\) : {allowed})?"
 )
 
 _MPS: Final = _pattern(
@@ -94,8 +94,8 @@ _KERNEL: Final = re.compile(
     r"(?:Out of memory|out of memory|oom-kill|oom_kill)[^\n]*?[Kk]ill(?:ed)? process (?P<pid>\d+)[^\n]*?anon-rss:(?P<rss>\d+)kB"
 )
 _KILLED: Final = re.compile(
-    r"^\W*(?:\S+: line \d+:\s*\d+ )?Killed\b[^\n]*$|OOMKilled|oom-kill|oom_kill|killed by signal: Killed|died with <?Signals\.SIGKILL"
-    r"|[Ee]xit(?:ed)?(?: with)?(?: status| code| \(code\))*:?[ =]*\(?(?:137|-9)\b|returncode[= ]*(?:137|-9)\b|SIGKILL|[Ss]ignal 9\b",
+    r"^[^\w\n]{0,20}(?:\S+: line \d+:\s*\d+ )?Killed\b[^\n]*$|OOMKilled|oom-kill|oom_kill|killed by signal: Killed|died with <?Signals\.SIGKILL"
+    r"|[Ee]xit(?:ed)?(?: with)?(?:[ _]?(?:status|code))*\W{0,4}(?:137|-9)\b|returncode[= ]*(?:137|-9)\b|SIGKILL|[Ss]ignal 9\b",
     re.MULTILINE,
 )
 

@@ -11,7 +11,7 @@ from memfit.oom.messages import find
 from memfit.oom.snapshot import read_snapshot
 
 _PICKLE: Final = b"\x80"  # the first byte of every pickle since protocol 2, and of no text in UTF-8
-_MOST_TEXT: Final = 64 << 20  # of a log, its end counts
+_MOST_TEXT: Final = 16 << 20  # of a log: how it ended stands at its end
 
 
 def read(path: Path) -> Failure:

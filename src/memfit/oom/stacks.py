@@ -73,7 +73,7 @@ def where(frames: Sequence[Frame]) -> str:
     return str((own or python)[0]) if own or python else ""
 
 
-_LINE = re.compile(r'^\W*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
+_LINE = re.compile(r'^[^\w\n]{0,40}File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 _HEAD = "Traceback (most recent call last)"
 
 

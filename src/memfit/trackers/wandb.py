@@ -18,7 +18,7 @@ class _WandB:
         if mode not in {"offline", "disabled", "dryrun"} and not wandb.login(prompt=False):
             # It would ask at the terminal, and a run in the background would wait for ever.
             raise InputError(
-                f"WANDB_MODE is {mode!r} and Weights & Biases knows no key: run `wandb login` before, or unset WANDB_MODE"
+                f"WANDB_MODE is {mode!r} and Weights & Biases knows no key: run wandb login before, or unset WANDB_MODE"
             )
         known = start.known()
         self._run = wandb.init(

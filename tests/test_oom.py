@@ -494,6 +494,18 @@ def test_doctor_explains_a_file_for_people_and_for_programs(tmp_path: Path, caps
     assert f"--budget {data['budget']}" in text
 
 
+def test_a_log_that_powershell_has_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(NOW, encoding="utf-16")
+
+    assert read(tmp_path / "log.txt") == failure_in(NOW)
+
+
+def test_of_a_long_log_the_end_counts(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("step\n" * 4_000_000 + NOW, encoding="utf-8")
+
+    assert read(tmp_path / "log.txt") == failure_in(NOW)
+
+
 @pytest.mark.parametrize(("name", "reason"), [("log.txt", "no out-of-memory message"), ("nowhere.txt", "cannot read")])
 def test_a_file_that_tells_nothing_is_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +26,16 @@ def read(path: Path) -> Failure:
     """
     try:
         with path.open("rb") as stream:
-            if stream.read(1) == _PICKLE:
+            start = stream.read(2)
+            if start.startswith(_PICKLE):
                 stream.seek(0)
                 return read_snapshot(stream, path)
             size = stream.seek(0, 2)
-            stream.seek(max(0, size - _MOST_TEXT))
-            text = stream.read().decode("utf-8", errors="replace")
+            stream.seek(max(0, size - _MOST_TEXT) // 2 * 2)
+            # What PowerShell redirects into a file is in UTF-16.
+            text = stream.read().decode(
+                "utf-16" if start in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8", errors="replace"
+            )
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     found = find(text)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memfit.step.lion import Lion
     from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.trace import Trace
+    from memfit.trackers import Tracker, tracker
 
 __version__: Final = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "SnapshotError",
     "SplitError",
     "Trace",
+    "Tracker",
     "apply",
     "eight_bit",
     "fit",
@@ -70,11 +72,13 @@ __all__ = [
     "recompute",
     "record",
     "replan",
+    "tracker",
 ]
 
 _HOME: Final = {
     **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.step.optimizers"),
+    **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
     "Lion": "memfit.step.lion",
     "Machine": "memfit.machine",

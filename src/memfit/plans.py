@@ -379,6 +379,25 @@ class Plan:
             return 0.0
         return max(0.0, (self.prediction.step_seconds - self.prediction.bound_seconds) / self.prediction.step_seconds)
 
+    def summary(self) -> dict[str, Any]:
+        """What a program wants to know of it: plain data, few."""
+        p = self.prediction
+        return {
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": p.peak_bytes,
+            "plain_peak_bytes": p.plain_peak_bytes,
+            "step_seconds": p.step_seconds,
+            "plain_step_seconds": p.plain_step_seconds,
+            "seconds_are": p.seconds_are,
+            "gap": self.gap,
+            "micro_batches": self.choices.micro_batches,
+            "reruns": self.script.reruns,
+            "peak_module": p.peak_module,
+            "peak_phase": p.peak_phase,
+            "notes": list(self.notes),
+            "turned_down": list(self.turned_down),
+        }
+
     def explain(self) -> str:
         """The plan in words, for a person."""
         p = self.prediction

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import InfeasibleError, InputError, MemfitError
 
 if TYPE_CHECKING:
-    from memfit.plans import Plan
     from memfit.train.config import Config
 
 
@@ -115,23 +114,3 @@ def read_config(arguments: argparse.Namespace) -> Config:
     from memfit.train.config import load_config
 
     return load_config(arguments.config, settings_of(arguments))
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """What a program wants to know of a plan, for `--json`."""
-    p = plan.prediction
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": p.peak_bytes,
-        "plain_peak_bytes": p.plain_peak_bytes,
-        "step_seconds": p.step_seconds,
-        "plain_step_seconds": p.plain_step_seconds,
-        "seconds_are": p.seconds_are,
-        "gap": plan.gap,
-        "micro_batches": plan.choices.micro_batches,
-        "reruns": plan.script.reruns,
-        "peak_module": p.peak_module,
-        "peak_phase": p.peak_phase,
-        "notes": list(plan.notes),
-        "turned_down": list(plan.turned_down),
-    }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config, summary
+from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _deepspeed(plan: Plan, config: Config | None) -> Written:
 
 
 def _answer(plan: Plan, arguments: argparse.Namespace, config: Config | None = None) -> Answer:
-    data = {"verb": "plan", "fits": True, **summary(plan)}
+    data = {"verb": "plan", "fits": True, **plan.summary()}
     text = plan.explain()
     if arguments.save is not None:
         _written(plan.save, arguments.save, "plan")

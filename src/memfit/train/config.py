@@ -21,6 +21,9 @@ from memfit.train import beside, strict
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
+TrackerKind = Literal[
+    "tensorboard", "mlflow", "wandb", "trackio"
+]  # as in memfit.trackers, which need not be imported here
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +234,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """What is told at the end.
+    """What is told on the way and at the end.
 
     Attributes:
+        to: trackers that get a copy of the log; `log.jsonl` is always written.
         html: write report.html.
         frontier: with the picture of bytes against seconds, which takes a few more plans.
     """
 
+    to: tuple[TrackerKind, ...] = ()
     html: bool = True
     frontier: bool = False
 

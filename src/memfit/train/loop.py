@@ -8,7 +8,7 @@ never having stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
 from memfit.report import StepRecord
+from memfit.trackers import Tracker
 from memfit.train import snapshots, state
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
@@ -88,6 +89,7 @@ def train(
     snapshot: Snapshot | None = None,
     config: Mapping[str, Any] | None = None,
     display: Display | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Outcome:
     """Train until the steps are taken or somebody stops it.
 
@@ -103,6 +105,7 @@ def train(
         snapshot: where to go on from; None starts anew.
         config: written into snapshots, for whoever finds one.
         display: where to tell about it.
+        trackers: get what the log gets; whoever opened them closes them.
 
     Raises:
         NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
@@ -110,7 +113,7 @@ def train(
     """
     run = _Run(
         engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, weights,
-        dict(config or {}), display or SilentDisplay(),
+        dict(config or {}), display or SilentDisplay(), trackers,
     )  # fmt: skip
     return run.go(snapshot)
 
@@ -127,6 +130,7 @@ class _Run:
     weights: str
     config: dict[str, Any]
     display: Display
+    trackers: Sequence[Tracker]
     step: int = 0
     skipped: int = 0
     position: Position = field(default_factory=Position)
@@ -225,6 +229,8 @@ class _Run:
             )
             if due:
                 log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
+                for tracker in self.trackers:
+                    tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
             self.display.step(record, rate, log=due)
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._evaluate(log, stop)
@@ -249,6 +255,8 @@ class _Run:
             return
         self.validation_loss, self.evaluated = loss, self.step
         log.validation(self.step, loss)
+        for tracker in self.trackers:
+            tracker.validation(self.step, loss)
         self.display.note(f"step {self.step}: validation loss {loss:.4f}")
 
     def _save(self, log: Log) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from memfit import api
+from memfit import api, trackers
 from memfit.api import frontier_points
 from memfit.dialects.deepspeed.training import Schedule
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report
 from memfit.trace import Trace
+from memfit.trackers import Tracker
 from memfit.train import log, snapshots
 from memfit.train.assemble import Assembly, assemble, open_door, without_bars
 from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
@@ -34,6 +36,7 @@ CONFIG_NAME: Final = "config.json"
 PLAN_NAME: Final = "plan.json"
 REPORT_NAME: Final = "report.json"
 REHEARSAL_NAME: Final = "rehearsal.json"
+TRACKERS_NAME: Final = "trackers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,10 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
 
     Raises:
         ConfigError: the output folder already holds a run; there is no budget; the plan needs more than the budget.
+        InputError: the package of a tracker is missing.
     """
     display = display or SilentDisplay()
+    trackers.check(config.report.to)  # now, not when all is planned
     out = config.out
     if snapshots.folders(out) or (out / log.NAME).exists():
         raise ConfigError(
@@ -103,6 +108,7 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
     for setting in settings:
         override(data, setting)
     config = from_json(data, out)
+    trackers.check(config.report.to)
     if config.out.resolve() != out.resolve():
         raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
     plan = None
@@ -242,19 +248,24 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
     if assembly.door is not None:
         assembly.door.scale(engine)
-    outcome = train(
-        engine,
-        assembly.batches,
-        out,
-        config.train,
-        schedule=_schedule(config, assembly),
-        validation=assembly.validation,
-        loss_fn=assembly.loss_fn,
-        weights=_weights(config, engine.plan),
-        snapshot=snapshot,
-        config=config.to_json(),
-        display=display,
-    )
+    with _tracked(config, engine.plan, snapshot, display) as opened:
+        outcome = train(
+            engine,
+            assembly.batches,
+            out,
+            config.train,
+            schedule=_schedule(config, assembly),
+            validation=assembly.validation,
+            loss_fn=assembly.loss_fn,
+            weights=_weights(config, engine.plan),
+            snapshot=snapshot,
+            config=config.to_json(),
+            display=display,
+            trackers=opened,
+        )
+        if outcome.signal is not None:
+            for tracker in opened:
+                tracker.close("stopped")
     if outcome.signal is not None:
         return Result(outcome, engine.plan, out, None, None)
     with engine.gathered(on_host=True, changed=False) as trained:
@@ -279,6 +290,26 @@ def _schedule(config: Config, assembly: Assembly) -> ScheduleConfig | MakeRates:
         return MovedRates(optimizer, make)
 
     return rates
+
+
+@contextmanager
+def _tracked(config: Config, plan: Plan, snapshot: Snapshot | None, display: Display) -> Iterator[tuple[Tracker, ...]]:
+    """The trackers that the configuration names, open; a resumed run goes on in the same ones."""
+    with ExitStack() as stack:
+        opened = []
+        for kind in dict.fromkeys(config.report.to):
+            tracker = trackers.tracker(
+                kind,
+                config.out / TRACKERS_NAME,
+                plan=plan,
+                settings=config.to_json(),
+                name=config.out.resolve().name,
+                step=0 if snapshot is None else snapshot.step,
+                note=display.note,
+            )
+            opened.append(stack.enter_context(tracker))
+            display.note(f"tracked with {kind}; to look: {tracker.look}")
+        yield tuple(opened)
 
 
 def _weights(config: Config, plan: Plan) -> str:

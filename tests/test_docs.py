@@ -2,7 +2,9 @@
 
 Blocks of one page run one after another in one namespace. It starts with tiny stand-ins for what a reader has anyway
 (`STAND_INS`), so that a page may show a fragment such as `memfit.plan(model, sample, budget="8GiB")`; a page that defines
-them itself is run with its own.
+them itself is run with its own. Pages of one technique go on from the blocks of their folder's README.md, as they say.
+
+A block of text right below a block of Python is what it prints.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ SOURCE = ROOT / "src" / "memfit"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 LINK = re.compile(r"(?<!`)\[[^\]]+\]\((?P<target>[^)\s]+)\)")
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+PRINTS = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 ELLIPSIS = "…"
 
@@ -91,12 +94,37 @@ def stand_ins() -> dict[str, Any]:
     }
 
 
+def before(page: Path) -> list[Path]:
+    """Pages whose blocks come first."""
+    folder = page.with_name("README.md")
+    return [folder] if page.parent.name == "techniques" and page != folder else []
+
+
+def pinned_torch() -> str:
+    """The version whose bytes the pages have."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return next(pin.removeprefix("torch==") for pin in pins if pin.startswith("torch=="))
+
+
 @pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+def test_python_runs_and_prints_what_the_page_says(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    one_thread: None,
+) -> None:
+    """Bytes are those of the pinned torch; under another one the blocks are only run."""
     monkeypatch.chdir(tmp_path)
     namespace = stand_ins()
-    for number, code in enumerate(blocks(page, "python"), 1):
-        exec(compile(code, f"{page_name(page)}, block {number}", "exec"), namespace)  # noqa: S102 - our own pages
+    same_torch = torch.__version__.partition("+")[0] == pinned_torch()
+    for source in (*before(page), page):
+        for number, block in enumerate(PRINTS.finditer(source.read_text(encoding="utf-8")), 1):
+            capsys.readouterr()
+            name = f"{page_name(source)}, block {number}"
+            exec(compile(block["code"], name, "exec"), namespace)  # noqa: S102 - our own pages
+            printed = capsys.readouterr().out
+            assert block["printed"] is None or not same_torch or printed == block["printed"], name
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"), ids=page_name)

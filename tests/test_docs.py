@@ -10,9 +10,10 @@ A block of text right below a block of Python is what it prints.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.cli.main import parser
@@ -210,10 +212,45 @@ def sections(page: Path) -> dict[str, list[str]]:
     return found
 
 
+OF_TORCH = "What PyTorch says"
+
+
+def failing() -> Iterator[Callable[[], object]]:
+    """Mistakes that PyTorch answers with a message of the page."""
+    yield lambda: torch.empty(1 << 58)
+    yield lambda: torch.ones(2).sum().backward()
+    once = torch.ones(2, requires_grad=True).exp().sum()
+    once.backward()
+    yield once.backward
+    written = torch.ones(2, requires_grad=True).exp()
+    total = (written * written).sum()
+    written.add_(1)
+    yield total.backward
+    yield lambda: checkpoint(nn.Linear(2, 2), torch.ones(1, 2), use_reentrant=True)
+    if torch.cuda.is_available():
+        yield lambda: torch.empty(1 << 58, device="cuda")
+
+
+def test_every_message_of_pytorch_on_the_page_is_what_pytorch_says() -> None:
+    said = [inspect.getsource(torch.utils.checkpoint), inspect.getsource(torch.amp.grad_scaler)]
+    for mistake in failing():
+        with pytest.raises((RuntimeError, UserWarning)) as told_so:  # warnings are errors here
+            mistake()
+        said.append(str(told_so.value))
+
+    body = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").split(f"## {OF_TORCH}\n")[1].split("\n## ")[0]
+    items = re.findall(r"^\* ((?:`[^`]+`(?:, )?)+)$", body, re.MULTILINE)
+    on_page = [text for item in items for text in CODE_SPAN.findall(item)]
+    unseen = [] if torch.cuda.is_available() else ["CUDA out of memory. Tried to allocate …"]
+
+    assert len(on_page) > 8
+    assert [text for text in on_page if not any(told(text, message) for message in said)] == unseen
+
+
 def test_every_error_has_its_section() -> None:
     kinds = {name for name in memfit.__all__ if name.endswith("Error")} - {"MemfitError"}
 
-    assert set(sections(ROOT / "docs" / "errors.md")) - {"Warnings"} == kinds
+    assert set(sections(ROOT / "docs" / "errors.md")) - {OF_TORCH, "Warnings"} == kinds
 
 
 def test_every_message_is_on_the_page_of_errors() -> None:
@@ -234,6 +271,7 @@ def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
     page = sections(ROOT / "docs" / "errors.md")
     messages = [text for _, text in raised()]
     warned = page.pop("Warnings")
+    del page[OF_TORCH]
     source = "\n".join(file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py"))
 
     quoted = [text for texts in page.values() for text in texts if ELLIPSIS in text or len(text) > 40]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.cli.main import parser
+from memfit.cli.main import main, parser
 from memfit.train.config import from_json
 
 ROOT = Path(__file__).parents[1]
@@ -135,18 +135,34 @@ def test_configurations_are_read(page: Path) -> None:
         assert from_json(yaml.safe_load(code), ROOT / "examples" / "cli").fit.budget is not None
 
 
-@pytest.mark.parametrize("page", with_blocks("console"), ids=page_name)
-def test_commands_are_parsed(page: Path) -> None:
-    commands = [
+def commands(page: Path) -> list[list[str]]:
+    return [
         shlex.split(line.removeprefix("$ "), comments=True)
         for code in blocks(page, "console")
         for line in code.splitlines()
         if line.startswith("$ memfit ")
     ]
-    for words in commands:
+
+
+@pytest.mark.parametrize("page", with_blocks("console"), ids=page_name)
+def test_commands_are_parsed(page: Path) -> None:
+    for words in commands(page):
         assert parser().parse_args(words[1:]).verb == words[1]
         named = [word for word in words if word.startswith("examples/") and "/out/" not in word]
         assert [word for word in named if not (ROOT / word).exists()] == []
+
+
+QUICK = {"doctor"}
+"""Verbs that take seconds and need no run before them; tests/cli runs the others."""
+
+
+def test_quick_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {tuple(words[1:]) for page in PAGES for words in commands(page) if words[1] in QUICK}
+
+    assert found
+    for words in sorted(found):
+        assert main(words) == 0
+        assert capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------- the page of errors

@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+ONLY_CODE = re.compile(r"^(?:\* |  )(?:`[^`\n]+`,? ?)+$", re.MULTILINE)
 LINK = re.compile(r"(?<!`)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -26,7 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point every link at its place on the site."""
+    """Point every link at its place on the site, and end lines of lists that are nothing but code: a message stands above what it means."""
     here = page.file.src_uri
     place = here if here in BESIDE else f"docs/{here}"
 
@@ -40,4 +41,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"[{link['text']}]({posixpath.relpath(source, posixpath.dirname(here) or '.')}{mark}{anchor})"
         return link["text"]
 
-    return LINK.sub(on_site, markdown)
+    return ONLY_CODE.sub(r"\g<0>  ", LINK.sub(on_site, markdown))

@@ -14,6 +14,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in heading_anchors(target), f"{page_name(page)} links to {link['target']}"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "techniques").glob("[!R]*.md")), ids=page_name)
+def test_a_page_about_a_technique_answers_the_same_questions_as_the_others(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
+        "When to take it",
+        "How to ask for it",
+        "Measured",
+        "Where it comes from",
+        "Limits",
+    ]
+    assert "$ python bench/run.py" in text, "what is measured comes from the results of a benchmark"
+    assert f"]({page.name})" in page.with_name("README.md").read_text(encoding="utf-8")
+
+
 # ------------------------------------------------------------------------------------------- Python, YAML, command lines
 
 
@@ -102,10 +118,10 @@ def before(page: Path) -> list[Path]:
     return [folder] if page.parent.name == "techniques" and page != folder else []
 
 
-def pinned_torch() -> str:
-    """The version whose bytes the pages have."""
+def as_pinned() -> bool:
+    """Whether the versions are here whose bytes the pages have."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return next(pin.removeprefix("torch==") for pin in pins if pin.startswith("torch=="))
+    return all(f"{name}=={version(name).partition('+')[0]}" in pins for name in ("torch", "transformers"))
 
 
 @pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
@@ -116,17 +132,17 @@ def test_python_runs_and_prints_what_the_page_says(
     capsys: pytest.CaptureFixture[str],
     one_thread: None,
 ) -> None:
-    """Bytes are those of the pinned torch; under another one the blocks are only run."""
+    """Bytes are those of the pinned torch and transformers; under others the blocks are only run."""
     monkeypatch.chdir(tmp_path)
     namespace = stand_ins()
-    same_torch = torch.__version__.partition("+")[0] == pinned_torch()
+    compared = as_pinned()
     for source in (*before(page), page):
         for number, block in enumerate(PRINTS.finditer(source.read_text(encoding="utf-8")), 1):
             capsys.readouterr()
             name = f"{page_name(source)}, block {number}"
             exec(compile(block["code"], name, "exec"), namespace)  # noqa: S102 - our own pages
             printed = capsys.readouterr().out
-            assert block["printed"] is None or not same_torch or printed == block["printed"], name
+            assert block["printed"] is None or not compared or printed == block["printed"], name
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"), ids=page_name)

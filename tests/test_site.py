@@ -61,6 +61,7 @@ def test_every_page_is_there(site: Path) -> None:
     written = {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in ROOT.glob("docs/**/*.md")}
 
     assert {name.replace("README.html", "index.html") for name in written} <= built
+    assert 'href="CONTRIBUTING.html"' in (site / "index.html").read_text(encoding="utf-8"), "from outside of docs/"
     assert not (site / "hooks.py").exists()
 
 

@@ -33,8 +33,9 @@ check: $(VENV)/.setup ## Format, lint, types, import contracts. Changes nothing.
 bench: $(VENV)/.data ## Measure memfit against its rivals on this machine.
 	$(BIN)/python bench/run.py
 
-docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples run.
-	$(BIN)/python -m pytest -q tests/test_docs.py
+docs: $(VENV)/.setup ## Check the pages (links, examples, printed bytes) and build the site: out/site/index.html.
+	$(BIN)/python -m pytest -q -n $(JOBS) tests/test_docs.py tests/test_site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 nightly: check $(VENV)/.data ## All tests, those that take minutes too; then the whole zoo and many faults.
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -28,7 +28,8 @@ class Machine:
         name: as written in the table, or as the system reports it.
         kind: "cuda" or "cpu".
         memory_bytes: all of its memory.
-        fp32_flops, tensor_flops: FLOP/s of fp32 (with TF32 left off, PyTorch's default) and of 16-bit matrix products.
+        fp32_flops: FLOP/s of fp32, with TF32 left off (PyTorch's default).
+        tensor_flops: FLOP/s of 16-bit matrix products.
         bandwidth: of its memory, bytes/s.
         link_bandwidth: to the host, bytes/s each way.
         bf16: whether it has bf16 units.

@@ -338,10 +338,13 @@ class Plan:
 
     Attributes:
         budget_bytes: what the user allowed.
-        choices, script, prediction: see there.
+        choices: how a step is run.
+        script: what the engine follows, operation by operation.
+        prediction: what a step will take.
         signature: the batch it is for (nothing in a run may be larger).
         model: identity of the model's structure.
-        device, torch_version: what it was made for.
+        device: what it was made for.
+        torch_version: with which it was made.
         clip_norm: gradient clipping that the prediction includes.
         by_module: kept, dropped and rerun by module.
         turned_down: choices weighed and not taken, each with its reason.

@@ -96,7 +96,7 @@ def search_for(
             _check_room(f"disk_budget={disk_budget!r}", tier, lying, "optimizer state", "keep the state on the device")
     offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
-    given = host_budget is not None and below is not None and state > 0
+    given = host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
     if given and not any(way.streamed or way.state_place != "device" for way in possible):
         no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
         why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]

@@ -82,7 +82,10 @@ def test_deepspeed_itself_reads_the_batch(monkeypatch: pytest.MonkeyPatch) -> No
         (chosen(frozen=("embeddings",)), "what is frozen (embeddings)"),
         (chosen(loss_chunks=4), "the loss head in 4 chunks"),
         (PLANS["streamed"], "that the layers of layers are what is moved"),
-        (replace(chosen(), script=Script(swaps={0: Swap(0, 8, 0, 0)})), "swapping, 1 storages of each micro-batch"),
+        (
+            replace(chosen(), script=Script(swaps={0: Swap(0, 8, 0, 0, "disk")})),
+            "swapping, 1 storages of each micro-batch",
+        ),
     ],
 )
 def test_what_it_cannot_say_is_told(plan: Plan, words: str) -> None:

@@ -176,7 +176,9 @@ QUICK = {"doctor"}
 
 
 def test_quick_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {tuple(words[1:]) for page in PAGES for words in commands(page) if words[1] in QUICK and "--oom" not in words}
+    found = {
+        tuple(words[1:]) for page in PAGES for words in commands(page) if words[1] in QUICK and "--oom" not in words
+    }
 
     assert found
     for words in sorted(found):

@@ -242,10 +242,12 @@ def test_too_small_a_budget_names_the_smaller_batches_that_fit() -> None:
 
 
 def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     for name in [name for name in sys.modules if name.startswith("memfit.lightning")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(memfit, "lightning", raising=False)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(
+        vars(memfit), "lightning", raising=False
+    )  # not delattr, which looks first, and so loads it again
 
     with pytest.raises(InputError, match=r"pip install 'memfit\[lightning\]'"):
         _ = memfit.lightning

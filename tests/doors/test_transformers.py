@@ -460,10 +460,12 @@ def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
 
 
 def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [name for name in sys.modules if name.startswith("memfit.transformers")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(memfit, "transformers", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(
+        vars(memfit), "transformers", raising=False
+    )  # not delattr, which looks first, and so loads it again
 
     with pytest.raises(InputError, match=r"pip install 'memfit\[transformers\]'"):
         _ = memfit.transformers

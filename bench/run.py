@@ -16,6 +16,7 @@ from typing import Any
 import measuring
 
 FOLDER = Path(__file__).resolve().parent
+TECHNIQUES = FOLDER.parent / "docs" / "techniques"
 QUESTIONS = (
     "exactness",
     "reference_gpt",
@@ -56,8 +57,27 @@ def section(question: str) -> str:
     return f"{command}\n\n{measuring.in_words(rows[0]['machine'])}.\n\n{module_of(question).table(rows)}"
 
 
+def measured(technique: str) -> str:
+    """What the kept results say of one technique: of each question that has something, the command, the machine and the rows."""
+    parts = []
+    for question in QUESTIONS:
+        rows = measuring.kept(question)
+        excerpt = getattr(module_of(question), "excerpt", None)
+        told = excerpt(rows, technique) if rows and excerpt is not None else ""
+        if told:
+            command = f"```console\n$ python bench/run.py {question}\n```"
+            parts += [command, f"{measuring.in_words(rows[0]['machine'])}.", told]
+    return "\n\n".join(parts)
+
+
+def between(text: str, written: str) -> str:
+    """A page with what stands between its marks written anew."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}"
+
+
 def pages() -> dict[Path, str]:
-    """Each question's README, and docs/figures.md with all of them, from the kept results."""
+    """Each question's README, docs/figures.md with all of them, and the pages of techniques, from the kept results."""
     out = {}
     parts = [
         "# Figures",
@@ -67,15 +87,16 @@ def pages() -> dict[Path, str]:
     ]
     for question in QUESTIONS:
         path = FOLDER / question / "README.md"
-        text = path.read_text()
-        before, rest = text.split(BEGIN)
-        after = rest.split(END)[1]
-        out[path] = f"{before}{BEGIN}\n{section(question)}\n{END}{after}"
+        out[path] = between(path.read_text(), section(question))
+        before, after = out[path].split(BEGIN)[0], out[path].split(END)[1]
         body = before.strip().replace("# ", "## ", 1)
         parts += [body, "", section(question), ""]
         if after.strip():
             parts += [after.strip(), ""]
     parts += [(FOLDER / "gpu" / "README.md").read_text().strip().replace("# ", "## ", 1), ""]
+    for path in sorted(TECHNIQUES.glob("*.md")):
+        if BEGIN in (text := path.read_text()):
+            out[path] = between(text, f"\n{measured(path.stem)}\n")
     out[FOLDER.parent / "docs" / "figures.md"] = "\n".join(parts).rstrip() + "\n"
     return out
 

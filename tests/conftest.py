@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -30,10 +31,14 @@ def seeded() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs go into a folder of this run: what a user's cache holds must not change a test, nor the other way round."""
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs and temporary files go into folders of this run: what a user's cache holds must not change a test, nor the other way round."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        # Some tests look at what is left behind there, and others run at the same time.
+        temporary = str(tmp_path_factory.mktemp("temporary"))
+        patch.setenv("TMPDIR", temporary)
+        patch.setattr(tempfile, "tempdir", temporary)
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.nn import functional
 import memfit
 from memfit.choices import Choices
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
+from memfit.planner.recipes import LAGS
+from memfit.planner.schedule import reruns_for
+from memfit.planner.script import compile_script
 from memfit.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
 
@@ -280,6 +284,30 @@ def test_a_budget_of_nothing_below_moves_nothing() -> None:
     assert still.runtime.search.lower_tier is None
     assert moving.runtime.search.lower_tier.tier == "host"
     assert moving.prediction.step_seconds <= still.prediction.step_seconds
+
+
+def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned for a GPU that is not here, where in so small a model it pays to recompute; swapped as told to, and followed here."""
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    model, sample = chain(2), rows(2048)
+    named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1, "streamed": "", "state_place": "device"}}
+    plan = memfit.plan(model, sample, squared_error, "1GiB", adamw, host_budget="17MiB", disk_budget="1GiB", **named)
+    host, disk = plan.runtime.search.lower_tier.chain
+    assert (host.tier, host.room_bytes) == ("host", 1 << 20)  # 16 MiB of it are on the way to the disk
+    assert (disk.tier, disk.room_bytes) == ("disk", 1 << 30)
+    assert disk.in_bandwidth <= host.in_bandwidth
+    recipes = plan.runtime.search.solver(1).recipes
+    swapped = {s: ways[n % 2 * len(LAGS)] for n, (s, ways) in enumerate(sorted(recipes.reloads_of.items()))}
+    script = compile_script(recipes, reruns_for(recipes, (), swapped=swapped))
+    assert script.lower_bytes.keys() == {"host", "disk"}
+    ends = []
+    for made in (plan, replace(plan, script=script)):
+        engine = memfit.apply(made, chain(2), squared_error, adamw)
+        assert engine.step(sample).departures == ()
+        ends.append(state_of(engine.model, engine.optimizer))
+    assert same(*ends)
 
 
 def test_a_trace_keeps_what_is_fixed_and_frozen(tmp_path: Path) -> None:

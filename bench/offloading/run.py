@@ -119,6 +119,19 @@ class _Planned:
 # -- the page ----------------------------------------------------------------------------------------------------------------
 
 
+HEADS = (
+    "arrangement",
+    "peak, MiB",
+    "predicted, MiB",
+    "time / plain",
+    "quartiles",
+    "predicted time",
+    "swapped, MiB",
+    "hidden, by the plan",
+    "gradients",
+)
+
+
 def table(rows: Rows) -> str:
     """As Markdown."""
     parts = []
@@ -128,22 +141,21 @@ def table(rows: Rows) -> str:
         parts += [
             f"### {name}",
             f"{own[0]['words']}. Plain: {measuring.quartiles(plain['times'])[1]:.2f} s on the clock.",
-            measuring.table(
-                [
-                    "arrangement",
-                    "peak, MiB",
-                    "predicted, MiB",
-                    "time / plain",
-                    "quartiles",
-                    "predicted time",
-                    "swapped, MiB",
-                    "hidden, by the plan",
-                    "gradients",
-                ],
-                [_cells(row, plain) for row in own],
-            ),
+            measuring.table(HEADS, [_cells(row, plain) for row in own]),
         ]
     return "\n\n".join([*parts, "### Not run", measuring.table(["rival", "reason"], [list(each) for each in NOT_HERE])])
+
+
+def excerpt(rows: Rows, page: str) -> str:
+    """For the page about swapping: every model at the hooks' own peak and at half of what can be given up."""
+    if page != "swap":
+        return ""
+    cells = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        told = [row for row in own if row is own[0] or "hooks" in row["row"] or row["row"].endswith(": 0.50")]
+        cells += [[name, *_cells(row, own[0])] for row in told]
+    return measuring.table(["model", *HEADS], cells)
 
 
 def _cells(row: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:

@@ -328,6 +328,9 @@ def _in_order(rows: list[Row]) -> list[Row]:
 # -- the page ----------------------------------------------------------------------------------------------------------------
 
 
+STEP_HEADS: Final = ("optimizer", "peak, MiB", "predicted, MiB", "error", "note")
+
+
 def table(rows: Rows) -> str:
     """As Markdown."""
     asked = [row for row in rows if row["kind"] == "optimizer"]
@@ -345,14 +348,38 @@ def table(rows: Rows) -> str:
         measuring.table(["optimizer", "what", "its", "memfit's", "why"], _better(updates)),
         "### The whole step",
         f"A GPT with these parameters on {WIDE['batch']} x {WIDE['tokens']} tokens.",
-        measuring.table(
-            ["optimizer", "peak, MiB", "predicted, MiB", "error", "note"], [_step_cells(row) for row in asked]
-        ),
+        measuring.table(STEP_HEADS, [_step_cells(row) for row in asked]),
     ]
     absent = [[row["who"], row["reason"]] for row in rows if row["kind"] == "absent"]
     if absent:
         parts += ["### Not run", measuring.table(["rival", "reason"], absent)]
     return "\n\n".join(parts)
+
+
+PAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    "8-bit-state": ("8bit", "fused", "Lion"),
+    "state-below": ("torch AdamW, fused", "state in a file", "Offload"),
+    "update-in-backward": ("torch AdamW, fused", "AdamW8bit"),
+}
+"""Page of docs/techniques -> parts of the names of the optimizers that belong there."""
+
+
+def excerpt(rows: Rows, page: str) -> str:
+    """The optimizers that a page about a technique is about: their updates, and the whole step with them."""
+    words = PAGES.get(page, ())
+    own = [row for row in rows if row["kind"] == "optimizer" and any(word in row["who"] for word in words)]
+    if not own:
+        return ""
+    updates = [row for row in own if "parameters" in row]
+    heads = ["optimizer", "state, bytes a parameter", "transient, MiB", "update's time / 32 bits", "quartiles"]
+    return "\n\n".join(
+        [
+            f"Updates of {updates[0]['parameters'] / 1e6:.1f} million parameters:",
+            measuring.table([*heads, *_error_heads(updates)], [_update_cells(row, updates)[:-2] for row in updates]),
+            f"The whole step of a GPT with these parameters on {WIDE['batch']} x {WIDE['tokens']} tokens:",
+            measuring.table(STEP_HEADS, [_step_cells(row) for row in own]),
+        ]
+    )
 
 
 def _error_heads(rows: Rows) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,25 @@ class Planned:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
+    return _table(rows, lambda _: True)
+
+
+PAGES: Mapping[str, Callable[[str], bool]] = {
+    "accumulation": lambda row: row == "plain" or row.endswith("free choice"),
+    "recompute": lambda row: not row.endswith("free choice"),
+    "recompute-by-hand": lambda row: (
+        row in {"plain", "torch checkpoint, every block", "peak of every block, recompute only"}
+    ),
+}
+"""Page of docs/techniques -> which arrangements belong there."""
+
+
+def excerpt(rows: Sequence[dict[str, Any]], page: str) -> str:
+    """The arrangements that a page about a technique is about."""
+    return _table(rows, PAGES[page]) if page in PAGES else ""
+
+
+def _table(rows: Sequence[dict[str, Any]], wanted: Callable[[str], bool]) -> str:
     plain = rows[0]["plain_peak_bytes"]
     return (
         f"Plain peak {plain / 2**20:.0f} MiB, {rows[0]['seconds']:.2f} s of processor time a step; {rows[0]['rounds']} rounds.\n\n"
@@ -99,6 +118,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 "" if row["gap"] is None else f"{100 * row['gap']:.1f} %",
             ]
             for row in rows
+            if wanted(row["row"])
         ],
     )
 

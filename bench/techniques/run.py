@@ -135,7 +135,7 @@ def row_of(chosen: Sequence[Technique], references: dict[tuple[str, ...], Any], 
     row["plain_bytes"] = plan.prediction.plain_peak_bytes
     row["predicted_bytes"], row["measured_bytes"] = plan.prediction.peak_bytes, measured
     row["equal"] = all(torch.equal(a, b) for a, b in zip(parameters, references[key], strict=True))
-    row["swapped_bytes"] = plan.script.lower_bytes
+    row["swapped_bytes"] = sum(plan.script.lower_bytes.values())
     return row
 
 
@@ -177,72 +177,116 @@ def claims() -> Row:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """As Markdown."""
-    about = next(r for r in rows if r["kind"] == "claims")
-    plain = about["plain_bytes"]
-
-    def mib(size: float) -> str:
-        return f"{size / 2**20:.2f}"
-
-    def error(row: Mapping[str, Any]) -> str:
-        return f"{100 * (row['measured_bytes'] / row['predicted_bytes'] - 1):+.4f} %"
-
-    alone = [
-        [
-            row["techniques"][0],
-            mib(row["predicted_bytes"]),
-            mib(row["measured_bytes"]),
-            error(row),
-            mib(plain - row["measured_bytes"]),
-            "" if about["claims"][row["techniques"][0]][1] is None else mib(about["claims"][row["techniques"][0]][1]),
-            about["claims"][row["techniques"][0]][0],
-            "equal" if row["equal"] else "**differ**",
-        ]
-        for row in rows
-        if row["kind"] == "alone" and "refused" not in row
-    ]
     sets = [r for r in rows if r["kind"] in {"pair", "set"} and "refused" not in r]
-    refused = [r for r in rows if "refused" in r]
+    count = {kind: sum(r["kind"] == kind for r in sets) for kind in ("pair", "set")}
+    return "\n\n".join(
+        [
+            f"Plain peak: {_mib(_about(rows)['plain_bytes'])} MiB.",
+            _alone(rows, [technique.name for technique in TECHNIQUES]),
+            f"{count['pair']} pairs and {count['set']} random sets of three or four: {_worst(sets)}",
+            measuring.table(
+                ["together", "predicted, MiB", "measured, MiB", "error", "numbers"],
+                [
+                    [
+                        " + ".join(r["techniques"]),
+                        _mib(r["predicted_bytes"]),
+                        _mib(r["measured_bytes"]),
+                        _error(r),
+                        "equal" if r["equal"] else "**differ**",
+                    ]
+                    for r in sets
+                ],
+            ),
+            *_refused(rows),
+        ]
+    )
+
+
+PAGES = {
+    "8-bit-state": ("8-bit state",),
+    "accumulation": ("accumulation",),
+    "freezing": ("freezing",),
+    "mixed-precision": ("bf16", "fp16"),
+    "recompute": ("recompute",),
+    "state-below": ("state on disk",),
+    "streaming": ("streaming",),
+    "swap": ("swap",),
+    "update-in-backward": ("update in backward",),
+}
+"""Page of docs/techniques -> what the technique is called here."""
+
+
+def excerpt(rows: Sequence[Mapping[str, Any]], page: str) -> str:
+    """Of the technique that a page is about: alone, and what came of it together with others."""
+    names = PAGES.get(page, ())
+    if not names:
+        return ""
+    own = [r for r in rows if r["kind"] in {"pair", "set"} and set(names) & set(r["techniques"])]
+    sets = [r for r in own if "refused" not in r]
+    parts = [
+        f"A small BERT with dropout and AdamW; plain peak: {_mib(_about(rows)['plain_bytes'])} MiB.",
+        _alone(rows, names),
+        f"Together with others, {len(sets)} sets: {_worst(sets)}",
+    ]
+    return "\n\n".join([*parts, *_refused(own)])
+
+
+def _about(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return next(r for r in rows if r["kind"] == "claims")
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def _error(row: Mapping[str, Any]) -> str:
+    return f"{100 * (row['measured_bytes'] / row['predicted_bytes'] - 1):+.4f} %"
+
+
+def _alone(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Each technique by itself, beside what is claimed for it."""
+    about = _about(rows)
+    cells = []
+    for row in rows:
+        if row["kind"] != "alone" or "refused" in row or row["techniques"][0] not in names:
+            continue
+        claim, claimed = about["claims"][row["techniques"][0]]
+        cells.append(
+            [
+                row["techniques"][0],
+                _mib(row["predicted_bytes"]),
+                _mib(row["measured_bytes"]),
+                _error(row),
+                _mib(about["plain_bytes"] - row["measured_bytes"]),
+                "" if claimed is None else _mib(claimed),
+                claim,
+                "equal" if row["equal"] else "**differ**",
+            ]
+        )
+    heads = [
+        "technique",
+        "predicted, MiB",
+        "measured, MiB",
+        "error",
+        "saves, MiB",
+        "claimed, MiB",
+        "the claim",
+        "numbers",
+    ]
+    return measuring.table(heads, cells)
+
+
+def _worst(sets: Sequence[Mapping[str, Any]]) -> str:
+    """How far predictions were off at most, and where numbers differ."""
     worst = max((abs(r["measured_bytes"] / r["predicted_bytes"] - 1) for r in sets), default=0.0)
     unequal = [" + ".join(r["techniques"]) for r in sets if not r["equal"]]
-    count = {kind: sum(r["kind"] == kind for r in sets) for kind in ("pair", "set")}
-    parts = [
-        f"Plain peak: {mib(plain)} MiB.",
-        measuring.table(
-            [
-                "technique",
-                "predicted, MiB",
-                "measured, MiB",
-                "error",
-                "saves, MiB",
-                "claimed, MiB",
-                "the claim",
-                "numbers",
-            ],
-            alone,
-        ),
-        (
-            f"{count['pair']} pairs and {count['set']} random sets of three or four: prediction off by {100 * worst:.4f} % at most; numbers "
-            + ("equal in all." if not unequal else f"differ in {', '.join(unequal)}.")
-        ),
-        measuring.table(
-            ["together", "predicted, MiB", "measured, MiB", "error", "numbers"],
-            [
-                [
-                    " + ".join(r["techniques"]),
-                    mib(r["predicted_bytes"]),
-                    mib(r["measured_bytes"]),
-                    error(r),
-                    "equal" if r["equal"] else "**differ**",
-                ]
-                for r in sets
-            ],
-        ),
-        "Refused:",
-        measuring.table(
-            ["together", "why"], [[" + ".join(r["techniques"]), r["refused"].replace("|", "/")] for r in refused]
-        ),
-    ]
-    return "\n\n".join(parts)
+    numbers = "equal in all." if not unequal else f"differ in {', '.join(unequal)}."
+    return f"prediction off by {100 * worst:.4f} % at most; numbers {numbers}"
+
+
+def _refused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = [[" + ".join(r["techniques"]), r["refused"].replace("|", "/")] for r in rows if "refused" in r]
+    return ["Refused:", measuring.table(["together", "why"], cells)] if cells else []
 
 
 def main() -> None:

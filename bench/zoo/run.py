@@ -57,13 +57,33 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, *_of_techniques(tried)] if tried else parts)
 
 
-def _of_techniques(tried: Sequence[dict[str, Any]]) -> list[str]:
-    """What came of each technique, and why where it is not exact."""
+PAGES = {
+    "8-bit-state": "8-bit state",
+    "freezing": "freezing",
+    "loss-head": "loss in chunks",
+    "mixed-precision": "bf16",
+    "state-below": "state on disk",
+    "streaming": "streaming",
+    "swap": "swap",
+    "update-in-backward": "update in backward",
+}
+"""Page of docs/techniques -> what the technique is called here."""
+
+
+def excerpt(rows: Sequence[dict[str, Any]], page: str) -> str:
+    """What came of the technique that a page is about."""
+    measuring.with_tests_models()
+    tried = [row for each in rows for row in each.get("techniques", ())]
+    return "\n\n".join(_of_techniques(tried, PAGES[page])) if page in PAGES else ""
+
+
+def _of_techniques(tried: Sequence[dict[str, Any]], only: str = "") -> list[str]:
+    """What came of each technique (or of one), and why where it is not exact."""
     from zoo.comparing import grouped
     from zoo.techniques import CLASSES, TECHNIQUES, worst
 
     table, reasons = [], []
-    for technique in TECHNIQUES:
+    for technique in (each for each in TECHNIQUES if only in {"", each.name}):
         own = [row for row in tried if row["technique"] == technique.name]
         counts = Counter(row["kind"] for row in own)
         exact = [row for row in own if row["kind"] == "exact"]
@@ -73,7 +93,9 @@ def _of_techniques(tried: Sequence[dict[str, Any]]) -> list[str]:
         told = Counter((row["kind"], grouped(row["reason"])) for row in own if row["reason"])
         reasons += [[technique.name, kind, why.replace("|", "/"), str(n)] for (kind, why), n in told.most_common()]
     parts = [
-        "Each architecture that trains, with one technique more, by turns:",
+        f"Architectures of transformers that were trained with {only}:"
+        if only
+        else "Each architecture that trains, with one technique more, by turns:",
         measuring.table(["technique", "tried", *CLASSES, "to the byte", "worst of the exact"], table),
     ]
     return [*parts, measuring.table(["technique", "class", "reason", "architectures"], reasons)] if reasons else parts

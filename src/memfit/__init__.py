@@ -10,7 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from memfit import lightning as lightning
+    from memfit import transformers as transformers
     from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
+    from memfit.dialects.deepspeed.training import from_deepspeed
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from memfit.step.lion import Lion
     from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.trace import Trace
+    from memfit.trackers import Tracker, tracker
 
 __version__: Final = "0.1.0"
 
@@ -57,31 +61,41 @@ __all__ = [
     "SnapshotError",
     "SplitError",
     "Trace",
+    "Tracker",
     "apply",
     "eight_bit",
     "fit",
+    "from_deepspeed",
     "frontier",
     "measure",
     "plan",
     "recompute",
     "record",
     "replan",
+    "tracker",
 ]
 
 _HOME: Final = {
     **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.step.optimizers"),
+    **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
     "Lion": "memfit.step.lion",
     "Machine": "memfit.machine",
     "Plan": "memfit.plans",
     "Trace": "memfit.trace",
+    "from_deepspeed": "memfit.dialects.deepspeed.training",
 }
+
+# Front doors to other libraries, each with an extra of its own: modules, loaded when first asked for.
+_DOORS: Final = ("lightning", "transformers")
 
 if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.
 
     def __getattr__(name: str) -> object:
         """Load a public name when it is first asked for."""
+        if name in _DOORS:
+            return import_module(f"memfit.{name}")
         if name not in __all__:
             message = f"module 'memfit' has no attribute {name!r}"
             raise AttributeError(message)
@@ -91,4 +105,4 @@ if not TYPE_CHECKING:  # To a type checker this would make every misspelt name a
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_DOORS, "__version__"])

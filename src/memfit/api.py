@@ -15,6 +15,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import device_of, model_digest
 from memfit.choices import Choices
+from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.planner.by_hand import Placement, plan_by_hand
@@ -50,6 +51,7 @@ def plan(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -68,6 +70,8 @@ def plan(
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
         host_budget: bytes on the tier below that activations and optimizer state may be moved to: the host's memory for a GPU (None: as much as it takes), the
             disk for a CPU (None: nothing is moved). 0: nothing is moved.
+        disk_budget: bytes on the disk below a GPU's host, for activations that `host_budget` has no room for; copies pass through a few MiB of it. None or 0:
+            nothing is moved there. A CPU has its disk right below it, where `host_budget` counts.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
             and "in_backward": the same results, but no gradients are there after a step.
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
@@ -86,9 +90,12 @@ def plan(
     machine = machine_of(model, device)
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, host_budget=host_budget, allow=allow, freeze=freeze, fixed=fixed)
+    search = search_for(
+        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    )
     tell(progress, "planning", 0.9)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts_frozen(model, freeze), host_budget=host_budget)
+    parts = parts_frozen(model, freeze)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
     found = runtime.plan(budget_bytes)
     tell(progress, "planned", 1.0)
     return found
@@ -236,6 +243,7 @@ def frontier(
     *,
     points: int = 9,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -247,14 +255,17 @@ def frontier(
 
     Args:
         points: number of budgets, at least 2; the first is plain, the last the smallest found.
-        model, sample, loss_fn, optimizer, host_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
+        model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
 
     Returns:
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, host_budget=host_budget, allow=allow, freeze=freeze, fixed=fixed)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts_frozen(model, freeze), host_budget=host_budget)
+    search = search_for(
+        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    )
+    parts = parts_frozen(model, freeze)
+    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
     return _frontier(search, max(2, points), runtime, progress)
 
 
@@ -375,6 +386,7 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
                 engine.plan.budget_bytes,
                 optimizer,
                 host_budget=runtime.host_budget,
+                disk_budget=runtime.disk_budget,
                 freeze=chosen.frozen,
                 fixed=fixed,
                 clip_norm=norm,
@@ -395,19 +407,30 @@ def fit(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
+    lower_tier: str | Path | None = None,
     progress: Progress | None = None,
+    fabric: Any = None,
 ) -> Engine:
     """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
 
-    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`.
+    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`; `lower_tier` is
+    that of `apply`.
+
+    Args:
+        fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
 
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
+    if fabric is not None:
+        through_fabric.refuse(fabric, model, allow, fixed)
+        model, sample = model.to(fabric.device), fabric.to_device(sample)
+        fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
     made = plan(
         model,
         sample,
@@ -415,15 +438,18 @@ def fit(
         budget,
         optimizer,
         host_budget=host_budget,
+        disk_budget=disk_budget,
         allow=allow,
         freeze=freeze,
         fixed=fixed,
         clip_norm=clip_norm,
         progress=progress,
     )
-    engine = apply(made, model)
+    engine = apply(made, model, lower_tier=lower_tier)
+    if fabric is not None:
+        through_fabric.set_up(engine, fabric)
     try:
-        _rehearsed(engine, sample, progress)
+        rehearsed(engine, sample, progress)
     except BaseException:
         if engine.stream is not None:
             engine.stream.close()  # as in `apply`
@@ -431,7 +457,7 @@ def fit(
     return engine
 
 
-def _rehearsed(engine: Engine, sample: Batch, progress: Progress | None) -> None:
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
     """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
     made = engine.plan
     budget_bytes = made.budget_bytes
@@ -502,5 +528,6 @@ __all__ = [
     "recompute",
     "record",
     "rehearse",
+    "rehearsed",
     "replan",
 ]

@@ -6,7 +6,7 @@ a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Final
 
@@ -28,7 +28,8 @@ class Machine:
         name: as written in the table, or as the system reports it.
         kind: "cuda" or "cpu".
         memory_bytes: all of its memory.
-        fp32_flops, tensor_flops: FLOP/s of fp32 (with TF32 left off, PyTorch's default) and of 16-bit matrix products.
+        fp32_flops: FLOP/s of fp32, with TF32 left off (PyTorch's default).
+        tensor_flops: FLOP/s of 16-bit matrix products.
         bandwidth: of its memory, bytes/s.
         link_bandwidth: to the host, bytes/s each way.
         bf16: whether it has bf16 units.
@@ -56,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a device to the memory tier below it: a GPU to pinned host memory, main memory to a disk.
+    """What joins a device to a memory tier below it: a GPU to pinned host memory, main memory to a disk, a GPU through its host to a disk.
 
     Attributes:
         tier: "host" or "disk".
@@ -64,6 +65,7 @@ class Link:
         latency_seconds: of each copy, beside its bytes.
         room_bytes: how many bytes may lie below; None for no bound but what is there.
         least_bytes: smaller storages are not worth a copy.
+        below: from the same device to the tier after this one, for what this one has no room for; None for no such tier.
     """
 
     tier: str
@@ -72,6 +74,17 @@ class Link:
     latency_seconds: float = 0.0
     room_bytes: int | None = None
     least_bytes: int = 1 << 16
+    below: Link | None = None
+
+    @property
+    def chain(self) -> tuple[Link, ...]:
+        """This link and those below, the nearest tier first."""
+        return (self, *(self.below.chain if self.below is not None else ()))
+
+    @property
+    def shortened(self) -> Link | None:
+        """The chain without its last tier; None where this is the last."""
+        return replace(self, below=self.below.shortened) if self.below is not None else None
 
     def out_seconds(self, size: int) -> float:
         """Time of a copy down, alone on the link."""

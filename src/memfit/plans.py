@@ -17,8 +17,9 @@ from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
+TIERS: Final = ("host", "disk")  # below a device, the nearest first
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
 
@@ -28,7 +29,7 @@ class Step:
 
     Attributes:
         save: number of the save it asks for.
-        runs: recipes to run first; each is the operations to run, in order, or `~storage` alone where the copy of that storage back from the lower
+        runs: recipes to run first; each is the operations to run, in order, or `~storage` alone where the copy of that storage back from its lower
             tier begins.
         releases: for each run, storages to let go after it.
         after: storages to let go once the tensor has been handed over.
@@ -42,18 +43,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """How one storage goes to the lower tier.
+    """How one storage goes to a lower tier.
 
     Attributes:
-        offset, bytes: its place there.
+        offset, bytes: its place on that tier.
         begin: forward operation after which its copy down begins.
         gone_by: forward operation after which that copy is waited for and the storage let go.
+        tier: which, "host" or "disk".
     """
 
     offset: int
     bytes: int
     begin: int
     gone_by: int
+    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class Script:
         saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
         wanted: of each forward operation, whether one of its arguments needs a gradient.
-        swaps: storages that go to the lower tier.
+        swaps: storages that go to a lower tier.
+        writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
     """
 
     operations: tuple[str, ...] = ()
@@ -82,6 +86,7 @@ class Script:
     steps: tuple[Step, ...] = ()
     wanted: tuple[bool, ...] = ()
     swaps: Mapping[int, Swap] = field(default_factory=dict)
+    writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -94,9 +99,12 @@ class Script:
         return sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
 
     @property
-    def lower_bytes(self) -> int:
-        """Bytes of the lower tier in which all places lie."""
-        return max((swap.offset + swap.bytes for swap in self.swaps.values()), default=0)
+    def lower_bytes(self) -> Mapping[str, int]:
+        """Of each lower tier that is used, the bytes in which all places lie."""
+        out: dict[str, int] = {}
+        for swap in self.swaps.values():
+            out[swap.tier] = max(out.get(swap.tier, 0), swap.offset + swap.bytes)
+        return out
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and strings; operation names are stored once each."""
@@ -114,7 +122,8 @@ class Script:
                 [s.save, [list(r) for r in s.runs], [list(r) for r in s.releases], list(s.after)] for s in self.steps
             ],
             "wanted": "".join("01"[w] for w in self.wanted),
-            "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by] for k, s in self.swaps.items()},
+            "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by, s.tier] for k, s in self.swaps.items()},
+            "writes": {str(k): list(v) for k, v in self.writes.items()},
         }
 
     @classmethod
@@ -142,13 +151,14 @@ class Script:
                 for save, runs, releases, after in data["steps"]
             ),
             tuple(w == "1" for w in data["wanted"]),
-            {int(k): Swap(*(int(x) for x in v)) for k, v in data["swaps"].items()},
+            {int(k): Swap(int(a), int(b), int(c), int(d), tier) for k, (a, b, c, d, tier) in data["swaps"].items()},
+            {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
         )
         count = len(operations)
         if len(script.wanted) != count:
             raise ValueError(f"{len(script.wanted)} operations are told whether they need gradients, of {count}")
         known = {s for made in script.makes.values() for _, s, _ in made}
-        for operation in (*script.makes, *script.recorded, *script.random):
+        for operation in (*script.makes, *script.recorded, *script.random, *script.writes):
             if not 0 <= operation < count:
                 raise ValueError(f"operation {operation} of {count}")
         for step in script.steps:
@@ -164,7 +174,8 @@ class Script:
                         raise ValueError(f"operation {operation} is to run again but is not recorded")
         answered = {s for s in script.saves if s != KEPT}
         read = {s for places in script.recorded.values() for s in places if s >= 0}
-        for storage in (*script.held, *answered, *read, *script.swaps):
+        written = {s for places in script.writes.values() for s in places if s >= 0}
+        for storage in (*script.held, *answered, *read, *written, *script.swaps):
             if storage not in known:
                 raise ValueError(f"storage {storage} is made by no operation")
         if answered and not script.steps:
@@ -184,15 +195,39 @@ class Script:
         return script
 
     def _check_swaps(self) -> None:
-        """Raise ValueError where places on the lower tier overlap, or a storage goes before it is made."""
+        """Raise ValueError where places on a lower tier overlap, or a storage goes before it is made, or to no tier there is."""
         made_by = {s: operation for operation, made in self.makes.items() for _, s, _ in made}
-        end = 0
+        ends = dict.fromkeys(TIERS, 0)
         for storage, swap in sorted(self.swaps.items(), key=lambda item: item[1].offset):
-            if swap.offset < end or swap.bytes < 0:
+            if swap.tier not in ends:
+                raise ValueError(f"storage {storage} is to go to {swap.tier!r}, tiers are {' and '.join(TIERS)}")
+            if swap.offset < ends[swap.tier] or swap.bytes < 0:
                 raise ValueError(f"the place of storage {storage} on the lower tier overlaps another")
-            end = swap.offset + swap.bytes
+            ends[swap.tier] = swap.offset + swap.bytes
             if not made_by[storage] <= swap.begin <= swap.gone_by < len(self.operations):
                 raise ValueError(f"storage {storage} cannot be copied down by operation {swap.gone_by}")
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What is swapped to one tier, and what that takes.
+
+    Attributes:
+        tier: which, "host" or "disk".
+        bytes: that lie there when forward ends.
+        copy_seconds: the link to it is busy with them in a step.
+        exposed_seconds: of these, computing waits.
+    """
+
+    tier: str
+    bytes: int
+    copy_seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of the copying that hides behind computing."""
+        return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +243,9 @@ class Prediction:
         peak_phase, peak_module, peak_operation: where the peak is.
         categories_at_peak: bytes by category there.
         curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
-        copy_seconds: the link to the lower tier is busy in a step.
+        copy_seconds: links to lower tiers are busy in a step, each for itself.
         exposed_seconds: of these, computing waits; the rest hides behind it.
+        tiers: of what is swapped, by tier.
         varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
             is kept free above it.
     """
@@ -231,6 +267,7 @@ class Prediction:
     copy_seconds: float = 0.0
     exposed_seconds: float = 0.0
     varies_bytes: int = 0
+    tiers: tuple[TierUse, ...] = ()
 
     @property
     def slowdown(self) -> float:
@@ -251,7 +288,7 @@ class ModuleSaving:
         module: path.
         kept_bytes, dropped_bytes: of what autograd saves there.
         rerun_seconds: spent running operations of this module again, per micro-batch.
-        swapped_bytes: copied to the lower tier and back.
+        swapped_bytes: copied to lower tiers and back.
     """
 
     module: str
@@ -301,10 +338,13 @@ class Plan:
 
     Attributes:
         budget_bytes: what the user allowed.
-        choices, script, prediction: see there.
+        choices: how a step is run.
+        script: what the engine follows, operation by operation.
+        prediction: what a step will take.
         signature: the batch it is for (nothing in a run may be larger).
         model: identity of the model's structure.
-        device, torch_version: what it was made for.
+        device: what it was made for.
+        torch_version: with which it was made.
         clip_norm: gradient clipping that the prediction includes.
         by_module: kept, dropped and rerun by module.
         turned_down: choices weighed and not taken, each with its reason.
@@ -341,6 +381,25 @@ class Plan:
         if self.prediction.step_seconds <= 0:
             return 0.0
         return max(0.0, (self.prediction.step_seconds - self.prediction.bound_seconds) / self.prediction.step_seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """What a program wants to know of it: plain data, few."""
+        p = self.prediction
+        return {
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": p.peak_bytes,
+            "plain_peak_bytes": p.plain_peak_bytes,
+            "step_seconds": p.step_seconds,
+            "plain_step_seconds": p.plain_step_seconds,
+            "seconds_are": p.seconds_are,
+            "gap": self.gap,
+            "micro_batches": self.choices.micro_batches,
+            "reruns": self.script.reruns,
+            "peak_module": p.peak_module,
+            "peak_phase": p.peak_phase,
+            "notes": list(self.notes),
+            "turned_down": list(self.turned_down),
+        }
 
     def explain(self) -> str:
         """The plan in words, for a person."""
@@ -395,11 +454,18 @@ class Plan:
                     )
         if self.script.swaps:
             swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
-            lines.append(f"Swapped: {swapped} go to the tier below and come back.")
+            where = "the tier below" if len(p.tiers) < 2 else "two tiers below"
+            lines.append(f"Swapped: {swapped} go to {where} and come back.")
         if p.copy_seconds:
+            where = "the tier below" if len(p.tiers) < 2 else "the tiers below"
             lines.append(
-                f"Copying to and from the tier below: {format_seconds(p.copy_seconds)} a step, of which {100 * p.hidden_share:.0f} % hide behind computing."
+                f"Copying to and from {where}: {format_seconds(p.copy_seconds)} a step, of which {100 * p.hidden_share:.0f} % hide behind computing."
             )
+        if len(p.tiers) > 1:
+            lines += [
+                f"  the {tier.tier}: {format_bytes(tier.bytes)}, {format_seconds(tier.copy_seconds)} a step, of which {100 * tier.hidden_share:.0f} % hide"
+                for tier in p.tiers
+            ]
         if self.frozen:
             count = sum(part.parameters for part in self.frozen)
             held = format_bytes(sum(part.bytes for part in self.frozen))
@@ -458,6 +524,7 @@ class Plan:
             prediction = dict(data["prediction"])
             for name in ("moments", "phases", "plain_curve"):
                 prediction[name] = tuple(prediction[name])
+            prediction["tiers"] = tuple(TierUse(**use) for use in prediction["tiers"])
             prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
             choices = Choices.from_json(data["choices"])
             budget = data["budget_bytes"]
@@ -528,6 +595,9 @@ def _check_prediction(prediction: Prediction) -> None:
         value = getattr(prediction, name)
         if not _is_number(value) or value < 0:
             raise ValueError(f"{name} is {value!r}")
+    for use in prediction.tiers:
+        if use.tier not in TIERS or not all(_is_number(n) for n in (use.bytes, use.copy_seconds, use.exposed_seconds)):
+            raise ValueError(f"{use!r} is among its tiers")
     if not isinstance(prediction.categories_at_peak, Mapping) or not all(
         _is_number(n) for n in prediction.categories_at_peak.values()
     ):

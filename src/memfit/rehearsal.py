@@ -40,6 +40,7 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
             ) from error
         fresh = optimizer is not None and not optimizer.state
         steps, records = engine.steps, list(engine.records)
+        schedule, engine.schedule = engine.schedule, None
         try:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -67,7 +68,7 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
                 module.training = mode
             if engine.scaling is not None and scaling is not None:
                 engine.scaling.set_state(scaling)
-            engine.steps, engine.records = steps, records
+            engine.steps, engine.records, engine.schedule = steps, records, schedule
     finally:
         Path(name).unlink(missing_ok=True)
     curve: list[int] = []

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from memfit import batches
 from memfit.batches import LossFunction
 from memfit.choices import PLAIN, Choices, in_words
-from memfit.engine.swap import swap_folder
+from memfit.engine.swap import STAGES_BYTES, swap_folder
 from memfit.errors import CaptureError, InputError, SplitError
 from memfit.machine import Link
 from memfit.planner.by_hand import Placement
@@ -45,6 +44,7 @@ def search_for(
     tracing: Tracing,
     *,
     host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
@@ -56,6 +56,9 @@ def search_for(
         InputError, BudgetError, CaptureError: as for `memfit.plan`.
     """
     model, clip_norm = tracing.model, tracing.clip_norm
+    for name, value in (("allow", allow), ("freeze", freeze)):
+        if not isinstance(value, Iterable):
+            raise InputError(f"{name}={value!r} is no list of words: write {name}=[...], or leave it out")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise InputError(f'fixed={fixed!r} is no mapping: write names and values, such as {{"micro_batches": 4}}')
     fixed = fixed or {}
@@ -64,7 +67,7 @@ def search_for(
     samples = batches.size(tracing.sample)
     micro_batches = _micro_batches(fixed, samples)
     parts_frozen(model, freeze)
-    below = _below(tracing, host_budget)
+    below = _below(tracing, host_budget, disk_budget)
     optimizers = _optimizer_offers(model, tracing.optimizer, freeze)
     # What the optimizer cannot have is said before anything is captured.
     ways(optimizers, fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS})
@@ -79,15 +82,21 @@ def search_for(
     head = head_of(timeline)
     state = plain.bytes_of(Category.OPTIMIZER_STATE)
     layers = _streamable(tracing, below, freeze, fixed.get("streamed"))
+    place = fixed.get("state_place", "device")
+    host = f"host_budget={host_budget!r}"
     if host_budget is not None and fixed.get("streamed"):
         lying = _lying_bytes(layers, clip_norm)
-        _check_room(host_budget, below, lying, "layers and optimizer state", "plan without streaming")
-    elif host_budget is not None and fixed.get("state_place", "device") != "device":
+        _check_room(host, below, lying, "layers and optimizer state", "plan without streaming")
+    elif host_budget is not None and place != "device":
+        tier = _tier(below, place)
         lying = tracing.state_bytes(tuple(freeze), fixed.get("state_format", "32bit"))
-        _check_room(host_budget, below, lying, "optimizer state", "keep the state on the device")
+        if below is None or tier is below:
+            _check_room(host, below, lying, "optimizer state", "keep the state on the device")
+        elif tier is not None:  # else nobody said how much of the disk may be used
+            _check_room(f"disk_budget={disk_budget!r}", tier, lying, "optimizer state", "keep the state on the device")
     offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
     possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
-    given = host_budget is not None and below is not None and state > 0
+    given = host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
     if given and not any(way.streamed or way.state_place != "device" for way in possible):
         no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
         why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
@@ -113,23 +122,54 @@ def search_for(
     )
 
 
-def _below(tracing: Tracing, host_budget: Budget | None) -> Link | None:
-    """The link to the tier below and the room there; None where nothing may be moved there.
+def _below(tracing: Tracing, host_budget: Budget | None, disk_budget: Budget | None) -> Link | None:
+    """The link to the tier below and the room there, with the disk below a GPU's host where that is open; None where nothing may be moved there.
 
-    A GPU's host is open by default, a machine's own disk only where the user says how much of it.
+    A GPU's host is open by default, a machine's disk only where the user says how much of it.
     """
-    if host_budget == 0 or (host_budget is None and tracing.machine.kind != "cuda"):
+    gpu = tracing.machine.kind == "cuda"
+    if disk_budget is not None and disk_budget != 0:
+        return _two_below(tracing, host_budget, disk_budget)
+    if host_budget == 0 or (host_budget is None and not gpu):
         return None
     if host_budget is not None:
-        return replace(tracing.link, room_bytes=parse_bytes(host_budget, total_bytes=_below_bytes(tracing.here)))
+        total = _host_bytes() if gpu else _disk_bytes()
+        return replace(tracing.link, room_bytes=parse_bytes(host_budget, total_bytes=total))
     return tracing.link
 
 
-def _below_bytes(here: torch.device) -> int:
-    """What the tier below a device holds: the host's memory, or what is free on the disk that a CPU swaps to."""
-    if here.type == "cuda":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _two_below(tracing: Tracing, host_budget: Budget | None, disk_budget: Budget) -> Link:
+    if tracing.machine.kind != "cuda":
+        raise InputError(
+            f"disk_budget={disk_budget!r} is room on the disk below a GPU's host, and this plan is for a CPU, which has its disk right below it: give "
+            "host_budget"
+        )
+    if host_budget is None:
+        raise InputError(
+            f"disk_budget={disk_budget!r} is room for what the host has none for, and how much the host has nobody said: give host_budget, too"
+        )
+    host_bytes = 0 if host_budget == 0 else parse_bytes(host_budget, total_bytes=_host_bytes())
+    if host_bytes <= STAGES_BYTES:
+        raise InputError(
+            f"host_budget={host_budget!r} does not hold the {format_bytes(STAGES_BYTES)} that copies to the disk pass through: give it more, or leave out "
+            "disk_budget"
+        )
+    disk = replace(tracing.disk, room_bytes=parse_bytes(disk_budget, total_bytes=_disk_bytes()))
+    return replace(tracing.link, room_bytes=host_bytes - STAGES_BYTES, below=disk)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _disk_bytes() -> int:
+    """What is free on the disk that is swapped to."""
     return shutil.disk_usage(swap_folder()).free
+
+
+def _tier(below: Link | None, name: str) -> Link | None:
+    """Of the tiers that are open, the one of this name."""
+    return next((link for link in (below.chain if below is not None else ()) if link.tier == name), None)
 
 
 def _streamable(tracing: Tracing, below: Link | None, freeze: Sequence[str], asked: Any) -> tuple[StreamedLayer, ...]:
@@ -154,12 +194,12 @@ def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> in
     )
 
 
-def _check_room(host_budget: Budget, below: Link | None, needed: int, what: str, way_out: str) -> None:
-    """See that what the user wants to lie below finds room in what he gives of it."""
-    room_bytes = 0 if below is None else below.room_bytes
+def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
+    """See that what the user wants to lie on a tier finds room in what he gives of it."""
+    room_bytes = 0 if tier is None else tier.room_bytes
     if room_bytes is not None and needed > room_bytes:
         raise InputError(
-            f"host_budget={host_budget!r} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+            f"{given} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
         )
 
 
@@ -196,8 +236,13 @@ def _offers(
     why_not = dict(optimizers.why_not)
     on_request = dict(optimizers.on_request)
     state = plain.trace.bytes_of(Category.OPTIMIZER_STATE)
-    if below is not None and state and (below.room_bytes is None or state <= below.room_bytes):
-        values["state_place"] = on_request["state_place"]
+    roomy = {
+        link.tier
+        for link in (below.chain if below is not None else ())
+        if link.room_bytes is None or state <= link.room_bytes
+    }
+    if state and roomy:
+        values["state_place"] = tuple(place for place in on_request["state_place"] if place in roomy)
     if layers:
         path = layers[0].path.rpartition(".")[0] or MODEL_ITSELF
         (on_request if fixed.get("streamed") else values)["streamed"] = (path,)
@@ -245,6 +290,7 @@ class Runtime:
         frozen: tuple[FrozenPart, ...] = (),
         placement: Placement | None = None,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
     ) -> None:
         self.search = search
         self.loss_fn = loss_fn
@@ -252,6 +298,7 @@ class Runtime:
         self.fixed = fixed
         self.frozen = frozen
         self.host_budget = host_budget
+        self.disk_budget = disk_budget
         self.placement = placement  # of recomputation, where the user did it by hand
 
     def plan(self, budget_bytes: int) -> Plan:

@@ -125,7 +125,9 @@ class Trace:
 
     Attributes:
         events: operation indices, and `~i` where save i is unpacked.
-        operations, storages, saves: the tables.
+        operations: kernel calls, in order.
+        storages: all that is allocated.
+        saves: what autograd notes for backward.
         forward_events: events [0, forward_events) belong to forward and loss.
         pass_events: events [0, pass_events) belong to one micro-batch; the rest run once a step.
         choices: how the step was run. `micro_batches` is how often the pass runs in it; with more than one, gradients are there when the pass starts.

@@ -137,7 +137,8 @@ class Tracing:
         """What a step moves over the link by itself, whatever else a plan swaps."""
         choices = trace.choices
         if choices.state_place != "device":
-            moved = state_transfers(self.state_bytes(choices.frozen, choices.state_format), self.link)
+            link = self.link_to(choices.state_place)
+            moved = state_transfers(self.state_bytes(choices.frozen, choices.state_format), link)
         elif choices.streamed:
             moved = layer_transfers(trace, self.layers(choices), self.link, clips=self.clip_norm is not None)
         else:
@@ -183,6 +184,21 @@ class Tracing:
         if self.device is not None:
             return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
         return cost_tables.lower_tier(self.here, swap_folder())
+
+    @cached_property
+    def disk(self) -> Link:
+        """To the disk below a GPU's host, through which all of it passes; this computer's disk, also for a GPU that is not here."""
+        own = cost_tables.lower_tier(torch.device("cpu"), swap_folder())
+        return replace(
+            own,
+            out_bandwidth=min(own.out_bandwidth, self.link.out_bandwidth),
+            in_bandwidth=min(own.in_bandwidth, self.link.in_bandwidth),
+            latency_seconds=own.latency_seconds + self.link.latency_seconds,
+        )
+
+    def link_to(self, place: str) -> Link:
+        """To where a choice has something lie: "host" or "disk"."""
+        return self.disk if place == "disk" and self.machine.kind == "cuda" else self.link
 
     def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
         """How parts of the batch add up: (one of `batches.weightings`, or None; why None)."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from memfit.capture import costs
+from memfit.cli import extras
 from memfit.cli.main import main
-from memfit.errors import CaptureError, InfeasibleError, NonFiniteLossError, Remedy
+from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
+from memfit.trackers import tensorboard
 from memfit.train import run as runs
-from train.fakes import Api, plan
+from train.fakes import Api, non_finite, plan
 
 CONFIG = """
 model: {python: "cli_toy:build"}
@@ -320,6 +327,101 @@ def test_a_loss_that_is_not_finite_tells_how_to_go_on(
     assert Ran(capsys, "resume", "out", "--set", "optim.lr=1e-5", "--json").data["step"] == 5
 
 
+TRACKED = ("--set", "report.to=[tensorboard]", "--set", "train.log_every=1", "--set", "report.html=false")
+
+
+def test_a_tracked_run_that_went_on_shows_the_lines_of_its_log(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="reads back its event files")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def crash(step: int) -> None:
+        if step == 4:
+            raise RuntimeError("gone")
+
+    api.on_step = crash
+    assert Ran(capsys, "train", config, *TRACKED).status == 2
+    api.on_step = lambda _: None
+
+    ran = Ran(capsys, "resume", "out")
+
+    assert ran.status == 0
+    assert (
+        f"tracked with tensorboard; to look: tensorboard --logdir {Path('out').resolve()}/trackers/tensorboard"
+        in ran.err
+    )
+    read = EventAccumulator("out/trackers/tensorboard")
+    read.Reload()
+    lines = [json.loads(line) for line in Path("out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    for tag, key in (("train/loss", "loss"), ("train/lr", "lr"), ("memory/peak_bytes", "peak_bytes")):
+        told = [(each.step, each.value) for each in read.Scalars(tag)]
+        assert told == [(line["step"], pytest.approx(line[key])) for line in lines if key in line]
+    assert {each.value for each in read.Scalars("memory/predicted_peak_bytes")} == {2**19}
+
+
+def test_a_tracker_that_fails_on_the_way_is_told_of_once_and_the_run_goes_on(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        look = ""
+
+        def log(self, step: int, metrics: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self, end: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "tensorboard", sys)
+    monkeypatch.setattr(tensorboard, "begin", lambda start: Failing())
+
+    ran = Ran(capsys, "train", config, *TRACKED)
+
+    assert ran.status == 0
+    assert ran.err.count("tracking with tensorboard has stopped (OSError: [Errno 28] No space left on device)") == 1
+    assert len(Path("out/log.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+
+
+def test_how_a_tracked_run_ended_is_told(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    adapter = SimpleNamespace(look="", log=lambda step, metrics: None, close=ends.append)
+    monkeypatch.setitem(sys.modules, "tensorboard", sys)
+    monkeypatch.setattr(tensorboard, "begin", lambda start: adapter)
+    api.on_step = lambda step: non_finite(step) if step == 2 else None
+    Ran(capsys, "train", config, *TRACKED)
+    api.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None
+    Ran(capsys, "resume", "out")
+    api.on_step = lambda _: None
+    Ran(capsys, "resume", "out")
+
+    assert ends == ["failed", "stopped", "finished"]
+
+
+def test_a_missing_package_of_a_tracker_is_told_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    ran = Ran(capsys, "train", config, *TRACKED)
+
+    assert ran.status == 3
+    assert "pip install 'memfit[tensorboard]'" in ran.err
+    assert api.calls == []
+    assert not Path("out").exists()
+
+
+def test_a_tracker_that_there_is_not_is_a_mistake_of_the_configuration(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    ran = Ran(capsys, "train", config, "--set", "report.to=[comet]")
+
+    assert ran.status == 3
+    assert "report.to" in ran.err
+    assert "tensorboard" in ran.err
+
+
 def test_a_frontier_is_a_table_and_a_page(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
     text = Ran(capsys, "frontier", config, "--points", "3", "--html", "frontier.html")
     data = Ran(capsys, "frontier", config, "--points", "3", "--json").data
@@ -345,7 +447,62 @@ def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str], config: P
     assert host["fp32_flops"] > 0
     assert host["bytes_per_second"] > 0
     assert data["cores"] >= 1
-    assert data["extras"].keys() == {"transformers", "pictures"}
+    assert host["bf16_flops"] > 0
+    assert data["threads"] == torch.get_num_threads()
+    (link,) = (each for each in data["links"] if each["device"] == "cpu")
+    assert link["tier"] == "disk"
+    assert link["down_bytes_per_second"] > 0
+    assert link["up_bytes_per_second"] > 0
+    disk = data["tiers"][-1]
+    assert disk["read_bytes_per_second"] > 0
+    usable = data["usable"]
+    assert usable["swap"]["cpu"] == "disk"
+    assert usable["bf16_speedup"]["cpu"] == host["bf16_flops"] / host["fp32_flops"]
+    assert usable["8bit_backends"][0] == "memfit"
+    assert usable["pinned_memory"] is torch.cuda.is_available()
     assert any(machine["name"] == "rtx4090" for machine in data["known_devices"])
     assert text.status == 0
     assert "GFLOP/s" in text.out
+    for name in data["extras"]:
+        assert f"Extra {name}: " in text.out
+
+
+def test_doctor_takes_the_extras_from_the_package_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = [
+        "torch<3,>=2.11",
+        "mypy; extra == 'dev'",
+        "numpy>=1; extra == 'old'",
+        "numpy[x]<999,>=998.5.1; extra == 'newer'",
+        "pytest; python_version > '3' and extra == 'two'",
+        "no-such-package>=1; extra == 'two'",
+    ]
+    monkeypatch.setattr(extras.metadata, "requires", lambda package: requirements)
+
+    found = extras.extras()
+
+    assert {name: extra["installed"] for name, extra in found.items()} == {"old": True, "newer": False, "two": False}
+    assert found["two"]["packages"] == {"pytest": pytest.__version__, "no-such-package": None}
+    assert extras.described(found) == [
+        f"Extra old: numpy {np.__version__}",
+        f"Extra newer: missing, has numpy {np.__version__} (pip install 'memfit[newer]')",
+        f"Extra two: missing, has pytest {pytest.__version__} (pip install 'memfit[two]')",
+    ]
+
+
+def test_extras_of_what_is_not_installed_are_not_known() -> None:
+    assert extras.extras("no-such-package") == {}
+    assert extras.described({}) == ["Extras: not known, for memfit is on the path without being installed"]
+
+
+def test_doctor_says_why_a_disk_cannot_be_swapped_to(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(device: torch.device, folder: Path) -> None:
+        raise InputError("the disk to swap to cannot be measured")
+
+    monkeypatch.setattr(costs, "lower_tier", refused)
+    data, text = Ran(capsys, "doctor", "--json").data, Ran(capsys, "doctor")
+
+    assert data["links"][-1]["reason"] == "the disk to swap to cannot be measured"
+    assert "cpu" not in data["usable"]["swap"]
+    assert "none (the disk to swap to cannot be measured)" in text.out

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 RECORDING = Path(__file__).parent / "deepspeed.json"
+WALKED = Path(__file__).parent / "courses.json"
 
 
 def asked(said: dict[str, Any] | str, ranks: int) -> list[int] | str:
@@ -33,10 +35,28 @@ def asked(said: dict[str, Any] | str, ranks: int) -> list[int] | str:
     return [found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps]
 
 
+def walk(name: str) -> dict[str, Any]:
+    """What DeepSpeed's own schedule sets, by optimizer."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    from dialects.courses import COURSES, walked
+
+    kind, params = COURSES[name]
+    own = getattr(lr_schedules, kind)
+    return {
+        each.__name__: walked(lambda optimizer: own(optimizer, **params), each)
+        for each in (torch.optim.AdamW, torch.optim.SGD)
+    }
+
+
 def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    sys.path.insert(0, str(RECORDING.parents[1]))
     import deepspeed
-    from configurations import CASES
+
+    from dialects.configurations import CASES
+    from dialects.courses import COURSES
 
     logging.disable(logging.CRITICAL)
     found = {case.name: asked(case.said, case.ranks) for case in CASES}
@@ -49,6 +69,8 @@ def main() -> None:
         + "\n}\n",
         encoding="utf-8",
     )
+    courses = ",\n".join(f"  {json.dumps(name)}: {json.dumps(walk(name))}" for name in COURSES)
+    WALKED.write_text("{\n" + courses + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -201,7 +201,8 @@ def test_what_is_read_is_not_held() -> None:
         (four(zero_optimization=True), "zero_optimization: true is the old form of stage 1"),
         (zero(stage=1, cpu_offload=True), "zero_optimization.cpu_offload is the old form of offload_optimizer"),
         (four(optimizer={"type": "Adam"}), 'optimizer.type "Adam" is AdamW'),
-        (fp16(), "no hysteresis"),
+        (fp16(), "fp16: parameters stay as the model has them"),
+        ({TB: 4, MB: 2}, "gradient_accumulation_steps: micro-batches count for what the loss averages over"),
         (four(bf16={"enabled": True}), "bf16: parameters stay as the model has them"),
         (four(bf16={}, bfloat16={}), "bfloat16 is ignored"),
     ],
@@ -328,6 +329,70 @@ def test_where_state_lies(device: str | None, place: str | None) -> None:
     assert read(zero(stage=2, **section)).arguments()["fixed"].get("state_place") == place
 
 
+@pytest.mark.parametrize(("device", "place"), [("none", "device"), ("cpu", "device"), ("nvme", "disk")])
+def test_on_a_cpu_the_hosts_memory_is_where_state_lies_anyway(device: str, place: str) -> None:
+    config = read(zero(stage=2, offload_optimizer={"device": device, "nvme_path": "/disk"}))
+
+    assert config.arguments(device="cpu")["fixed"]["state_place"] == place
+
+
+def test_on_a_cpu_parameters_are_streamed_from_the_disk_alone() -> None:
+    below = zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/disk"})
+    beside = zero(stage=3, offload_param={"device": "cpu"})
+
+    assert read(below).arguments(streamed="layers", device="cpu")["fixed"]["streamed"] == "layers"
+    assert "streamed" not in read(beside).arguments(streamed="layers", device="cpu")["fixed"]
+
+
+def test_a_micro_batch_decides_their_number_where_that_is_open() -> None:
+    config = read({MB: 4, GA: "auto"})
+
+    assert "micro_batches" not in config.arguments()["fixed"]
+    assert config.arguments(samples=12)["fixed"]["micro_batches"] == 3
+    with pytest.raises(ConfigError, match="a batch of 10 samples cannot be taken 4 at a time"):
+        config.arguments(samples=10)
+
+
+def test_the_sample_is_the_batch_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="takes 4 samples a step and the sample holds 5"):
+        read(four()).arguments(samples=5)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (four(), None),
+        (four(torch_autocast={"enabled": True, "dtype": "fp16"}), None),
+        (fp16(loss_scale=128), {"initial": 128.0, "constant": True}),
+        (fp16(initial_scale_power=8, hysteresis=4), {"initial": 256.0, "window": 1000, "least": 1.0, "hysteresis": 1, "refilled": False}),
+        ({**fp16(hysteresis=4, min_loss_scale=2), **zero(stage=1)}, {"initial": 65536.0, "window": 1000, "least": 2.0, "hysteresis": 4, "refilled": False}),
+    ],
+)  # fmt: skip
+def test_how_fp16_scales(said: dict[str, Any], wanted: dict[str, Any] | None) -> None:
+    assert read(said).scaling == wanted
+
+
+def test_what_is_auto_is_filled_in() -> None:
+    said = four(gradient_clipping="auto", optimizer={"type": "SGD", "params": {"lr": "auto"}})
+    config = read(said, auto={"gradient_clipping": 0.5, "optimizer.params.lr": 0.1})
+
+    assert config.gradient_clipping == 0.5
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 0.1}
+    assert said["gradient_clipping"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("path", "there"),
+    [("optimizer.params.lr", "0.1"), ("optimizer.params.eps", "nothing"), ("fp16.enabled", "nothing")],
+)
+def test_only_what_is_auto_is_filled_in(path: str, there: str) -> None:
+    said = four(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+
+    with pytest.raises(ConfigError, match=f"a value for {path} was given, where the configuration says {there}"):
+        read(said, auto={path: 1.0})
+
+
 def test_moved_parameters_are_streamed_with_their_state() -> None:
     config = read(zero(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}))
 
@@ -342,10 +407,14 @@ def test_moved_parameters_are_streamed_with_their_state() -> None:
     ("said", "ranks", "streamed", "words"),
     [
         (four(), 2, "", "world_size 2: memfit trains on one device for now"),
-        (fp16(loss_scale=128), 1, "", "fp16.loss_scale: 128.0 cannot be honoured"),
-        (fp16(hysteresis=4), 1, "", "fp16.hysteresis: 4 cannot be honoured"),
         (zero(stage=3, offload_param={"device": "cpu"}), 1, "", "which blocks are streamed?"),
         (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/d"}), 1, "layers", "nvme cannot be honoured"),
+        (
+            zero(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme", "nvme_path": "/d"}),
+            1,
+            "layers",
+            "the state of streamed layers goes where they go",
+        ),
         (zero(stage=3), 1, "layers", "the configuration leaves parameters where they are"),
     ],
 )

@@ -32,13 +32,19 @@ def everything(lag: int) -> Choice:
 
 
 def forced(
-    model: nn.Module, sample: Any, loss_fn: Any, choice: Choice, optimizer: Any = None, parts: int = 1
+    model: nn.Module,
+    sample: Any,
+    loss_fn: Any,
+    choice: Choice,
+    optimizer: Any = None,
+    parts: int = 1,
+    link: Link = LINK,
 ) -> tuple[memfit.Plan, Trace]:
     """A plan that swaps as it is told, not as it pays."""
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
     search = plain.runtime.search
     trace = search.solver(parts).trace
-    recipes = Recipes(trace, LINK)
+    recipes = Recipes(trace, link)
     reruns = choice(recipes)
     peak = Timeline(trace, recipes).evaluate(reruns).peak_bytes + search.extra_bytes
     script = compile_script(recipes, reruns)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import EngineError
-from models.outcome import measured_peak, outcome_of, plans_between
+from models.outcome import measured_peak, outcome_of, plans_between, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,3 +285,67 @@ def test_an_exception_while_something_is_made_again_leaves_nothing_behind() -> N
     assert torch.is_grad_enabled()
     assert outcome_of(model, x, squares).differs(right) is None
     assert outcome_of(model, x, squares, engine).differs(right) is None
+
+
+def from_one(h: Tensor, last: nn.Module) -> Tensor:
+    """Results that autograd saves instead of what they are made of; plans hold that instead of them."""
+    total = last(h.tanh())
+    for shift in range(5):
+        total = total + (h - shift).tanh() + (h - shift).sigmoid()
+    return functional.gelu(total).square().mean()
+
+
+def not_made_again() -> Tensor:
+    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def test_the_same_write_into_another_tensor_departs() -> None:
+    """Nothing runs the planned write again, and reruns read what this step writes into instead."""
+    model = layers(2)
+    turn = False
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        aside, h = model[0](x), model[0](x) + not_made_again()
+        loss = from_one(h, model[4])
+        (h if turn else aside).add_(1.0)
+        return loss + 0.01 * (h + aside).mean()
+
+    x = rows()
+    plans = plans_between(model, x, loss_of)
+    turn = True
+    reference = outcome_of(model, x, loss_of)
+    departed = 0
+    for made in plans:
+        found = outcome_of(model, x, loss_of, memfit.apply(made, model, loss_of, None))
+        assert not found.differs(reference), made.budget_bytes
+        departed += found.departure is not None
+    assert departed
+
+
+def test_writing_after_forward_into_what_reruns_read_is_said() -> None:
+    """Plain PyTorch never looks at it again; a plan that holds it would."""
+    model = layers(2)
+    seen: list[Tensor] = []
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        h = model[0](x) + not_made_again()
+        seen.append(h.detach())
+        return from_one(h, model[4])
+
+    x = rows()
+    reference = outcome_of(model, x, loss_of)
+    said = 0
+    for made in plans_between(model, x, loss_of):
+        engine = memfit.apply(made, model, loss_of, None)
+        model.zero_grad()
+        with engine.forward():
+            loss = loss_of(model, x)
+        seen[-1].clamp_(0, 1)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "was changed in place after forward" in str(error)  # noqa: PT017
+            said += 1
+        else:
+            assert all(same(p.grad, g) for p, g in zip(model.parameters(), reference.gradients, strict=True))
+    assert said

@@ -24,7 +24,7 @@ import small
 from engine.forced import LINK, Choice, everything, forced
 from memfit.capture import costs
 from memfit.engine import swap
-from memfit.engine.swap import Copy, DiskArena, LowerTier
+from memfit.engine.swap import Copy, DiskArena, LowerTiers, tiers_below
 from memfit.errors import EngineError, InputError
 from memfit.machine import Link
 from memfit.planner.recipes import LAGS, Recipes
@@ -383,20 +383,20 @@ def test_steps_train_as_plain_steps_do(parts: int) -> None:
 
 
 @pytest.fixture
-def trained() -> tuple[memfit.Engine, list[Tensor]]:
-    """An engine that swaps all it can, one step old, and its state."""
+def trained() -> memfit.Engine:
+    """An engine that swaps all it can, one step old."""
     model, sample = small.chain(3, batch_norm=True), small.rows()
     made, _ = forced(model, sample, small.squared_error, everything(2), small.adamw)
     engine = memfit.apply(made, model, small.squared_error, small.adamw)
     engine.step(sample)
-    return engine, small.state_of(model, engine.optimizer)
+    return engine
 
 
 @pytest.mark.parametrize("layer", [0, 3, 10])
 def test_an_exception_in_mid_forward_leaves_all_as_it_was_and_the_next_step_follows(
-    trained: tuple[memfit.Engine, list[Tensor]], layer: int
+    trained: memfit.Engine, layer: int
 ) -> None:
-    engine, before = trained
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
@@ -429,13 +429,13 @@ def broken(file: int, memory: memoryview, offset: int) -> None:
     ],
 )
 def test_a_disk_that_fails_fails_the_step_and_nothing_else(
-    trained: tuple[memfit.Engine, list[Tensor]],
+    trained: memfit.Engine,
     name: str,
     failing: Any,
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, before = trained
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(swap, name, failing)
         with pytest.raises(EngineError, match=sentence):
@@ -444,10 +444,8 @@ def test_a_disk_that_fails_fails_the_step_and_nothing_else(
     assert engine.step(small.rows()).departures == ()
 
 
-def test_a_file_cut_short_under_the_run_is_noticed(
-    trained: tuple[memfit.Engine, list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, before = trained
+def test_a_file_cut_short_under_the_run_is_noticed(trained: memfit.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before = trained, small.state_of(trained.model, trained.optimizer)
     read = swap._read
 
     def cut(file: int, memory: memoryview, offset: int) -> None:
@@ -539,24 +537,24 @@ def test_room_is_lent_to_one_at_a_time() -> None:
     class Borrower:
         pass
 
-    tier = LowerTier(torch.device("cpu"))
-    assert tier.lend(Borrower()) is None
-    tier.reserve(10)
-    arena = tier.arena
-    tier.reserve(5)
-    assert tier.arena is arena
+    tiers = LowerTiers(tiers_below(torch.device("cpu")))
+    assert tiers.lend(Borrower()) is None
+    tiers.reserve({"disk": 10})
+    arenas = dict(tiers.arenas)
+    tiers.reserve({"disk": 5})
+    assert tiers.arenas == arenas
     one, other = Borrower(), Borrower()
-    assert tier.lend(one) is arena
-    assert tier.lend(other) is None
-    tier.give_back(other)
-    assert tier.lend(other) is None
+    assert tiers.lend(one) == arenas
+    assert tiers.lend(other) is None
+    tiers.give_back(other)
+    assert tiers.lend(other) is None
     del one
-    assert tier.lend(other) is arena
-    tier.give_back(other)
-    assert tier.lend(other) is arena
-    tier.reserve(1 << 14)
-    assert tier.arena is not arena
-    tier.close()
+    assert tiers.lend(other) == arenas
+    tiers.give_back(other)
+    assert tiers.lend(other) == arenas
+    tiers.reserve({"disk": 1 << 14})
+    assert tiers.arenas["disk"] is not arenas["disk"]
+    tiers.close()
 
 
 # -- the link ----------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
 from memfit.machine import Link
-from memfit.planner.prices import Solver
+from memfit.planner.prices import CLOSE, Solver
 from memfit.planner.recipes import ALIGNMENT_BYTES, LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
@@ -20,11 +20,17 @@ from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
 from memfit.plans import Script
 from memfit.trace import Trace
+from memfit.units import format_bytes
 from planner.test_timeline import swapping_plan
 from planner.traces import Writer, drawn, layers, network
 
 FAST = Link("disk", 1e9, 1e9, least_bytes=1)
 SLOW = Link("disk", 20.0, 40.0, least_bytes=1)
+
+
+def chain(near: Link, far: Link, room_bytes: int | None) -> Link:
+    """A tier with so much room, and one below it."""
+    return replace(near, tier="host", room_bytes=room_bytes, below=far)
 
 
 def solvers(trace: Trace, link: Link = SLOW) -> tuple[Solver, SwapSolver]:
@@ -59,14 +65,16 @@ def ticking(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]])
         compute(trace.operations[code].seconds)
         program.extend(("down", s) for s, way in sorted(down.items()) if way.ready == event)
         program.extend(("gone", s) for s, way in sorted(down.items()) if way.gone_by == event)
-    queues: dict[str, deque[list[int]]] = {"down": deque(), "up": deque()}
+    queues: dict[tuple[str, int], deque[list[int]]] = {
+        (way, tier): deque() for way in ("down", "up") for tier in range(len(recipes.tiers))
+    }
     left: dict[tuple[str, int], int] = {}
     time = at = 0
     while at < len(program):
         what, s = program[at]
-        if what in queues:
+        if what in {"down", "up"}:
             seconds = down[s].out_seconds if what == "down" else down[s].in_seconds
-            queues[what].append([s, int(seconds)])
+            queues[what, down[s].tier].append([s, int(seconds)])
             left[what, s] = left.get((what, s), 0) + 1
             at += 1
             continue
@@ -76,7 +84,7 @@ def ticking(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]])
             continue
         at += what == "tick"
         time += 1
-        for name, queue in queues.items():
+        for (name, _), queue in queues.items():
             if queue:
                 queue[0][1] -= 1
                 if queue[0][1] == 0:
@@ -94,6 +102,8 @@ def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
     trace = whole_seconds(chance.choice((drawn(seed, forward=10), network(seed, blocks=4))))
     # Every copy takes a whole number of seconds, whatever its size.
     link = Link("disk", 1e30, 1e30, float(chance.choice((1, 2, 5))), least_bytes=1)
+    if seed % 2:
+        link = chain(replace(link, latency_seconds=1.0), link, None)
     recipes = Recipes(trace, link)
     timeline = Timeline(trace, recipes)
     for _ in range(3):
@@ -212,25 +222,31 @@ def test_a_free_link_is_used_instead_of_recomputing() -> None:
     assert found.seconds < 1e-3 < other.seconds
 
 
+@pytest.mark.parametrize("tiers", [1, 2])
 @pytest.mark.parametrize("seed", range(25))
-def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(seed: int) -> None:
-    """Every way to keep, recompute or swap, at every lag, in one window."""
+def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(seed: int, tiers: int) -> None:
+    """Every way to keep, recompute or swap, to any tier that has room, at every lag, in one window."""
     chance = random.Random(seed)
     trace = drawn(seed, forward=7, most_saved=4, plain_operations=True)
     link = Link("disk", chance.choice((10.0, 100.0, 1e4)), chance.choice((10.0, 100.0, 1e4)), least_bytes=1)
+    if tiers == 2:
+        link = chain(Link("host", 1e4, 1e4, least_bytes=1), link, chance.choice((0, 1, 2)) * ALIGNMENT_BYTES)
     _, solver = solvers(trace, link)
     recipes, timeline = solver.recipes, solver.timeline
     saved = sorted(recipes.saved & (recipes.rebuildable | recipes.reloads_of.keys()))
     plans = []
     for lag in range(len(LAGS)):
-        for ways in product((0, 1, 2), repeat=len(saved)):
+        for ways in product(range(2 + tiers), repeat=len(saved)):
             dropped = [s for s, way in zip(saved, ways, strict=True) if way == 1]
             swapped = {
-                s: recipes.reloads_of[s][lag]
+                s: recipes.reloads_of[s][(way - 2) * len(LAGS) + lag]
                 for s, way in zip(saved, ways, strict=True)
-                if way == 2 and s in recipes.reloads_of
+                if way >= 2 and s in recipes.reloads_of
             }
-            found = timeline.evaluate(reruns_for(recipes, dropped, swapped=swapped))
+            reruns = reruns_for(recipes, dropped, swapped=swapped)
+            if not timeline.has_room(reruns):
+                continue
+            found = timeline.evaluate(reruns)
             plans.append((found.peak_bytes, found.extra_seconds))
     for budget in sorted({peak for peak, _ in plans})[::5]:
         best = min((seconds for peak, seconds in plans if peak <= budget), default=None)
@@ -258,24 +274,115 @@ def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     assert max(swapped[-3:]) > 1
 
 
+# -- two tiers ---------------------------------------------------------------------------------------------------------------
+
+NEAR = Link("host", 1e9, 1e9, least_bytes=1)
+FAR = Link("disk", 1e3, 1e3, least_bytes=1)
+
+
+def lying(solver: SwapSolver, budget: int) -> tuple[float, dict[str, frozenset[int]]]:
+    """Seconds of the plan for a budget, and what it swaps to each tier."""
+    found = solver.solve(budget)
+    assert found is not None
+    assert found.peak <= budget
+    return found.seconds, {link.tier: link.swapped for link in found.evaluation.copying.links}
+
+
+def with_room(trace: Trace, room_bytes: int | None, far: Link) -> SwapSolver:
+    return SwapSolver(Timeline(trace, Recipes(trace, chain(NEAR, far, room_bytes))))
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_what_the_nearer_tier_has_no_room_for_goes_to_the_next_and_what_is_read_soonest_stays(places: int) -> None:
+    trace = layers(6)
+    solver = with_room(trace, places * ALIGNMENT_BYTES, FAR)
+    smallest = solver.smallest()
+    seconds, swapped = lying(solver, (solver.plain.peak + smallest.peak) // 2)
+    assert len(swapped["host"]) == places
+    assert len(swapped["disk"]) >= 1
+    uses = solver.timeline.unpack_uses
+    assert max(uses[s][0][0] for s in swapped["host"]) < min(uses[s][0][0] for s in swapped["disk"])
+    near = SwapSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=places * ALIGNMENT_BYTES))))
+    assert seconds < lying(near, (solver.plain.peak + smallest.peak) // 2)[0]
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in {1, 5} else pytest.mark.slow) for seed in range(8)]
+)
+def test_more_room_and_a_tier_more_are_never_slower(seed: int) -> None:
+    """But for the little by which a plan may be from the bound when the search ends."""
+    trace = network(seed, blocks=4, dispatch=0.001)
+    rooms = [with_room(trace, n * ALIGNMENT_BYTES, (SLOW, FAR)[seed // 2 % 2]) for n in (0, 1, 3, 100)]
+    low, high = max(solver.smallest().peak for solver in rooms), rooms[0].plain.peak
+    for fraction in (0.0, 0.5):
+        budget = round(low + fraction * (high - low))
+        seconds = [lying(solver, budget)[0] for solver in rooms]
+        assert all(more <= less + CLOSE * trace.pass_seconds for less, more in pairwise(seconds))
+        assert all(solver.bound(budget) <= took + 1e-9 for solver, took in zip(rooms, seconds, strict=True))
+        for solver, took in zip(rooms, seconds, strict=True):
+            fewer = solver._without.solve(budget)
+            assert fewer is None or took <= fewer.seconds + 1e-9
+
+
+def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
+    trace = layers(6)
+    snail = Link("disk", 1e-3, 1e-3, least_bytes=1)
+    solver = with_room(trace, 2 * ALIGNMENT_BYTES, snail)
+    near = SwapSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=2 * ALIGNMENT_BYTES))))
+    low, high = near.smallest().peak, near.plain.peak
+    for fraction in (0.1, 0.5, 0.8):
+        seconds, swapped = lying(solver, round(low + fraction * (high - low)))
+        assert swapped.keys() <= {"host"}
+        assert seconds <= lying(near, round(low + fraction * (high - low)))[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tier_holds_more_than_it_has_room_for(seed: int) -> None:
+    trace = network(seed, blocks=4)
+    near, far = seed % 3, (seed + 1) % 4
+    solver = with_room(trace, near * ALIGNMENT_BYTES, replace(FAR, room_bytes=far * ALIGNMENT_BYTES))
+    smallest, plain = solver.smallest().peak, solver.plain.peak
+    for fraction in (0.0, 0.3, 0.7):
+        _, swapped = lying(solver, round(smallest + fraction * (plain - smallest)))
+        assert len(swapped.get("host", ())) <= near
+        assert len(swapped.get("disk", ())) <= far
+
+
+def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
+    trace = layers(3)
+    recipes = Recipes(trace, chain(NEAR, FAR, None))
+    storage = next(s for s in sorted(recipes.reloads_of) if s in recipes.saved)
+    near, far = recipes.reloads_of[storage][0], recipes.reloads_of[storage][len(LAGS)]
+    event = Timeline(trace, recipes).unpack_uses[storage][0][0]
+    reruns = {event: [near, far]}
+    assert recipes.copied_down(reruns)[storage].tier == int(
+        recipes.reloads[far].gone_by >= recipes.reloads[near].gone_by
+    )
+    assert len(compile_script(recipes, reruns).swaps) == 1
+
+
 # -- scripts and plans -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed: int) -> None:
     trace = network(seed, blocks=4)
-    recipes = Recipes(trace, SLOW)
+    recipes = Recipes(trace, chain(NEAR, SLOW, None) if seed % 2 else SLOW)
     reruns = swapping_plan(recipes, random.Random(seed))
     script = compile_script(recipes, reruns)
     assert Script.from_json(script.to_json()) == script
     copying = Timeline(trace, recipes).copying(reruns)
     assert script.swaps.keys() == copying.swapped
-    ends = 0
-    for swap in sorted(script.swaps.values(), key=lambda s: s.offset):
-        assert swap.offset >= ends
-        ends = swap.offset + swap.bytes
-        assert swap.begin <= swap.gone_by
-    assert script.lower_bytes <= copying.lower_bytes
+    assert {link.tier for link in copying.links} == script.lower_bytes.keys()
+    for link in copying.links:
+        ends = 0
+        own = [swap for swap in script.swaps.values() if swap.tier == link.tier]
+        assert {s for s, swap in script.swaps.items() if swap in own} == link.swapped
+        for swap in sorted(own, key=lambda s: s.offset):
+            assert swap.offset >= ends
+            ends = swap.offset + swap.bytes
+            assert swap.begin <= swap.gone_by
+        assert script.lower_bytes[link.tier] <= link.lower_bytes
 
 
 @pytest.mark.parametrize(
@@ -284,8 +391,12 @@ def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed
         (lambda s: s["swaps"].clear(), "is to come back, but was not copied down"),
         (lambda s: next(iter(s["swaps"].values())).__setitem__(3, 10**6), "cannot be copied down by operation"),
         (lambda s: next(iter(s["swaps"].values())).__setitem__(2, -1), "cannot be copied down by operation"),
+        (lambda s: next(iter(s["swaps"].values())).__setitem__(4, "attic"), "is to go to 'attic', tiers are host and"),
         (lambda s: [v.__setitem__(0, 0) for v in s["swaps"].values()], "overlaps another"),
-        (lambda s: s["swaps"].update({"1000000": [1 << 40, 1, 0, 0]}), "storage 1000000 is made by no operation"),
+        (
+            lambda s: s["swaps"].update({"1000000": [1 << 40, 1, 0, 0, "disk"]}),
+            "storage 1000000 is made by no operation",
+        ),
     ],
 )
 def test_a_script_edited_into_nonsense_is_refused(edit: object, sentence: str) -> None:
@@ -307,4 +418,21 @@ def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
     assert f"of which {100 * hidden:.0f} % hide behind computing" in plan.explain()
     below = sum(m.swapped_bytes for m in plan.by_module)
     assert below == sum(swap.bytes for swap in plan.script.swaps.values())
+    assert plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_says_of_each_tier_what_lies_there_and_how_much_of_the_copying_hides() -> None:
+    trace = layers(6)
+    link = chain(NEAR, FAR, ALIGNMENT_BYTES)
+    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=link)
+    plan = search.plan((search.smallest()[0] + search.plain_peak()) // 2)
+    tiers = plan.prediction.tiers
+    assert [use.tier for use in tiers] == ["host", "disk"]
+    for use in tiers:
+        assert use.bytes == sum(swap.bytes for swap in plan.script.swaps.values() if swap.tier == use.tier)
+        assert 0 <= use.exposed_seconds <= use.copy_seconds
+        assert f"  the {use.tier}: {format_bytes(use.bytes)}, " in plan.explain()
+        assert f"{100 * use.hidden_share:.0f} % hide" in plan.explain()
+    assert sum(use.copy_seconds for use in tiers) == pytest.approx(plan.prediction.copy_seconds)
+    assert sum(use.exposed_seconds for use in tiers) == pytest.approx(plan.prediction.exposed_seconds)
     assert plan.from_json(plan.to_json()) == plan

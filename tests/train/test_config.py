@@ -51,8 +51,15 @@ report: {html: false, frontier: true}
 
 
 def test_no_room_below_is_something_to_say(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, json.dumps({**LEAST, "fit": {"budget": "1GiB", "host_budget": 0}}), "c.json"))
+    config = load_config(
+        write(
+            tmp_path,
+            json.dumps({**LEAST, "fit": {"budget": "1GiB", "host_budget": 0, "disk_budget": "2GiB"}}),
+            "c.json",
+        )
+    )
     assert config.fit.host_budget == 0
+    assert config.fit.disk_budget == "2GiB"
 
 
 def test_everything_can_be_said_and_written_back(tmp_path: Path) -> None:
@@ -122,6 +129,7 @@ def test_a_misspelt_section_names_the_nearest() -> None:
         ({"fit": {"budget": "8G"}}, "fit.budget: '8G' has a unit"),
         ({"fit": {"budget": 0}}, "fit.budget: 0 is less than one byte"),
         ({"fit": {"host_budget": -1}}, "fit.host_budget: -1 is less than one byte"),
+        ({"fit": {"disk_budget": -1}}, "fit.disk_budget: -1 is less than one byte"),
         ({"fit": {"budget": [1]}}, "fit.budget: expected text or a whole number"),
         ({"fit": {"global_batch": 0}}, "fit.global_batch: 0 is less than 1"),
         ({"fit": {"clip_norm": 0}}, "fit.clip_norm"),

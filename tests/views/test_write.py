@@ -63,7 +63,7 @@ def test_the_png_is_twice_as_sharp_as_the_drawing(tmp_path: Path) -> None:
 def test_a_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
-    with pytest.raises(InputError, match=r"pip install memfit\[pictures\]"):
+    with pytest.raises(InputError, match=r"pip install 'memfit\[pictures\]'"):
         write_report(reports.report(), tmp_path / "report.png")
     assert not (tmp_path / "report.png").exists()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InfeasibleError, InputError, MemfitError
 
 if TYPE_CHECKING:
-    from memfit.plans import Plan
     from memfit.train.config import Config
 
 
@@ -73,6 +74,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """The arguments of verbs that read a configuration."""
     parser.add_argument("config", metavar="CONFIG", help="configuration file (YAML, or JSON)")
     add_settings(parser)
+    add_deepspeed(parser)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +90,23 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_deepspeed(parser: argparse.ArgumentParser) -> None:
+    """The argument that puts a DeepSpeed configuration beside ours."""
+    parser.add_argument(
+        "--deepspeed",
+        metavar="FILE",
+        type=Path,
+        help="DeepSpeed configuration (JSON) that says batch, precision, clipping, offload, optimizer and schedule",
+    )
+
+
 def settings_of(arguments: argparse.Namespace) -> list[str]:
-    """What `--set` and `--budget` say."""
+    """What `--set`, `--budget` and `--deepspeed` say."""
     budget = [] if arguments.budget is None else [f"fit.budget={arguments.budget}"]
-    return [*arguments.settings, *budget]
+    file = getattr(arguments, "deepspeed", None)
+    # Quoted as JSON, which YAML reads: paths may hold anything.
+    beside = [] if file is None else [f"deepspeed={json.dumps(str(file.resolve()))}"]
+    return [*beside, *arguments.settings, *budget]
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
@@ -99,23 +114,3 @@ def read_config(arguments: argparse.Namespace) -> Config:
     from memfit.train.config import load_config
 
     return load_config(arguments.config, settings_of(arguments))
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """What a program wants to know of a plan, for `--json`."""
-    p = plan.prediction
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": p.peak_bytes,
-        "plain_peak_bytes": p.plain_peak_bytes,
-        "step_seconds": p.step_seconds,
-        "plain_step_seconds": p.plain_step_seconds,
-        "seconds_are": p.seconds_are,
-        "gap": plan.gap,
-        "micro_batches": plan.choices.micro_batches,
-        "reruns": plan.script.reruns,
-        "peak_module": p.peak_module,
-        "peak_phase": p.peak_phase,
-        "notes": list(plan.notes),
-        "turned_down": list(plan.turned_down),
-    }

@@ -1,4 +1,4 @@
-"""`memfit doctor`: what this computer offers to a plan, and what is missing."""
+"""`memfit doctor`: what this computer offers to a plan, and what is missing; with `--oom`, what a program died of."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from memfit import __version__
+from memfit.cli import extras
 from memfit.cli.answer import Answer
-from memfit.units import format_bytes
+from memfit.cli.extras import version
+from memfit.errors import InputError
+from memfit.units import format_bytes, format_seconds
 
-_EXTRAS: Final = {"transformers": ("transformers", "safetensors"), "pictures": ("matplotlib",)}
 _MATRIX: Final = 1024
 _COPY_BYTES: Final = 128 * 2**20
 _DISK_BYTES: Final = 64 * 2**20
@@ -28,30 +30,44 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
         "doctor", parents=[shared], help="say what this computer offers, and what is missing", description=__doc__
     )
+    parser.add_argument(
+        "--oom",
+        metavar="FILE",
+        type=Path,
+        help="explain instead why a program ran out of memory: FILE holds its last words, or a CUDA memory snapshot",
+    )
     parser.set_defaults(run=run)
 
 
-def run(_arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer:
     """Look, measure for a moment, and say."""
+    if arguments.oom is not None:
+        return post_mortem(arguments.oom)
+    import torch
+
     data: dict[str, Any] = {
         "verb": "doctor",
         "versions": {"memfit": __version__, "python": platform.python_version(), "torch": version("torch")},
         "platform": platform.platform(),
         "processor": processor(),
         "cores": cores(),
-        "extras": {name: all(version(each) for each in needed) for name, needed in _EXTRAS.items()},
+        "threads": torch.get_num_threads(),
+        "extras": extras.extras(),
         "tiers": [*devices(), host(), disk()],
         "known_devices": known(),
     }
+    # A CPU swaps to disk only where it is what trains, but may be asked to (`fit.device: cpu`) beside a GPU too.
+    data["links"] = [link(tier["name"]) for tier in data["tiers"] if tier["name"] != "disk"]
+    data["usable"] = usable(data)
     return Answer(data, described(data))
 
 
-def version(package: str) -> str | None:
-    """Version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def post_mortem(path: Path) -> Answer:
+    """What a program died of; needs no torch."""
+    from memfit import oom
+
+    failure = oom.read(path)
+    return Answer({"verb": "doctor", "oom": oom.facts(failure)}, "\n".join(oom.explain(failure)))
 
 
 def processor() -> str:
@@ -111,6 +127,7 @@ def disk() -> dict[str, Any]:
         "total_bytes": usage.total,
         "free_bytes": usage.free,
         "write_bytes_per_second": None,
+        "read_bytes_per_second": None,
     }
     if usage.free < 4 * _DISK_BYTES:
         return tier
@@ -122,6 +139,13 @@ def disk() -> dict[str, Any]:
             file.flush()
             os.fsync(file.fileno())
             tier["write_bytes_per_second"] = len(block) / (time.perf_counter() - start)
+            if hasattr(os, "posix_fadvise"):  # elsewhere it would be read from memory, which says nothing of the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                start = time.perf_counter()
+                while file.read(2**20):
+                    pass
+                tier["read_bytes_per_second"] = len(block) / (time.perf_counter() - start)
     except OSError:  # a folder that cannot be written to has no rate
         pass
     return tier
@@ -147,10 +171,10 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _rates(device: str) -> dict[str, float]:
-    """FLOP/s of an fp32 matrix product and bytes/s of a copy, read and written; the best of a few, no benchmark."""
+    """FLOP/s of matrix products in 32 and 16 bits, and bytes/s of a copy, read and written; the best of a few, no benchmark."""
     import torch
 
-    def best(action: Any) -> float:
+    def best(action: Callable[[], object]) -> float:
         times = []
         for _ in range(4):
             start = time.perf_counter()
@@ -163,11 +187,56 @@ def _rates(device: str) -> dict[str, float]:
     size = _MATRIX if device == "cpu" else 4 * _MATRIX
     matrix = torch.ones(size, size, device=device)
     product = torch.empty_like(matrix)
+    half, half_product = matrix.bfloat16(), product.bfloat16()
     source = torch.ones(_COPY_BYTES // 4, device=device)
     target = torch.ones_like(source)
     return {
         "fp32_flops": 2 * size**3 / best(lambda: torch.mm(matrix, matrix, out=product)),
+        "bf16_flops": 2 * size**3 / best(lambda: torch.mm(half, half, out=half_product)),
         "bytes_per_second": 2 * _COPY_BYTES / best(lambda: target.copy_(source)),
+    }
+
+
+def link(device: str) -> dict[str, Any]:
+    """The link from a device to the tier below it, as plans use it: measured once and kept."""
+    import torch
+
+    from memfit.capture.costs import lower_tier
+    from memfit.engine.swap import swap_folder
+
+    found: dict[str, Any] = {"device": device, "tier": "host" if device != "cpu" else "disk", "reason": None}
+    if device == "cpu":
+        found["folder"] = str(swap_folder())
+    try:
+        measured = lower_tier(torch.device(device), swap_folder())
+    except (
+        InputError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # torch's own where the host cannot pin memory; no posix_fallocate
+        return {**found, "reason": str(error).splitlines()[0]}
+    return {
+        **found,
+        "down_bytes_per_second": measured.out_bandwidth,
+        "up_bytes_per_second": measured.in_bandwidth,
+        "latency_seconds": measured.latency_seconds,
+    }
+
+
+def usable(data: dict[str, Any]) -> dict[str, Any]:
+    """What plans can use here: the tier below each device, 16 bits, 8-bit optimizer state, pinned memory.
+
+    Args:
+        data: what has been found.
+    """
+    backends = ["memfit", *(["bitsandbytes"] if data["extras"].get("bnb", {}).get("installed") else [])]
+    return {
+        "swap": {each["device"]: each["tier"] for each in data["links"] if each["reason"] is None},
+        "bf16_speedup": {
+            tier["name"]: tier["bf16_flops"] / tier["fp32_flops"] for tier in data["tiers"] if "bf16_flops" in tier
+        },
+        "8bit_backends": backends,
+        "pinned_memory": any(each["tier"] == "host" and each["reason"] is None for each in data["links"]),
     }
 
 
@@ -183,19 +252,50 @@ def described(data: dict[str, Any]) -> str:
     versions = data["versions"]
     lines = [
         f"memfit {versions['memfit']}, torch {versions['torch']}, Python {versions['python']}, {data['platform']}",
-        f"Processor: {data['processor']}, {data['cores']} cores",
+        f"Processor: {data['processor']}, {data['cores']} cores, {data['threads']} of torch's threads",
+        *(_tier(tier) for tier in data["tiers"]),
     ]
-    for tier in data["tiers"]:
-        name = f"{tier['name']} ({tier['model']})" if "model" in tier else tier["name"]
-        line = f"{name}: {format_bytes(tier['free_bytes'])} free of {format_bytes(tier['total_bytes'])}"
-        if tier.get("fp32_flops"):
-            line += f", {tier['fp32_flops'] / 1e9:,.0f} GFLOP/s (fp32), {tier['bytes_per_second'] / 1e9:.1f} GB/s"
-        if tier.get("write_bytes_per_second"):
-            line += f", writes {tier['write_bytes_per_second'] / 1e9:.2f} GB/s"
-        lines.append(line)
     if not any(tier["name"].startswith("cuda") for tier in data["tiers"]):
         lines.append("GPU: torch sees none; budgets count the CPU's memory")
-    for name, there in data["extras"].items():
-        lines.append(f"Extra {name}: {'installed' if there else f'missing (pip install memfit[{name}])'}")
+    lines += [_link(each) for each in data["links"]]
+    lines += ["Plans can use:", *(f"  {line}" for line in _usable(data))]
+    lines += extras.described(data["extras"])
     lines.append("Known for --device: " + ", ".join(machine["name"] for machine in data["known_devices"]))
     return "\n".join(lines)
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    name = f"{tier['name']} ({tier['model']})" if "model" in tier else tier["name"]
+    line = f"{name}: {format_bytes(tier['free_bytes'])} free of {format_bytes(tier['total_bytes'])}"
+    if tier.get("fp32_flops"):
+        line += f", {tier['fp32_flops'] / 1e9:,.0f} GFLOP/s (fp32), {tier['bf16_flops'] / 1e9:,.0f} (bf16), {tier['bytes_per_second'] / 1e9:.1f} GB/s"
+    for verb in ("write", "read"):
+        if tier.get(f"{verb}_bytes_per_second"):
+            line += f", {verb}s {tier[f'{verb}_bytes_per_second'] / 1e9:.2f} GB/s"
+    return line
+
+
+def _link(each: dict[str, Any]) -> str:
+    below = each["tier"] + (f" ({each['folder']})" if "folder" in each else "")
+    if each["reason"] is not None:
+        return f"Link {each['device']} to {below}: none ({each['reason']})"
+    return (
+        f"Link {each['device']} to {below}: {each['down_bytes_per_second'] / 1e9:.2f} GB/s down, {each['up_bytes_per_second'] / 1e9:.2f} GB/s up, "
+        f"{format_seconds(each['latency_seconds'])} each; measured once and kept"
+    )
+
+
+def _usable(data: dict[str, Any]) -> list[str]:
+    found = data["usable"]
+    lines = ["micro-batches, recomputing: everywhere"]
+    lines += [f"swapping: from {device} to {tier}" for device, tier in found["swap"].items()]
+    for device, speedup in found["bf16_speedup"].items():
+        verdict = (
+            f"{speedup:.1f} times the speed of fp32"
+            if speedup >= 1
+            else f"slower here, {speedup:.2f} times the speed of fp32"
+        )
+        lines.append(f"bf16 (when allowed) on {device}: {verdict} in matrix products")
+    lines.append(f"8-bit optimizer state (when allowed): kernels of {' and '.join(found['8bit_backends'])}")
+    lines.append(f"pinned memory: {'yes' if found['pinned_memory'] else 'no, torch sees no GPU that could use it'}")
+    return lines

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from memfit.cli.answer import Answer, summary
+from memfit.cli.answer import Answer
 from memfit.errors import PlanFileError
 from memfit.units import format_bytes, format_seconds
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if folder is not None and not (folder / "plan.json").is_file():
         raise PlanFileError(f"{folder} is no run's folder: it holds no plan.json")
     plan = Plan.load(arguments.path if folder is None else folder / "plan.json")
-    data: dict[str, Any] = {"verb": "explain", **summary(plan), "explanation": plan.explain().splitlines()}
+    data: dict[str, Any] = {"verb": "explain", **plan.summary(), "explanation": plan.explain().splitlines()}
     lines = [plan.explain()]
     steps = () if folder is None else records(folder)
     if steps:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_settings, read_config, summary
+from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
+    from memfit.dialects.deepspeed import Written
     from memfit.plans import Plan
+    from memfit.train.config import Config
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -21,7 +23,14 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="configuration file (YAML, or JSON)")
     add_settings(parser)
+    add_deepspeed(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the plan as JSON, for memfit train --plan")
+    parser.add_argument(
+        "--deepspeed-out",
+        metavar="FILE",
+        type=Path,
+        help="write the plan as a DeepSpeed configuration; what that cannot say is told",
+    )
     parser.add_argument(
         "--device", metavar="NAME", help='plan for a GPU that is not here, such as "rtx4090"; times are estimated'
     )
@@ -60,13 +69,13 @@ def run(arguments: argparse.Namespace) -> Answer:
         plan = make_plan(config, assembly, arguments.device, display)
     finally:
         display.close()
-    return _answer(plan, arguments)
+    return _answer(plan, arguments, config)
 
 
 def _from_trace(arguments: argparse.Namespace) -> Answer:
     from memfit.trace import Trace
 
-    for name in ("settings", "device", "save_trace"):
+    for name in ("settings", "device", "save_trace", "deepspeed"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"
@@ -86,11 +95,35 @@ def _written(save: Callable[[Path], None], path: Path, what: str) -> None:
         raise PlanFileError(f"cannot write the {what} {path}: {error.strerror or error}") from error
 
 
-def _answer(plan: Plan, arguments: argparse.Namespace) -> Answer:
-    data = {"verb": "plan", "fits": True, **summary(plan)}
+def _deepspeed(plan: Plan, config: Config | None) -> Written:
+    """The plan in DeepSpeed's words, with the optimizer and schedule of the DeepSpeed configuration beside ours, or our own optimizer."""
+    from memfit.dialects import deepspeed
+
+    if config is None:
+        return deepspeed.write(plan)
+    folder = str(config.out)
+    if config.deepspeed.get("optimizer"):
+        said = deepspeed.read(config.deepspeed, strict=config.deepspeed_strict)
+        return deepspeed.write(plan, optimizer=said.optimizer, scheduler=said.scheduler, nvme_path=folder)
+    settings = {name: value for name, value in config.optim.settings().items() if name != "fused"}
+    # torch's own, so that its defaults are the ones that count here; SGD is torch's in any case.
+    which = {"sgd": {"type": "SGD"}, "adam": {"type": "Adam"}, "adamw": {"type": "AdamW"}}[config.optim.name]
+    more = {} if config.optim.name == "sgd" else {"torch_adam": True}
+    more |= {"adam_w_mode": False} if config.optim.name == "adam" else {}
+    return deepspeed.write(plan, optimizer=deepspeed.Optimizer(which["type"], {**settings, **more}), nvme_path=folder)
+
+
+def _answer(plan: Plan, arguments: argparse.Namespace, config: Config | None = None) -> Answer:
+    data = {"verb": "plan", "fits": True, **plan.summary()}
     text = plan.explain()
     if arguments.save is not None:
         _written(plan.save, arguments.save, "plan")
         data["saved"] = str(arguments.save)
         text += f"\nSaved: {arguments.save}"
+    if arguments.deepspeed_out is not None:
+        written = _deepspeed(plan, config)
+        _written(written.save, arguments.deepspeed_out, "DeepSpeed configuration")
+        data["deepspeed"], data["left_out"] = str(arguments.deepspeed_out), list(written.left_out)
+        text += f"\nDeepSpeed configuration: {arguments.deepspeed_out}\nIt cannot say:"
+        text += "".join(f"\n- {each}" for each in written.left_out)
     return Answer(data, text)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.saved import CompiledScript, Follower
-from memfit.engine.swap import LowerTier
+from memfit.engine.swap import LowerTiers, Makers, tiers_below
 from memfit.errors import (
     BatchError,
     CaptureError,
@@ -70,6 +70,13 @@ class _Sum:
     counted: int = 0
 
 
+class Schedule(Protocol):
+    """What moves the learning rate: torch's schedulers, or whatever else has a `step`."""
+
+    def step(self) -> Any:
+        """A step was taken."""
+
+
 class Engine:
     """A model, its optimizer and a plan, ready to train.
 
@@ -79,11 +86,15 @@ class Engine:
         loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
         optimizer: over the model's parameters; None to compute gradients only.
         stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
+        below: what makes room on the tiers below the device, for what the plan swaps; None for those that are there.
 
     Attributes:
         stream: of a plan that streams layers; None else.
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
+        schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
+        backward: of a loss, where it is somebody else's (Fabric's); None for the loss's own.
+        fabric_model: the model as Fabric has set it up, to save and to evaluate through it; None without Fabric.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Engine:
         loss_fn: LossFunction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         stream: LayerStream | None = None,
+        below: Makers | None = None,
     ) -> None:
         self.model = model
         self.stream = stream
@@ -108,21 +120,24 @@ class Engine:
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
-        self._lower_tier = LowerTier(self.device)
+        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
         self.scaling: Scaling | None = None
+        self.schedule: Schedule | None = None
+        self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
+        self.fabric_model: nn.Module | None = None
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have, swaps more than the lower tier has room for, or streams other layers than
+            EngineError: the plan names a buffer that the model does not have, swaps more than a lower tier has room for, or streams other layers than
                 the plans before.
         """
-        self._lower_tier.reserve(plan.script.lower_bytes)
+        self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
         buffers = dict(self.model.named_buffers())
         for name in plan.changed_buffers:
@@ -246,6 +261,8 @@ class Engine:
             peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
         )
         self.records[-1] = record
+        if self.schedule is not None and not record.skipped:
+            self.schedule.step()
         if record.departures and self.planner is not None and signature not in self._plans:
             self._departed.add(signature)
         for departure in record.departures:
@@ -352,7 +369,8 @@ class Engine:
                 self._forward_backward(plan, part, count / done.unit, done)
 
     def _program(self, plan: Plan) -> StepProgram:
-        return StepProgram(self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
+        how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
+        return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
 
     def _forward_backward(
         self, plan: Plan, part: Batch, weight: float | None, done: _Sum, *, updates: bool = False
@@ -361,7 +379,7 @@ class Engine:
         compiled = self._compiled[plan.signature]
         program = self._program(plan)
         done.last = None
-        follower = None if compiled.script.plain else Follower(compiled, lower_tier=self._lower_tier)
+        follower = None if compiled.script.plain else Follower(compiled, lower_tiers=self._lower_tiers)
         try:
             # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
             done.last = program.forward_backward(
@@ -484,7 +502,7 @@ class Engine:
             with program.as_chosen():
                 yield None
             return
-        follower = Follower(compiled, retain=retain_graph, lower_tier=self._lower_tier)
+        follower = Follower(compiled, retain=retain_graph, lower_tiers=self._lower_tiers)
         with follower.following(), program.as_chosen():
             yield follower
 

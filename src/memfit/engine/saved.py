@@ -13,7 +13,7 @@ stands among the reruns. Bytes so follow the script alone, however fast the copi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit import dispatch
-from memfit.engine.swap import Arena, Copy, LowerTier
+from memfit.engine.swap import Arena, Copy, LowerTiers
 from memfit.errors import EngineError
 from memfit.plans import KEPT, Script
 
@@ -66,6 +66,44 @@ class Handle:
         self.neg = tensor.is_neg()
 
 
+class Watched:
+    """A storage held since forward, and how often it has been written, as autograd counts it.
+
+    Below autograd a detached tensor has a count of its own; with the key above let in again it shares that of the tensor that the user has.
+    """
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_WRITES)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, False)
+        try:
+            with torch._C._DisableTorchDispatch():
+                self.alias = tensor.detach()
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
+        self.version = -1
+
+    def settle(self) -> None:
+        """From here on nobody writes."""
+        self.version = self.alias._version
+
+    def check(self) -> None:
+        """Raise RuntimeError where somebody has written."""
+        if self.version >= 0 and self.alias._version != self.version:
+            raise _written_after(self.alias, self.version)
+
+
+_COUNTS_WRITES: Final = torch._C.DispatchKey.ADInplaceOrView
+
+
+def _written_after(tensor: torch.Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of shape {tuple(tensor.shape)} needed to rebuild what backward reads was changed in place "
+        f"after forward (version {tensor._version}, expected {version}): write into a copy of it (clone)"
+    )
+
+
 def _looked_at(seen: Argument | Handle, storage: torch.UntypedStorage) -> torch.Tensor:
     """The storage as a tensor of this geometry."""
     tensor = torch.empty(0, dtype=seen.dtype, device=storage.device).set_(storage, seen.offset, seen.shape, seen.stride)
@@ -101,7 +139,7 @@ class CompiledScript:
             self.leaving.setdefault(swap.begin, []).append(number)
             self.gone.setdefault(swap.gone_by, []).append(number)
         self.acts = [
-            bool(o) or r is not None or i in self.leaving or i in self.gone
+            bool(o) or r is not None or i in self.leaving or i in self.gone or i in script.writes
             for i, (o, r) in enumerate(zip(self.outputs, self.recorded, strict=True))
         ]
         self.makes = dict(script.makes)
@@ -138,17 +176,61 @@ class Tape:
         self.live: dict[int, torch.UntypedStorage] = {}
         # Weak: an address may be used again once a storage is gone, the storage itself may not.
         self.made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.number_at: dict[int, int] = {}  # by address
+        self.watched: dict[int, Watched] = {}  # of what is held since forward
         self.noted: dict[int, Noted] = {}
         self.states: dict[int, tuple[torch.Tensor, torch.device]] = {}
         self.cursor = 0
         self.in_order = not retain
         self.departed = False  # forward did not run all that was planned
         self.reruns = 0
-        self.lower_tier: LowerTier | None = None
-        self.arena: Arena | None = None  # as long as it is lent
+        self.lower_tiers: LowerTiers | None = None
+        self.arenas: Mapping[str, Arena] | None = None  # as long as they are lent
         self.leaving: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
         self.coming: dict[int, Copy] = {}
         self.below: dict[int, tuple[int, torch.device]] = {}  # what has been copied down: bytes, and from where
+
+    # -- what is held --------------------------------------------------------------------------------------------------------
+
+    def know(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Forward has made a storage of the plan."""
+        self.made[number] = weakref.ref(storage)
+        self.number_at[storage._cdata] = number
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of the storage below a tensor, -1 where it is none of the plan."""
+        storage = tensor.untyped_storage()
+        number = self.number_at.get(storage._cdata, -1)
+        return number if number >= 0 and self.made[number]() is storage else -1
+
+    def hold(self, number: int, tensor: torch.Tensor) -> None:
+        """Hold what forward has made, and see when somebody writes into it after forward."""
+        self.live[number] = tensor.untyped_storage()
+        if not tensor.is_inference():  # nobody writes into those where gradients are wanted
+            self.watched[number] = Watched(tensor)
+
+    def settle(self) -> None:
+        """Forward is over: nobody writes any more into what is held."""
+        for watched in self.watched.values():
+            watched.settle()
+
+    def put(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Hold another storage under this number: a copy, or one made again."""
+        self.live[number] = storage
+        self.watched.pop(number, None)
+
+    def release(self, number: int) -> None:
+        """Hold a storage no longer."""
+        self.arrive(number)
+        self.live.pop(number, None)
+        self.watched.pop(number, None)
+
+    def look_at(self, number: int) -> torch.UntypedStorage:
+        """What is held under this number, all there."""
+        self.arrive(number)
+        if number in self.watched:
+            self.watched[number].check()
+        return self.live[number]
 
     # -- swap ----------------------------------------------------------------------------------------------------------------
 
@@ -157,14 +239,16 @@ class Tape:
         swap = self.compiled.script.swaps[number]
         storage = self.made[number]()
         assert storage is not None, "the operation that has just run wrote it"
-        assert self.arena is not None
+        assert self.arenas is not None
+        arena = self.arenas[swap.tier]
         if number not in self.compiled.script.held:
             self.live.pop(number, None)
-        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == self.arena.device_type:
+            self.watched.pop(number, None)
+        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == arena.device_type:
             self.below[number] = storage.nbytes(), storage.device
-            self.leaving[number] = storage, self.arena.copy_down(storage, swap.offset)
+            self.leaving[number] = storage, arena.copy_down(storage, swap.offset)
         else:
-            self.live[number] = storage
+            self.put(number, storage)
 
     def let_go(self, number: int) -> None:
         """Wait for a copy down, and hold its storage no longer for it."""
@@ -176,14 +260,15 @@ class Tape:
         """Make room for a swapped storage, and begin to copy it up."""
         if number not in self.below:
             return  # it was held
-        if self.arena is None:
+        if self.arenas is None:
             raise EngineError(_LET_GO)
         self.let_go(number)
         self.arrive(number)
         size, device = self.below[number]
         storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        self.live[number] = storage
-        self.coming[number] = self.arena.copy_up(storage, self.compiled.script.swaps[number].offset)
+        self.put(number, storage)
+        swap = self.compiled.script.swaps[number]
+        self.coming[number] = self.arenas[swap.tier].copy_up(storage, swap.offset)
 
     def arrive(self, number: int) -> None:
         """Wait for a copy up."""
@@ -191,24 +276,18 @@ class Tape:
         if copy is not None:
             copy.wait()
 
-    def release(self, number: int) -> None:
-        """Hold a storage no longer."""
-        self.arrive(number)
-        self.live.pop(number, None)
-
     def keep_value(self, storage: torch.UntypedStorage) -> None:
         """Hold what is in a storage now: it is about to be written into, and not by the plan."""
         for number in [n for n, (leaving, _) in self.leaving.items() if leaving is storage]:
             self.let_go(number)
-        for number, held in self.live.items():
-            if held is storage:
-                self.live[number] = storage.clone()
+        for number in [n for n, held in self.live.items() if held is storage]:
+            self.put(number, storage.clone())
 
     def end(self) -> None:
-        """Nothing will be asked for any more: give the lower tier back."""
-        if self.lower_tier is not None:
-            self.lower_tier.give_back(self)
-            self.arena = None
+        """Nothing will be asked for any more: give the lower tiers back."""
+        if self.lower_tiers is not None:
+            self.lower_tiers.give_back(self)
+            self.arenas = None
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -252,11 +331,9 @@ class Tape:
         return self._view(handle, storage_number)
 
     def _view(self, handle: Handle, number: int) -> torch.Tensor:
-        self.arrive(number)
-        storage = self.live.get(number)
-        if storage is None:
+        if number not in self.live:
             raise EngineError(_LET_GO)
-        return _looked_at(handle, storage)
+        return _looked_at(handle, self.look_at(number))
 
     def _make(self, number: int) -> None:
         if number in self.below:
@@ -293,22 +370,18 @@ class Tape:
                 results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
                 for output, number, _ in made:
                     self.arrive(number)
-                    self.live[number] = results[output].untyped_storage()
+                    self.put(number, results[output].untyped_storage())
             self.reruns += 1
 
     def _argument(self, value: Any) -> Any:
         if type(value) is Argument:
             if value.place >= 0:
-                self.arrive(value.place)
-                storage = self.live[value.place]
+                storage = self.look_at(value.place)
             else:
                 assert value.storage is not None
                 storage = value.storage
                 if value.base is not None and value.base._version != value.version:
-                    raise RuntimeError(
-                        f"a tensor of shape {tuple(value.base.shape)} needed to rebuild what backward reads was changed in place "
-                        f"after forward (version {value.base._version}, expected {value.version})"
-                    )
+                    raise _written_after(value.base, value.version)
             return _looked_at(value, storage)
         if type(value) in (list, tuple):
             return type(value)(self._argument(v) for v in value)
@@ -363,10 +436,12 @@ class Follower(TorchDispatchMode):
     Args:
         compiled: what to follow.
         retain: backward may run more than once; nothing is let go early.
-        lower_tier: where to swap to, for a script that does.
+        lower_tiers: where to swap to, for a script that does.
     """
 
-    def __init__(self, compiled: CompiledScript, *, retain: bool = False, lower_tier: LowerTier | None = None) -> None:
+    def __init__(
+        self, compiled: CompiledScript, *, retain: bool = False, lower_tiers: LowerTiers | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
         self.tape = Tape(compiled, retain=retain)
@@ -378,9 +453,9 @@ class Follower(TorchDispatchMode):
         self._count = compiled.count
         self._wanted = compiled.script.wanted
         if compiled.script.swaps:
-            assert lower_tier is not None, "an engine whose plan swaps has a lower tier"
-            self.tape.lower_tier, self.tape.arena = lower_tier, lower_tier.lend(self.tape)
-            if self.tape.arena is None:
+            assert lower_tiers is not None, "an engine whose plan swaps has lower tiers"
+            self.tape.lower_tiers, self.tape.arenas = lower_tiers, lower_tiers.lend(self.tape)
+            if self.tape.arenas is None:
                 self._depart(
                     "an earlier forward, whose backward has not run yet, still has what it swapped on the lower tier"
                 )
@@ -394,6 +469,7 @@ class Follower(TorchDispatchMode):
             self._depart(f"forward ended after {self.index} operations, the plan has {self._count}")
         if self.departure is None and self.save != len(self.compiled.script.saves):
             self._depart(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
+        self.tape.settle()
         for number in list(self.tape.leaving):  # after a departure
             self.tape.let_go(number)
 
@@ -426,6 +502,12 @@ class Follower(TorchDispatchMode):
 
     def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled, tape = self.compiled, self.tape
+        writes = compiled.script.writes.get(index)
+        if writes is not None and writes != tuple(
+            dict.fromkeys(tape.number_of(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
+        ):
+            self._depart(f"operation {index} ({func}) writes into another tensor than in the plan")
+            return self._unplanned(func, args, kwargs)
         places = compiled.recorded[index]
         if places is not None and not self._note(index, func, args, kwargs, places):
             self._depart(f"operation {index} ({func}) reads other tensors than in the plan")
@@ -445,9 +527,9 @@ class Follower(TorchDispatchMode):
                         f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
                     )
                     return result
-                tape.made[number] = weakref.ref(storage)
+                tape.know(number, storage)
                 if number in held or number in compiled.script.swaps:
-                    tape.live[number] = storage
+                    tape.hold(number, results[output])
         for number in compiled.leaving.get(index, ()):
             tape.send(number)
         for number in compiled.gone.get(index, ()):

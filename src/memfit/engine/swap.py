@@ -1,8 +1,10 @@
-"""Copies between a device and the memory tier below it, beside the computing: a GPU and pinned host memory, main memory and a disk.
+"""Copies between a device and the memory tiers below it, beside the computing: a GPU, pinned host memory and a disk; main memory and a disk.
 
-All that a step swaps lies in one *arena*, allocated before the run, so that no room runs out in the middle of a step and nothing is allocated for a copy.
-Each direction is one queue: a stream on a GPU, a thread on a CPU (`pwrite` and `pread` let the interpreter go on). When a copy begins and when it is waited
-for is the script's business (`saved`); here nothing is decided.
+All that a step swaps to one tier lies in one *arena*, allocated before the run, so that no room runs out in the middle of a step and nothing is
+allocated for a copy. Each direction of each arena is one queue: a stream to a GPU's host, a thread to a disk (`pwrite` and `pread` let the interpreter go
+on). When a copy begins and when it is waited for is the script's business (`saved`); here nothing is decided.
+
+From a GPU to a disk bytes pass through two small pinned pieces for each direction: while one is written to the disk, the other is filled.
 
 The disk is read and written, not mapped: what a mapping holds in memory is up to the kernel, and a page that cannot be written back ends the process with a
 signal where a write raises an error.
@@ -17,16 +19,23 @@ import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Final
 
 import torch
 
 from memfit.errors import EngineError
+from memfit.plans import TIERS
 from memfit.units import format_bytes
 
 Storage = torch.UntypedStorage
+
+STAGE_BYTES: Final = (
+    4 << 20
+)  # of one piece on its way between a GPU and a disk: long enough for the disk, short enough to be pinned
+STAGES_BYTES: Final = 4 * STAGE_BYTES  # of the host, where there is a disk below it: two pieces for each direction
 
 
 def swap_folder() -> Path:
@@ -52,7 +61,7 @@ class Copy(ABC):
 
 
 class Arena(ABC):
-    """Room on the lower tier, and what copies into and out of it.
+    """Room on one lower tier, and what copies into and out of it.
 
     Attributes:
         bytes: how many.
@@ -83,25 +92,23 @@ class Arena(ABC):
 
 
 class _DiskCopy(Copy):
-    __slots__ = ("_done", "_failure", "move", "offset", "storage")
+    __slots__ = ("_done", "_failure", "carry", "offset", "storage")
 
-    def __init__(self, storage: Storage, offset: int, move: _Move) -> None:
+    def __init__(self, storage: Storage, offset: int, carry: _Carry) -> None:
         self.storage: Storage | None = storage
         self.offset = offset
-        self.move = move
+        self.carry = carry
         self._done = threading.Event()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def run(self, file: int) -> None:
         """In the thread of its direction."""
         storage = self.storage
         assert storage is not None
         try:
-            self.move(
-                file, memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())), self.offset
-            )
-        except OSError as error:
-            self._failure = error
+            self.carry(file, storage, self.offset)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on and who waits is told
+            self._failure = error.with_traceback(None)  # its frames hold the storage
         # Where the engine still holds it, it goes at the moment of the plan, not whenever the disk is done.
         del storage
         self.storage = None
@@ -113,17 +120,28 @@ class _DiskCopy(Copy):
             raise _failed(self._failure)
 
 
-_Move = Callable[[int, memoryview, int], None]
+_Carry = Callable[[int, Storage, int], None]
 
 
-def _failed(error: OSError) -> EngineError:
-    if error.errno == errno.ENOSPC:
+def _failed(error: Exception) -> EngineError:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return EngineError(
             "the disk is full, and what was swapped to it could not be written: the step was not taken; make room, or set MEMFIT_SWAP_DIR to another disk"
         )
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return EngineError(
-        f"what was swapped to disk could not be copied ({error.strerror or error}): the step was not taken; set MEMFIT_SWAP_DIR to another disk"
+        f"what was swapped to disk could not be copied ({why}): the step was not taken; set MEMFIT_SWAP_DIR to another disk"
     )
+
+
+def _memory(storage: Storage) -> memoryview:
+    """The bytes of a storage in main memory."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def _bytes_of(storage: Storage) -> torch.Tensor:
+    """The bytes of a storage, wherever it lies."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _write(file: int, memory: memoryview, offset: int) -> None:
@@ -158,9 +176,14 @@ def _shut(file: int, queues: list[SimpleQueue[_DiskCopy | None]], threads: list[
 class DiskArena(Arena):
     """A file without a name, so that nobody can delete or cut it and nothing is left behind, and one thread for each direction.
 
+    Attributes:
+        budget: what the user gives room here with.
+
     Raises:
         EngineError: there is no room for it.
     """
+
+    budget = "host_budget"
 
     def __init__(self, size: int, folder: Path | None = None) -> None:
         folder = folder or swap_folder()
@@ -179,7 +202,7 @@ class DiskArena(Arena):
             os.close(file)
             raise EngineError(
                 f"the plan swaps {format_bytes(size)} to disk, and {folder} has {format_bytes(free.f_bavail * free.f_frsize)} free ({error.strerror}): make "
-                "room, set MEMFIT_SWAP_DIR to another disk, or plan with a smaller host_budget"
+                f"room, set MEMFIT_SWAP_DIR to another disk, or plan with a smaller {self.budget}"
             ) from error
         self._down: SimpleQueue[_DiskCopy | None] = SimpleQueue()
         self._up: SimpleQueue[_DiskCopy | None] = SimpleQueue()
@@ -196,15 +219,23 @@ class DiskArena(Arena):
 
     def copy_down(self, storage: Storage, offset: int) -> Copy:
         """Put it into the queue down."""
-        copy = self._last[0] = _DiskCopy(storage, offset, _write)
+        copy = self._last[0] = _DiskCopy(storage, offset, self._carry_down())
         self._down.put(copy)
         return copy
 
     def copy_up(self, storage: Storage, offset: int) -> Copy:
         """Put it into the queue up."""
-        copy = self._last[1] = _DiskCopy(storage, offset, _read)
+        copy = self._last[1] = _DiskCopy(storage, offset, self._carry_up())
         self._up.put(copy)
         return copy
+
+    def _carry_down(self) -> _Carry:
+        """What is to be done in the thread down, for a copy that begins now."""
+        return lambda file, storage, offset: _write(file, _memory(storage), offset)
+
+    def _carry_up(self) -> _Carry:
+        """The same of the thread up."""
+        return lambda file, storage, offset: _read(file, _memory(storage), offset)
 
     def settle(self) -> None:
         """Wait for the end of both queues."""
@@ -265,7 +296,7 @@ class HostArena(Arena):
     def _copy(self, storage: Storage, offset: int, stream: torch.cuda.Stream, *, down: bool) -> Copy:
         size = storage.nbytes()
         place = self._buffer[offset : offset + size]
-        seen = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
+        seen = _bytes_of(storage)
         # After what computed the storage or, where it is fresh, after what used its memory before.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event()
@@ -300,57 +331,182 @@ class HostArena(Arena):
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
-# -- whose it is -------------------------------------------------------------------------------------------------------------
+# -- a GPU and a disk, through the host --------------------------------------------------------------------------------------
 
 
-class LowerTier:
-    """The arena of an engine, lent to one followed forward at a time, until its backward is done.
+class _Stage:
+    """Two pieces of the host's memory that the bytes of one direction pass through, one thread's own.
 
-    Args:
-        device: of the model; what lies below it is the host for a GPU and the disk for a CPU.
+    Where the device is main memory itself, which is how tests run it, pieces are not pinned and copies into them done at once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.arena: Arena | None = None
+        pinned = device.type == "cuda"
+        self._pieces = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if pinned else None
+        self._device = device
+
+    def now(self) -> torch.cuda.Event | None:
+        """For `write` and `read`: what the device was given to compute so far comes before the copy."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+        if self._stream is None:
+            into.copy_(source)
+            return None
+        event = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def _begin(self, storage: Storage, after: torch.cuda.Event | None) -> tuple[torch.Tensor, range]:
+        if self._stream is not None and after is not None:
+            self._stream.wait_event(after)
+        return _bytes_of(storage), range(0, storage.nbytes(), STAGE_BYTES)
+
+    def write(self, file: int, storage: Storage, offset: int, after: torch.cuda.Event | None) -> None:
+        """From the device to the file; comes back when the storage may be let go."""
+        seen, starts = self._begin(storage, after)
+        filled: list[tuple[torch.Tensor, torch.cuda.Event | None, int]] = []
+        for number, start in enumerate((*starts, -1)):
+            if start >= 0:
+                part = seen[start : start + STAGE_BYTES]
+                piece = self._pieces[number % 2][: len(part)]
+                filled.append((piece, self._copy(piece, part), offset + start))
+            if filled and (len(filled) == 2 or start < 0):
+                piece, event, place = filled.pop(0)
+                if event is not None:
+                    event.synchronize()
+                _write(file, _memory(piece.untyped_storage())[: len(piece)], place)
+
+    def read(self, file: int, storage: Storage, offset: int, after: torch.cuda.Event | None) -> None:
+        """From the file to the device; comes back when the storage may be read."""
+        seen, starts = self._begin(storage, after)
+        events: list[torch.cuda.Event | None] = [None, None]
+        for number, start in enumerate(starts):
+            part = seen[start : start + STAGE_BYTES]
+            piece = self._pieces[number % 2][: len(part)]
+            used = events[number % 2]
+            if used is not None:
+                used.synchronize()
+            _read(file, _memory(piece.untyped_storage())[: len(piece)], offset + start)
+            events[number % 2] = self._copy(part, piece)
+        for used in events:
+            if used is not None:
+                used.synchronize()
+
+
+class StagedDiskArena(DiskArena):
+    """A disk below a GPU's host: a file as above, whose two threads pass bytes through pieces of pinned memory.
+
+    Raises:
+        EngineError: the disk has no room for it, or the host none for the pieces.
+    """
+
+    budget = "disk_budget"
+
+    def __init__(self, size: int, device: torch.device, folder: Path | None = None) -> None:
+        try:
+            self._stages = _Stage(device), _Stage(device)
+        except RuntimeError as error:
+            raise EngineError(
+                f"the plan swaps to disk through {format_bytes(STAGES_BYTES)} of the host, which cannot pin as much ({str(error).splitlines()[0]}): plan "
+                "without disk_budget"
+            ) from error
+        super().__init__(size, folder)
+        self.device_type = device.type
+
+    def _carry_down(self) -> _Carry:
+        stage = self._stages[0]
+        after = stage.now()
+        return lambda file, storage, offset: stage.write(file, storage, offset, after)
+
+    def _carry_up(self) -> _Carry:
+        stage = self._stages[1]
+        after = stage.now()
+        return lambda file, storage, offset: stage.read(file, storage, offset, after)
+
+
+# -- whose it is -------------------------------------------------------------------------------------------------------------
+
+
+Makers = Mapping[str, Callable[[int], Arena]]
+"""Of each tier by its name, the nearest first: what makes an arena of so many bytes there."""
+
+
+def tiers_below(device: torch.device) -> Makers:
+    """The tiers below a device. All that is below a CPU is its disk, whatever tiers a plan knows that was made for a GPU."""
+    if device.type == "cuda":
+        return {"host": lambda size: HostArena(size, device), "disk": lambda size: StagedDiskArena(size, device)}
+    return dict.fromkeys(TIERS, DiskArena)
+
+
+class LowerTiers:
+    """The arenas of an engine, one on each tier that is used, lent to one followed forward at a time, until its backward is done.
+
+    Args:
+        makers: of the tiers below the engine's device.
+    """
+
+    def __init__(self, makers: Makers) -> None:
+        self._makers = makers
+        self.arenas: dict[str, Arena] = {}
         self._borrower: weakref.ref[object] | None = None
 
-    def reserve(self, size: int) -> None:
-        """Have room for so many bytes.
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Have room for so many bytes on each tier.
 
         Raises:
             EngineError: there is none; what was reserved before is still there.
         """
-        if size == 0 or (self.arena is not None and self.arena.bytes >= size):
-            return
-        larger = HostArena(size, self.device) if self.device.type == "cuda" else DiskArena(size)
-        self.close()
-        self.arena = larger
+        larger: dict[str, Arena] = {}
+        try:
+            for tier, size in sizes.items():
+                if tier not in self.arenas or self.arenas[tier].bytes < size:
+                    larger[tier] = self._makers[tier](size)
+        except BaseException:
+            for arena in larger.values():
+                arena.close()
+            raise
+        for tier, arena in larger.items():
+            if tier in self.arenas:
+                self.arenas[tier].close()
+            self.arenas[tier] = arena
+        if larger:
+            self._borrower = None
 
-    def lend(self, borrower: object) -> Arena | None:
-        """The arena, until `give_back` or the end of the borrower; None while another one has it."""
-        if self.arena is None or (self._borrower is not None and self._borrower() is not None):
+    def lend(self, borrower: object) -> Mapping[str, Arena] | None:
+        """The arenas, until `give_back` or the end of the borrower; None while another one has them."""
+        if not self.arenas or (self._borrower is not None and self._borrower() is not None):
             return None
-        self.arena.settle()
-        arena = weakref.ref(self.arena)
+        self._settle()
+        tiers = weakref.ref(self)
 
         def settle(_: object) -> None:
-            if (left := arena()) is not None:
-                left.settle()
+            if (left := tiers()) is not None:
+                left._settle()
 
         self._borrower = weakref.ref(borrower, settle)
-        return self.arena
+        return dict(self.arenas)
 
     def give_back(self, borrower: object) -> None:
         """What the borrower left there is not needed any more."""
         if self._borrower is not None and self._borrower() is borrower:
             self._borrower = None
-            if self.arena is not None:
-                self.arena.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        for arena in self.arenas.values():
+            arena.settle()
 
     def close(self) -> None:
         """Give the room back."""
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        for arena in self.arenas.values():
+            arena.close()
+        self.arenas.clear()
         self._borrower = None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Final
 
+from memfit.planner.recipes import LAGS
 from memfit.planner.replay import Replay
 from memfit.planner.timeline import Reruns, Timeline
 
@@ -113,11 +114,16 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
     chance = random.Random(rounds)
     recipe_of, rebuildable = timeline.recipes.recipe_of, timeline.recipes.rebuildable
     first_uses = [(uses[0][0], recipe_of[s]) for s, uses in sorted(timeline.unpack_uses.items()) if s in rebuildable]
-    reloads = [
-        (timeline.recipes.begin(ways[1], uses[0][0]), ways[1])
-        for s, uses in sorted(timeline.unpack_uses.items())
-        if uses[0][0] >= timeline.trace.forward_events and (ways := timeline.recipes.reloads_of.get(s))
-    ]
+    ways_in = [first_uses]
+    for tier in range(len(timeline.recipes.tiers)):
+        middle = tier * len(LAGS) + 1
+        reloads = [
+            (timeline.recipes.begin(ways[middle], uses[0][0]), ways[middle])
+            for s, uses in sorted(timeline.unpack_uses.items())
+            if uses[0][0] >= timeline.trace.forward_events
+            and len(ways := timeline.recipes.reloads_of.get(s, ())) > middle
+        ]
+        ways_in += [reloads] if reloads else []
     begin, end = timeline.trace.forward_events, timeline.trace.pass_events
     length = SHAKEN * (end - begin)
     current = {e: list(rs) for e, rs in reruns.items()}
@@ -125,7 +131,7 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
     for number in range(rounds):
         start = begin + chance.random() * (end - begin - length)
         more = {e: set(rs) for e, rs in current.items()}
-        for event, recipe in reloads if reloads and number % 2 else first_uses:
+        for event, recipe in ways_in[number % len(ways_in)]:
             if start <= event < start + length:
                 more.setdefault(event, set()).add(recipe)
         plan = {e: sorted(rs, key=timeline.recipes.last_operation.__getitem__) for e, rs in sorted(more.items())}

@@ -4,14 +4,16 @@ A *recipe* is the operation that made a storage together with every operation th
 `bernoulli_` in place). Several outputs of one operation share its recipe. Running a recipe needs its inputs in their final state, so an operation
 that reads a storage before its last write has none.
 
-A *reload* is the other way to have a storage back: it is copied to the lower tier in forward, let go, and copied up again. It is a recipe too, without
-operations and inputs, so that plans, liveness and nesting (reload a boundary, recompute the interior from it) are the same for both.
+A *reload* is the other way to have a storage back: it is copied to a lower tier in forward, let go, and copied up again. It is a recipe too, without
+operations and inputs, so that plans, liveness and nesting (reload a boundary, recompute the interior from it) are the same for both. Where there are several
+tiers, a storage has reloads of its own from each.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -24,7 +26,7 @@ SMALL_CONSTANT_BYTES: Final = 4096
 # How much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for), some (a saturated
 # link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
 LAGS: Final = (0.0, 4.0, 16.0)
-ALIGNMENT_BYTES: Final = 4096  # of the places on the lower tier
+ALIGNMENT_BYTES: Final = 4096  # of the places on a lower tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """How one storage goes to the lower tier and comes back.
+    """How one storage goes to a lower tier and comes back.
 
     Attributes:
         storage: which.
@@ -61,6 +63,7 @@ class Reload:
             do not depend on how fast the link is that day.
         out_seconds, in_seconds: of the copies, alone on the link.
         lead_seconds: how much computing lies between the beginning of the copy up, for which room is taken then, and what reads it.
+        tier: number of the tier in `Recipes.tiers`.
     """
 
     storage: int
@@ -69,6 +72,7 @@ class Reload:
     out_seconds: float
     in_seconds: float
     lead_seconds: float
+    tier: int = 0
 
 
 class Recipes:
@@ -78,17 +82,19 @@ class Recipes:
 
     Args:
         trace: the step.
-        lower_tier: where storages may be swapped to; None for nowhere.
+        lower_tier: the nearest tier that storages may be swapped to, with those below it; None for nowhere.
 
     Attributes:
+        tiers: all of these, the nearest first.
         reloads: of each recipe that is a reload, how.
-        reloads_of: of each storage that may be swapped, its reloads, one for each of `LAGS`.
+        reloads_of: of each storage that may be swapped, its reloads: one for each of `LAGS` from the nearest tier, then from the next.
         clock: seconds of the plain step before each event, the engine's own included.
     """
 
     def __init__(self, trace: Trace, lower_tier: Link | None = None) -> None:
         self.trace = trace
         self.lower_tier = lower_tier
+        self.tiers: tuple[Link, ...] = lower_tier.chain if lower_tier is not None else ()
         self.managed: list[int] = [s for s, st in enumerate(trace.storages) if 0 <= st.birth < trace.forward_events]
         managed = set(self.managed)
         operations = trace.operations
@@ -143,8 +149,9 @@ class Recipes:
             seconds = operations[op].seconds if op >= 0 else 0.0
             seconds += trace.dispatch_seconds if op >= 0 and event < trace.forward_events else 0.0
             self.clock.append(self.clock[-1] + seconds)
-        if lower_tier is not None:
-            self._add_reloads(lower_tier, maker, last_write)
+        # The recipes of nearer tiers have the same numbers whatever lies below them.
+        for tier in range(len(self.tiers)):
+            self._add_reloads(tier, maker, last_write)
 
     def _stop_at_updates(self, updated: dict[int, int]) -> None:
         """Rule out recipes that read a parameter and may be asked for after its update: what they made would not be what forward made."""
@@ -219,18 +226,19 @@ class Recipes:
             )
         )
 
-    def _add_reloads(self, link: Link, maker: dict[int, int], last_write: dict[int, int]) -> None:
+    def _add_reloads(self, tier: int, maker: dict[int, int], last_write: dict[int, int]) -> None:
         """Reloads of whatever forward made and backward, or a recipe, reads: whether it can run again or draws random numbers does not matter here."""
-        trace = self.trace
+        trace, link = self.trace, self.tiers[tier]
         if trace.sized_by_values:
-            return  # the places on the lower tier are of fixed sizes
+            return  # the places on a lower tier are of fixed sizes
         events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
         ends = [self.clock[e + 1] for e in events]
         wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}
         for s in sorted(wanted & self.returned):
             size = trace.storages[s].bytes
             ready = max(self.event_of_operation[maker[s]], last_write.get(s, -1))
-            if size < link.least_bytes or ready >= trace.forward_events:
+            nearer = self.reloads_of.get(s, ())
+            if size < link.least_bytes or ready >= trace.forward_events or len(nearer) < tier * len(LAGS):
                 continue
             death = bisect_left(events, min(trace.storages[s].death, events[-1]))
             out_seconds, in_seconds = link.out_seconds(size), link.in_seconds(size)
@@ -239,12 +247,26 @@ class Recipes:
                 done = bisect_left(ends, self.clock[ready + 1] + lag * out_seconds)
                 gone_by = events[min(max(death, done, bisect_left(events, ready)), len(events) - 1)]
                 found.append(len(self.recipes))
-                self.reloads[len(self.recipes)] = Reload(s, ready, gone_by, out_seconds, in_seconds, lag * in_seconds)
+                self.reloads[len(self.recipes)] = Reload(
+                    s, ready, gone_by, out_seconds, in_seconds, lag * in_seconds, tier
+                )
                 self.recipes.append(Recipe((), (), (s,), 0.0, 0, size, runnable=True))
-            self.reloads_of[s] = tuple(found)
+            self.reloads_of[s] = (*nearer, *found)
+
+    def copied_down(self, reruns: Mapping[int, Sequence[int]]) -> dict[int, Reload]:
+        """How each storage that a plan swaps goes down: once, whatever reloads it has, so that which is gone last counts; of these the farthest."""
+        out: dict[int, Reload] = {}
+        for runs in reruns.values():
+            for recipe in runs:
+                reload = self.reloads.get(recipe)
+                if reload is not None:
+                    known = out.get(reload.storage)
+                    if known is None or (known.gone_by, known.tier) < (reload.gone_by, reload.tier):
+                        out[reload.storage] = reload
+        return out
 
     def place_bytes(self, storage: int) -> int:
-        """What a storage takes on the lower tier."""
+        """What a storage takes on a lower tier."""
         return -(-self.trace.storages[storage].bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def begin(self, reload: int, event: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from memfit.planner.recipes import LAGS
 from memfit.planner.timeline import Reruns, Timeline
 
 _AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
@@ -123,7 +124,7 @@ class Replay:
                 if event >= timeline.trace.forward_events:
                     # Copied down and up at once it is away for longest.
                     ways = [recipe_of[s]] if s in timeline.recipes.rebuildable else []
-                    for recipe in (*ways, *timeline.recipes.reloads_of.get(s, ())[:1]):
+                    for recipe in (*ways, *timeline.recipes.reloads_of.get(s, ())[:: len(LAGS)]):
                         out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
         wanted = sorted(out, key=lambda pair: (-out[pair], pair))
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}

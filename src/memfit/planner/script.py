@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from memfit.planner.recipes import Recipes, Reload
+from memfit.planner.recipes import Recipes
 from memfit.planner.timeline import Reruns
 from memfit.plans import KEPT, Script, Step, Swap
 
@@ -97,6 +97,12 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         )
         if entries:
             makes[number[op]] = entries
+    # Reruns of one tensor may read what forward writes into another: each write is checked, those that nothing runs again too.
+    writes = {
+        number[op]: tuple(dict.fromkeys(s if s in wanted else -1 for s in trace.operations[op].writes))
+        for op in forward
+        if trace.operations[op].writes
+    }
     return Script(
         tuple(trace.operations[op].name for op in forward),
         makes,
@@ -107,21 +113,19 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
         _swaps(recipes, reruns, number),
+        writes,
     )
 
 
 def _swaps(recipes: Recipes, reruns: Reruns, number: Mapping[int, int]) -> dict[int, Swap]:
-    """What goes to the lower tier, in the order in which it goes; every storage has a place of its own, as all are there when forward ends."""
-    chosen: dict[int, Reload] = {}
-    for recipe in (r for runs in reruns.values() for r in runs if r in recipes.reloads):
-        reload = recipes.reloads[recipe]
-        if reload.storage not in chosen or chosen[reload.storage].gone_by < reload.gone_by:
-            chosen[reload.storage] = reload
+    """What goes to lower tiers, in the order in which it goes; every storage has a place of its own, as all are there when forward ends."""
+    chosen = recipes.copied_down(reruns)
     events = recipes.trace.events
     out: dict[int, Swap] = {}
-    offset = 0
+    offsets = [0 for _ in recipes.tiers]
     for s, reload in sorted(chosen.items(), key=lambda item: (item[1].ready, item[0])):
         begin, gone_by = number[events[reload.ready]], number[events[reload.gone_by]]
-        out[s] = Swap(offset, recipes.trace.storages[s].bytes, begin, gone_by)
-        offset += recipes.place_bytes(s)
+        tier = recipes.tiers[reload.tier].tier
+        out[s] = Swap(offsets[reload.tier], recipes.trace.storages[s].bytes, begin, gone_by, tier)
+        offsets[reload.tier] += recipes.place_bytes(s)
     return out

@@ -24,7 +24,7 @@ from memfit.planner.script import compile_script
 from memfit.planner.swapping import SwapSolver, why_nothing_swaps
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
-from memfit.plans import ModuleSaving, Plan, Prediction
+from memfit.plans import ModuleSaving, Plan, Prediction, TierUse
 from memfit.trace import Trace
 from memfit.units import format_bytes, format_seconds
 
@@ -47,7 +47,7 @@ class Search:
         fixed_micro_batches: the user's choice, or None.
         ways: how else the step may be run, each with one micro-batch; the first is the step as the user has it, and what "plain" means.
         refused: ways that were asked for or allowed and cannot be taken, each with its reason.
-        lower_tier: where storages may be swapped to; None for nowhere.
+        lower_tier: the nearest tier that storages may be swapped to, with those below it; None for nowhere.
         state_bytes: of the optimizer in 32 bits, which lie on the lower tier in some ways; in 8 bits they leave some of that room unused.
         layers: that are streamed in some ways, and what is in no block.
     """
@@ -74,11 +74,14 @@ class Search:
         return self._solvers[choices]
 
     def _room_for_swaps(self, choices: Choices) -> Link | None:
-        """The lower tier without what the optimizer's state takes of it."""
-        tier = self.lower_tier
-        if tier is None or tier.room_bytes is None or choices.state_place == "device":
-            return tier
-        return replace(tier, room_bytes=max(0, tier.room_bytes - self.state_bytes))
+        """The lower tiers without what the optimizer's state takes of the one where it lies."""
+        left: Link | None = None
+        for link in reversed(self.lower_tier.chain if self.lower_tier is not None else ()):
+            room = link.room_bytes
+            if room is not None and choices.state_place == link.tier:
+                room = max(0, room - self.state_bytes)
+            left = replace(link, room_bytes=room, below=left)
+        return left
 
     def _not_swapped(self) -> list[str]:
         """Why nothing can be swapped, where the user gave room for it."""
@@ -168,8 +171,7 @@ class Search:
                     f"{name}: {format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best.seconds)}"
                 )
                 break
-            # Plain is let through at its own peak to the byte: what the slack is for, plain PyTorch needs as well.
-            plainly = solver.needed(solver.plain) + self.extra_bytes <= budget_bytes
+            plainly = self.budget_for(solver, solver.plain) <= budget_bytes
             solution = solver.plain if plainly else solver.fitting(room)
             if solution is None:
                 turned_down.append(
@@ -249,7 +251,8 @@ class Search:
 
     def budget_for(self, solver: Solver, solution: Solution) -> int:
         """The smallest budget in which a plan is let through."""
-        slack = SLACK_BYTES if solution.reruns else 0  # plain is let through at its own peak
+        # Plain is let through at its own peak: what the slack is for, plain PyTorch needs as well. A streamed step is not that of plain PyTorch.
+        slack = SLACK_BYTES if solution.reruns or solver.trace.choices.streamed else 0
         return solver.needed(solution) + self.extra_bytes + slack
 
     def plain_peak(self) -> int:
@@ -347,6 +350,15 @@ class Search:
             copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
             exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
             varies_bytes=solver.draws.varies(solution.reruns),
+            tiers=tuple(
+                TierUse(
+                    link.tier,
+                    sum(trace.storages[s].bytes for s in link.swapped),
+                    trace.micro_batches * link.copy_seconds,
+                    trace.micro_batches * link.exposed_seconds,
+                )
+                for link in copying.links
+            ),
         )
         names = sorted({*kept, *dropped, *below, *again})
         return Plan(

@@ -5,8 +5,8 @@ is alive from when it is made until its last use before it is made again. Uses a
 reruns. The engine does the same, operation by operation; `tests/engine` compares the two.
 
 A storage that is reloaded is *swapped*: its first copy lives at least until the moment at which its copy down is waited for (`Reload.gone_by`), and the
-next from where its copy up begins. Both moments are the plan's, so bytes are as exact as without; what the link adds is seconds, which a walk over its
-two queues tells (`Timeline.copying`).
+next from where its copy up begins. Both moments are the plan's, so bytes are as exact as without; what the links add is seconds, which a walk over the
+two queues of each tells (`Timeline.copying`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,60 @@ from typing import Any
 
 import numpy as np
 
-from memfit.planner.recipes import Recipes, Reload
+from memfit.planner.recipes import Recipes
 from memfit.trace import BEFORE_STEP, Category, Trace
 
 Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
 
 @dataclass(frozen=True, slots=True)
-class Copying:
-    """What goes over the link in one micro-batch.
+class Carried:
+    """What goes over one link in one micro-batch.
 
     Attributes:
+        tier: to which it leads.
         swapped: storages that are copied down, and up again.
-        lower_bytes: what they take on the lower tier.
+        lower_bytes: what they take on that tier.
         copy_seconds: the link is busy, both ways together.
         exposed_seconds: of these, computing waits.
     """
 
-    swapped: frozenset[int] = frozenset()
-    lower_bytes: int = 0
-    copy_seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    tier: str
+    swapped: frozenset[int]
+    lower_bytes: int
+    copy_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What goes over all links in one micro-batch.
+
+    Attributes:
+        links: those that carry something, the nearest tier first.
+    """
+
+    links: tuple[Carried, ...] = ()
+
+    @property
+    def swapped(self) -> frozenset[int]:
+        """Storages that are copied down, and up again."""
+        return frozenset().union(*(link.swapped for link in self.links))
+
+    @property
+    def lower_bytes(self) -> int:
+        """What they take on all tiers."""
+        return sum(link.lower_bytes for link in self.links)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Links are busy, each for itself, both ways together."""
+        return sum(link.copy_seconds for link in self.links)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of these, computing waits."""
+        return sum(link.exposed_seconds for link in self.links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,73 +229,79 @@ class Timeline:
     def copying(self, reruns: Reruns) -> Copying:
         """What the copies of a plan take, and how much of that computing does not hide.
 
-        One queue in each direction, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both share slows neither
-        down here: the bandwidths are measured, and what is left shows in the rehearsal.
+        One queue in each direction of each link, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both
+        share slows neither down here: the bandwidths are measured, and what is left shows in the rehearsal.
         """
         reloads, clock = self.recipes.reloads, self.recipes.clock
         if not reloads:
             return Copying()
-        chosen: dict[int, Reload] = {}
-        copies = 0
-        copy_seconds = 0.0
-        for runs in reruns.values():
-            for recipe in runs:
-                if recipe in reloads:
-                    reload = reloads[recipe]
-                    copies += 1
-                    copy_seconds += reload.in_seconds
-                    if reload.storage not in chosen or chosen[reload.storage].gone_by < reload.gone_by:
-                        chosen[reload.storage] = reload
-        if not copies:
+        chosen = self.recipes.copied_down(reruns)
+        if not chosen:
             return Copying()
-        copy_seconds += sum(r.out_seconds for r in chosen.values())
+        tiers = range(len(self.recipes.tiers))
+        busy = [sum(r.out_seconds for r in chosen.values() if r.tier == tier) for tier in tiers]
+        waited = [0.0 for _ in tiers]
         # [1] Down: begun once a storage is written, waited for where the plan lets it go.
-        delay = free = 0.0
+        delay = 0.0
+        free = [0.0 for _ in tiers]
         done: dict[int, float] = {}
         moments = [(r.ready, False, s) for s, r in chosen.items()] + [(r.gone_by, True, s) for s, r in chosen.items()]
         for event, waits, s in sorted(moments):
-            now = clock[event + 1] + delay
-            if waits:
-                delay += max(0.0, done[s] - now)
-            else:
-                free = done[s] = max(free, now) + chosen[s].out_seconds
+            now, tier = clock[event + 1] + delay, chosen[s].tier
+            if not waits:
+                free[tier] = done[s] = max(free[tier], now) + chosen[s].out_seconds
+            elif done[s] > now:
+                waited[tier] += done[s] - now
+                delay += done[s] - now
         # [2] Up: begun at an unpack, waited for by whatever reads it first. Recipes run meanwhile hide copies as well.
         table = self.recipes.recipes
-        free = computed = 0.0
+        free = [0.0 for _ in tiers]
         coming: dict[int, float] = {}
         asked = {event for s in chosen for event, _ in self.unpack_uses.get(s, ())}
+
+        def wait(s: int, event: int) -> float:
+            late = max(0.0, coming.pop(s) - clock[event] - delay) if s in coming else 0.0
+            waited[chosen[s].tier] += late
+            return late
+
         for event in sorted(asked.union(reruns)):
             for recipe in reruns.get(event, ()):
-                now = clock[event] + delay
                 if recipe in reloads:
                     s = reloads[recipe].storage
-                    free = coming[s] = max(free, now, done[s]) + reloads[recipe].in_seconds
+                    way = chosen[s]
+                    free[way.tier] = coming[s] = max(free[way.tier], clock[event] + delay, done[s]) + way.in_seconds
+                    busy[way.tier] += way.in_seconds
                     continue
                 for s in table[recipe].inputs:
                     if s in coming:
-                        delay += max(0.0, coming.pop(s) - clock[event] - delay)
-                seconds = self.run_seconds(recipe)
-                delay += seconds
-                computed += seconds
+                        delay += wait(s, event)
+                delay += self.run_seconds(recipe)
             s = self.saves_at[event]
             if s in coming:
-                delay += max(0.0, coming.pop(s) - clock[event] - delay)
+                delay += wait(s, event)
+        carried = [frozenset(s for s, way in chosen.items() if way.tier == tier) for tier in tiers]
         return Copying(
-            frozenset(chosen), sum(map(self.recipes.place_bytes, chosen)), copy_seconds, max(0.0, delay - computed)
+            tuple(
+                Carried(link.tier, own, sum(map(self.recipes.place_bytes, own)), seconds, exposed)
+                for link, own, seconds, exposed in zip(self.recipes.tiers, carried, busy, waited, strict=True)
+                if own
+            )
         )
 
     def link_seconds(self, recipe: int) -> float:
-        """What a reload keeps the link busy, down and up; 0 for what computes."""
+        """What a reload keeps its link busy, down and up; 0 for what computes."""
         reload = self.recipes.reloads.get(recipe)
         return reload.out_seconds + reload.in_seconds if reload is not None else 0.0
 
     def has_room(self, reruns: Reruns) -> bool:
-        """Whether what a plan swaps has room on the lower tier."""
-        link, reloads = self.recipes.lower_tier, self.recipes.reloads
-        if link is None or link.room_bytes is None:
+        """Whether what a plan swaps has room on the tiers it goes to."""
+        rooms = [link.room_bytes for link in self.recipes.tiers]
+        if all(room is None for room in rooms):
             return True
-        swapped = {reloads[r].storage for runs in reruns.values() for r in runs if r in reloads}
-        return sum(map(self.recipes.place_bytes, swapped)) <= link.room_bytes
+        taken = [0 for _ in rooms]
+        for s, reload in self.recipes.copied_down(reruns).items():
+            taken[reload.tier] += self.recipes.place_bytes(s)
+        return all(room is None or size <= room for size, room in zip(taken, rooms, strict=True))
 
     def floor(self) -> Any:
         """Bytes at each event when every storage that forward saved and can rebuild goes as early as it can, and none is rebuilt."""

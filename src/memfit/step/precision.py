@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from memfit.errors import NonFiniteLossError
 
 FORMATS: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Each skipped step halves the scale. It starts at 2**16, so by then gradients that are scaled down 16,000 times still overflow.
+# Each skipped step halves the scale (under torch's rule). It starts at 2**16, so by then gradients that are scaled down 16,000 times still overflow.
 MOST_SKIPPED: Final = 30
 
 
@@ -39,6 +40,60 @@ def why_not_scaled(model: torch.nn.Module) -> str | None:
     return f"it keeps parameters in 32 bits and casts them in forward, and {name} is fp16 already (model.float() converts it)"
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleRule:
+    """How the scale moves where it does not move in torch's way: as in DeepSpeed, whose configurations say it (deepspeed/runtime/fp16/loss_scaler.py).
+
+    Attributes:
+        initial: the scale of the first step.
+        constant: it stays so; the others do not count then.
+        window: steps without overflow after which it doubles, and again after as many.
+        least: below which it does not fall.
+        hysteresis: the how manieth overflow halves it first; those before are only skipped.
+        refilled: a step without overflow makes `hysteresis` count anew; else only a scale that doubles does.
+    """
+
+    initial: float
+    constant: bool = False
+    window: int = 1000
+    least: float = 1.0
+    hysteresis: int = 1
+    refilled: bool = False
+
+
+@dataclass(slots=True)
+class _Course:
+    """Where a scale is under its rule.
+
+    Attributes:
+        steps: so far, skipped ones too.
+        last_overflow: number of the last step that overflowed.
+        left: of the hysteresis.
+    """
+
+    steps: int = 0
+    last_overflow: int = -1
+    left: int = 1
+
+    def next(self, rule: ScaleRule, scale: float, *, overflowed: bool) -> float:
+        """The scale after a step."""
+        if overflowed:
+            if rule.hysteresis == 1 or self.left == 1:
+                scale = max(scale / 2.0, rule.least)
+            else:
+                self.left -= 1
+            self.last_overflow = self.steps
+        else:
+            if rule.refilled:
+                self.left = rule.hysteresis
+            stable = self.steps - self.last_overflow - 1
+            if stable > 0 and stable % rule.window == 0:
+                self.left = rule.hysteresis
+                scale *= 2.0
+        self.steps += 1
+        return scale
+
+
 class Scaling:
     """torch's gradient scaler, with what a step that happens whole or not at all needs of it.
 
@@ -52,11 +107,19 @@ class Scaling:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.rule: ScaleRule | None = None
+        self._course = _Course()
         self.scaler = self._fresh()
         self.skipped_in_a_row = 0
 
+    def follow(self, rule: ScaleRule) -> None:
+        """Begin with the scale of a rule, and move it as that says from now on."""
+        self.rule, self._course = rule, _Course(left=rule.hysteresis)
+        self.scaler, self.skipped_in_a_row = self._fresh(), 0
+
     def _fresh(self, state: Mapping[str, Any] | None = None) -> torch.amp.GradScaler:
-        scaler = torch.amp.GradScaler(self.device.type)
+        kind = self.device.type
+        scaler = torch.amp.GradScaler(kind) if self.rule is None else torch.amp.GradScaler(kind, self.rule.initial)
         if state is not None:
             scaler.load_state_dict(dict(state))
         scaler.scale(
@@ -71,9 +134,16 @@ class Scaling:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer unless a gradient is infinite or no number, and adjust the scale; whether it stepped."""
         before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        taken = self.scaler.get_scale() >= before  # it falls when, and only when, a step is skipped
+        if self.rule is None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            taken = self.scaler.get_scale() >= before  # it falls when, and only when, a step is skipped
+        else:
+            found = self.scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - known since `unscale`, told to nobody
+            taken = not any(value.item() for value in found.values())
+            self.scaler.step(optimizer)
+            following = before if self.rule.constant else self._course.next(self.rule, before, overflowed=not taken)
+            self.scaler.update(following)
         self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
         return taken
 
@@ -97,9 +167,13 @@ class Scaling:
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a snapshot."""
-        return {"scaler": self.scaler.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
+        course = self._course
+        kept = {"scaler": self.scaler.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
+        return kept if self.rule is None else {**kept, "course": (course.steps, course.last_overflow, course.left)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`, from any point of a step: a new scaler knows of no gradients unscaled already."""
+        if self.rule is not None and "course" in state:  # of a run without a rule there is only a scale to go on from
+            self._course = _Course(*state["course"])
         self.scaler = self._fresh(state["scaler"])
         self.skipped_in_a_row = state["skipped_in_a_row"]

@@ -39,6 +39,7 @@ class StepProgram:
         clip_norm: largest global gradient norm; None for no clipping.
         choices: how the step is run, but for its micro-batches, which the caller splits, and what it freezes, which is frozen in the model.
         scaling: of the gradients; needed where `choices` say fp16 and there is an optimizer.
+        backward: called with the loss and the gradient it begins with (None for one) in place of the loss's own backward.
     """
 
     model: torch.nn.Module
@@ -47,6 +48,7 @@ class StepProgram:
     clip_norm: float | None = None
     choices: Choices = PLAIN
     scaling: Scaling | None = None
+    backward: Callable[[torch.Tensor, torch.Tensor | None], object] = torch.Tensor.backward
 
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
@@ -99,10 +101,7 @@ class StepProgram:
             )
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
         with around_backward or nullcontext():
-            if weight is None:
-                scaled.backward()
-            else:
-                scaled.backward(torch.full_like(scaled.detach(), weight))
+            self.backward(scaled, None if weight is None else torch.full_like(scaled.detach(), weight))
         return loss.detach()
 
     @property

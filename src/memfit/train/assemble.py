@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from memfit.batches import LossFunction
+from memfit.dialects.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.errors import ConfigError, InputError
 from memfit.step.program import OptimizerFactory
 from memfit.train import readers, text
+from memfit.train.beside import TOTAL
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
 
@@ -45,6 +47,7 @@ class Assembly:
         batches: to train on.
         validation: to evaluate on; None when there is none.
         notes: what the reader should know, such as texts that were cut.
+        door: to the DeepSpeed configuration beside the run's own; None where there is none.
     """
 
     model: torch.nn.Module
@@ -53,6 +56,7 @@ class Assembly:
     batches: Batches
     validation: Batches | None
     notes: tuple[str, ...]
+    door: FromDeepSpeed | None = None
 
 
 def assemble(config: Config, progress: Callable[[str, float], None] | None = None, *, weights: bool = True) -> Assembly:
@@ -80,16 +84,37 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     say("reading the data", 0.0)
     training, validation, notes = read_data(config, model)
     size = config.fit.global_batch
+    door = open_door(config)
+    optimizer: OptimizerFactory = partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings())
+    if door is not None:
+        optimizer = door.optimizer if door.config.optimizer is not None else optimizer
+        notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in door.notices))
     if len(training) < size:
         notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
     return Assembly(
         model,
         loss_fn,
-        partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings()),
+        optimizer,
         Batches(training, min(size, max(1, len(training))), config.train.seed, device),
         None if validation is None else Batches(validation, size, None, device),
         notes,
+        door,
     )
+
+
+def open_door(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
+    """The DeepSpeed configuration beside the run's own; None where there is none.
+
+    Args:
+        config: of the run.
+        total_steps: of the run, for a schedule that leaves them "auto"; None where they are not known yet.
+    """
+    if not config.deepspeed:
+        return None
+    said = (config.deepspeed.get("scheduler") or {}).get("params", {}).get("total_num_steps")
+    auto = {TOTAL: total_steps} if said == "auto" and total_steps is not None else {}
+    streamed = str(config.fit.fixed.get("streamed", ""))
+    return from_deepspeed(config.deepspeed, auto=auto, strict=config.deepspeed_strict, streamed=streamed)
 
 
 def _optimizer(

@@ -17,10 +17,13 @@ from typing import Any, Final, Literal
 import yaml
 
 from memfit.errors import BudgetError, ConfigError
-from memfit.train import strict
+from memfit.train import beside, strict
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
+TrackerKind = Literal[
+    "tensorboard", "mlflow", "wandb", "trackio"
+]  # as in memfit.trackers, which need not be imported here
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class FitConfig:
     Attributes:
         budget: "8GiB", bytes, or a share of the device such as "80%".
         host_budget: the same for the tier below, the host's memory for a GPU and the disk for a CPU; 0: nothing is moved there.
+        disk_budget: the same for the disk below a GPU's host, for what host_budget has no room for.
         global_batch: samples per optimizer step; a plan may split it, never change it.
         allow: what may change results: bf16, fp16, 8bit.
         freeze: patterns of module paths that are not trained.
@@ -118,6 +122,7 @@ class FitConfig:
 
     budget: str | int | None = None
     host_budget: str | int | None = None
+    disk_budget: str | int | None = None
     global_batch: int = 8
     allow: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -126,10 +131,10 @@ class FitConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("budget", "host_budget"):
+        for name in ("budget", "host_budget", "disk_budget"):
             value = getattr(self, name)
             try:
-                if value is not None and not (name == "host_budget" and value == 0):
+                if value is not None and not (name != "budget" and value == 0):
                     parse_bytes(value, total_bytes=2**62)  # of what a share is taken is known later
             except BudgetError as error:
                 raise ConfigError(f"fit.{name}: {error}") from None
@@ -229,13 +234,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """What is told at the end.
+    """What is told on the way and at the end.
 
     Attributes:
+        to: trackers that get a copy of the log; `log.jsonl` is always written.
         html: write report.html.
         frontier: with the picture of bytes against seconds, which takes a few more plans.
     """
 
+    to: tuple[TrackerKind, ...] = ()
     html: bool = True
     frontier: bool = False
 
@@ -246,6 +253,9 @@ class Config:
 
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
+        deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
+            it says, and keys of ours that say otherwise an error (`memfit.train.beside`).
+        deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
         folder: where relative paths and Python modules are looked for; the folder of the configuration file when left
             out.
     """
@@ -257,6 +267,8 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_strict: bool = True
     folder: str = ""
 
     def path(self, name: str) -> Path:
@@ -270,11 +282,13 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         """The same keys as the YAML, without those that say nothing."""
+        said = {name for name, key in (("optim", "optimizer"), ("schedule", "scheduler")) if self.deepspeed.get(key)}
         return {
             name: {k: v for k, v in part.items() if v is not None and v not in ({}, ())}
-            if isinstance(part, dict)
+            if isinstance(part, dict) and name != "deepspeed"
             else part
             for name, part in asdict(self).items()
+            if name not in said
         }
 
 
@@ -312,7 +326,8 @@ def from_json(data: Mapping[str, Any], folder: Path) -> Config:
     where = data.get("folder") or "."
     if not isinstance(where, str):
         raise ConfigError(f"folder: expected text, found {where!r}")
-    return strict.read(Config, {**data, "folder": str(Path(folder, where).resolve())})
+    folder = Path(folder, where).resolve()
+    return strict.read(Config, {**beside.merged(data, folder), "folder": str(folder)})
 
 
 def override(data: dict[str, Any], setting: str) -> None:

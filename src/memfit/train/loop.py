@@ -8,7 +8,7 @@ never having stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
 from memfit.report import StepRecord
+from memfit.trackers import Tracker
 from memfit.train import snapshots, state
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
@@ -27,7 +28,7 @@ from memfit.train.evaluate import evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log
 from memfit.train.progress import Display, SilentDisplay
-from memfit.train.schedule import Rates
+from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Snapshot
 
 
@@ -42,6 +43,9 @@ class Steps(state.Trained, Protocol):
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
+
+
+MakeRates = Callable[[torch.optim.Optimizer, int], Rates | MovedRates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,14 @@ def train(
     out: Path,
     settings: TrainConfig | None = None,
     *,
-    schedule: ScheduleConfig | None = None,
+    schedule: ScheduleConfig | MakeRates | None = None,
     validation: Batches | None = None,
     loss_fn: LossFunction | None = None,
     weights: str = "samples",
     snapshot: Snapshot | None = None,
     config: Mapping[str, Any] | None = None,
     display: Display | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Outcome:
     """Train until the steps are taken or somebody stops it.
 
@@ -93,13 +98,14 @@ def train(
         batches: to train on.
         out: folder for the log and the snapshots.
         settings: how long, how often to save, log, evaluate and meter. `settings.out` is not looked at.
-        schedule: of the learning rate.
+        schedule: of the learning rate; or what makes the rates, from the optimizer and the number of steps in all.
         validation: to evaluate on.
         loss_fn: of the engine; evaluation uses the same.
         weights: what the loss averages over, see `evaluate`.
         snapshot: where to go on from; None starts anew.
         config: written into snapshots, for whoever finds one.
         display: where to tell about it.
+        trackers: get what the log gets; whoever opened them closes them.
 
     Raises:
         NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
@@ -107,7 +113,7 @@ def train(
     """
     run = _Run(
         engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, weights,
-        dict(config or {}), display or SilentDisplay(),
+        dict(config or {}), display or SilentDisplay(), trackers,
     )  # fmt: skip
     return run.go(snapshot)
 
@@ -118,12 +124,13 @@ class _Run:
     batches: Batches
     out: Path
     settings: TrainConfig
-    schedule: ScheduleConfig
+    schedule: ScheduleConfig | MakeRates
     validation: Batches | None
     loss_fn: LossFunction | None
     weights: str
     config: dict[str, Any]
     display: Display
+    trackers: Sequence[Tracker]
     step: int = 0
     skipped: int = 0
     position: Position = field(default_factory=Position)
@@ -139,7 +146,10 @@ class _Run:
         if self.engine.optimizer is None:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
-        rates = Rates(self.engine.optimizer, self.schedule, total)
+        optimizer, schedule = self.engine.optimizer, self.schedule
+        rates = (
+            Rates(optimizer, schedule, total) if isinstance(schedule, ScheduleConfig) else schedule(optimizer, total)
+        )
         with self.engine.gathered(on_host=True, changed=False):
             content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
             snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
@@ -187,7 +197,7 @@ class _Run:
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
 
-    def _steps(self, total: int, rates: Rates, log: Log, stop: StopRequest) -> None:
+    def _steps(self, total: int, rates: Rates | MovedRates, log: Log, stop: StopRequest) -> None:
         settings = self.settings
         data = self.batches.start(self.position)
         predicted = self.engine.plan.prediction.peak_bytes
@@ -219,6 +229,8 @@ class _Run:
             )
             if due:
                 log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
+                for tracker in self.trackers:
+                    tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
             self.display.step(record, rate, log=due)
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._evaluate(log, stop)
@@ -243,6 +255,8 @@ class _Run:
             return
         self.validation_loss, self.evaluated = loss, self.step
         log.validation(self.step, loss)
+        for tracker in self.trackers:
+            tracker.validation(self.step, loss)
         self.display.note(f"step {self.step}: validation loss {loss:.4f}")
 
     def _save(self, log: Log) -> None:

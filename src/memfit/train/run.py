@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from memfit import api
+from memfit import api, trackers
 from memfit.api import frontier_points
+from memfit.dialects.deepspeed.training import Schedule
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.plans import Plan
 from memfit.report import FrontierPoint, Rehearsal, Report
 from memfit.trace import Trace
+from memfit.trackers import Tracker
 from memfit.train import log, snapshots
-from memfit.train.assemble import Assembly, assemble, without_bars
-from memfit.train.config import Config, from_json, load_config, override
-from memfit.train.loop import Outcome, train
+from memfit.train.assemble import Assembly, assemble, open_door, without_bars
+from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
+from memfit.train.loop import MakeRates, Outcome, train
 from memfit.train.progress import Display, SilentDisplay
+from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
 from memfit.train.text import FolderEncoder, has_tokenizer
 from memfit.units import format_bytes, parse_bytes
@@ -32,6 +36,7 @@ CONFIG_NAME: Final = "config.json"
 PLAN_NAME: Final = "plan.json"
 REPORT_NAME: Final = "report.json"
 REHEARSAL_NAME: Final = "rehearsal.json"
+TRACKERS_NAME: Final = "trackers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,10 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
 
     Raises:
         ConfigError: the output folder already holds a run; there is no budget; the plan needs more than the budget.
+        InputError: the package of a tracker is missing.
     """
     display = display or SilentDisplay()
+    trackers.check(config.report.to)  # now, not when all is planned
     out = config.out
     if snapshots.folders(out) or (out / log.NAME).exists():
         raise ConfigError(
@@ -101,10 +108,12 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
     for setting in settings:
         override(data, setting)
     config = from_json(data, out)
+    trackers.check(config.report.to)
     if config.out.resolve() != out.resolve():
         raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
     plan = None
-    if (config.fit, config.model, config.optim.name) == (before.fit, before.model, before.optim.name):
+    planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, before)]
+    if planned[0] == planned[1]:
         plan = _plan_so_far(snapshot, out, display)
     check_budget(config, plan)
     assembly = assembled(config, display)
@@ -180,26 +189,53 @@ def assembled(config: Config, display: Display, device: str | None = None) -> As
     return assembly
 
 
-def plan_arguments(config: Config) -> dict[str, Any]:
-    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget."""
+def plan_arguments(config: Config, assembly: Assembly) -> dict[str, Any]:
+    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget.
+
+    Raises:
+        ConfigError: the DeepSpeed configuration beside it has the optimizer's state lie elsewhere.
+    """
     fit = config.fit
     return {
         "host_budget": fit.host_budget,
+        "disk_budget": fit.disk_budget,
         "allow": fit.allow,
         "freeze": fit.freeze,
-        "fixed": dict(fit.fixed) or None,
+        "fixed": _fixed(config, assembly) or None,
         "clip_norm": fit.clip_norm,
     }
 
 
+def _fixed(config: Config, assembly: Assembly) -> dict[str, Any]:
+    """What is pinned. Where things lie that DeepSpeed moves off the device depends on the device, so it is known here and not earlier."""
+    fixed = dict(config.fit.fixed)
+    if assembly.door is None:
+        return fixed
+    said = assembly.door.config.arguments(streamed=assembly.door.streamed, device=assembly.batches.device.type)["fixed"]
+    if "state_place" in said:
+        place = said["state_place"]
+        if fixed.get("state_place", place) != place:
+            raise ConfigError(
+                f"fit.fixed.state_place: {fixed['state_place']!r} contradicts zero_optimization.offload_optimizer of the DeepSpeed configuration, "
+                f"which comes to {place!r} here: change one of them"
+            )
+        fixed["state_place"] = place
+    return fixed
+
+
 def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Display) -> Engine:
     if plan is not None:
-        return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer)
+        return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer, **_lower_tier(assembly))
     assert config.fit.budget is not None
     return api.fit(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config), progress=display.stage,
+        **plan_arguments(config, assembly), **_lower_tier(assembly), progress=display.stage,
     )  # fmt: skip
+
+
+def _lower_tier(assembly: Assembly) -> dict[str, Any]:
+    folder = None if assembly.door is None else assembly.door.lower_tier
+    return {} if folder is None else {"lower_tier": folder}
 
 
 def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
@@ -210,24 +246,70 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
     _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
     if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again
         _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
-    outcome = train(
-        engine,
-        assembly.batches,
-        out,
-        config.train,
-        schedule=config.schedule,
-        validation=assembly.validation,
-        loss_fn=assembly.loss_fn,
-        weights=_weights(config, engine.plan),
-        snapshot=snapshot,
-        config=config.to_json(),
-        display=display,
-    )
+    if assembly.door is not None:
+        assembly.door.scale(engine)
+    with _tracked(config, engine.plan, snapshot, display) as opened:
+        outcome = train(
+            engine,
+            assembly.batches,
+            out,
+            config.train,
+            schedule=_schedule(config, assembly),
+            validation=assembly.validation,
+            loss_fn=assembly.loss_fn,
+            weights=_weights(config, engine.plan),
+            snapshot=snapshot,
+            config=config.to_json(),
+            display=display,
+            trackers=opened,
+        )
+        if outcome.signal is not None:
+            for tracker in opened:
+                tracker.close("stopped")
     if outcome.signal is not None:
         return Result(outcome, engine.plan, out, None, None)
     with engine.gathered(on_host=True, changed=False) as trained:
         model = _save_model(config, trained)
     return Result(outcome, engine.plan, out, model, _report(config, assembly, engine, outcome, display))
+
+
+def _schedule(config: Config, assembly: Assembly) -> ScheduleConfig | MakeRates:
+    """The run's own, or the one of the DeepSpeed configuration beside it."""
+    if assembly.door is None or assembly.door.config.scheduler is None:
+        return config.schedule
+
+    def rates(optimizer: torch.optim.Optimizer, total_steps: int) -> MovedRates:
+        door = open_door(config, total_steps)
+        assert door is not None
+
+        def make(optimizer: torch.optim.Optimizer) -> Schedule:
+            made = door.schedule(optimizer)
+            assert made is not None
+            return made
+
+        return MovedRates(optimizer, make)
+
+    return rates
+
+
+@contextmanager
+def _tracked(config: Config, plan: Plan, snapshot: Snapshot | None, display: Display) -> Iterator[tuple[Tracker, ...]]:
+    """The trackers that the configuration names, open; a resumed run goes on in the same ones."""
+    with ExitStack() as stack:
+        opened = []
+        for kind in dict.fromkeys(config.report.to):
+            tracker = trackers.tracker(
+                kind,
+                config.out / TRACKERS_NAME,
+                plan=plan,
+                settings=config.to_json(),
+                name=config.out.resolve().name,
+                step=0 if snapshot is None else snapshot.step,
+                note=display.note,
+            )
+            opened.append(stack.enter_context(tracker))
+            display.note(f"tracked with {kind}; to look: {tracker.look}")
+        yield tuple(opened)
 
 
 def _weights(config: Config, plan: Plan) -> str:
@@ -318,7 +400,7 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
     assert config.fit.budget is not None
     return api.plan(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config), device=device, progress=display.stage,
+        **plan_arguments(config, assembly), device=device, progress=display.stage,
     )  # fmt: skip
 
 
@@ -326,7 +408,7 @@ def make_trace(config: Config, assembly: Assembly, device: str | None, display: 
     """One step written down, with what the configuration fixes and freezes, to plan from later without the model."""
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        freeze=config.fit.freeze, fixed=config.fit.fixed, clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+        freeze=config.fit.freeze, fixed=_fixed(config, assembly), clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
     )  # fmt: skip
 
 
@@ -341,5 +423,5 @@ def _frontier(
 ) -> tuple[Plan, ...]:
     return api.frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        points=points, **plan_arguments(config), device=device, progress=display.stage,
+        points=points, **plan_arguments(config, assembly), device=device, progress=display.stage,
     )  # fmt: skip

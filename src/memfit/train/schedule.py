@@ -8,6 +8,8 @@ resumed run has it without being told.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -47,3 +49,44 @@ class Rates:
         """Put the full rates back."""
         for group, full in zip(self._optimizer.param_groups, self._full, strict=True):
             group["lr"] = full
+
+
+class Moved(Protocol):
+    """A schedule made elsewhere, as `memfit.dialects.deepspeed.training` makes them."""
+
+    def set(self) -> None:
+        """Write the rates of the next step into the optimizer."""
+
+    def step(self) -> None:
+        """A step was taken."""
+
+
+class MovedRates:
+    """The same as `Rates` for a schedule that knows only how to go on: it is made anew to go back.
+
+    Args:
+        optimizer: whose present settings are those the schedule begins with.
+        make: the schedule on an optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, make: Callable[[torch.optim.Optimizer], Moved]) -> None:
+        self._optimizer, self._make = optimizer, make
+        moved = ("lr", "betas", "momentum")
+        self._full: list[dict[str, Any]] = [{k: g[k] for k in moved if k in g} for g in optimizer.param_groups]
+        self._schedule, self._taken = make(optimizer), 0
+
+    def set(self, step: int) -> float:
+        """See `Rates`."""
+        if step < self._taken:
+            self.release()
+            self._schedule, self._taken = self._make(self._optimizer), 0
+        while self._taken < step:
+            self._schedule.step()
+            self._taken += 1
+        self._schedule.set()  # a snapshot that was loaded meanwhile has brought the rates of its own step
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def release(self) -> None:
+        """Put the settings it began with back."""
+        for group, full in zip(self._optimizer.param_groups, self._full, strict=True):
+            group.update(full)

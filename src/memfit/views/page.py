@@ -177,6 +177,12 @@ def _lying_below(plan: Plan) -> str:
     """What lies there, for a remark."""
     swapped = sum(place.bytes for place in plan.script.swaps.values())
     parts = [f"{format_bytes(swapped)} swapped"] if swapped else []
+    tiers = plan.prediction.tiers
+    if len(tiers) > 1:
+        parts = [
+            f"{format_bytes(use.bytes)} swapped to the {use.tier} ({100 * use.hidden_share:.0f} % hidden)"
+            for use in tiers
+        ]
     if plan.choices.state_place != "device":
         parts.append("optimizer state")
     if plan.choices.streamed:
@@ -301,6 +307,8 @@ def reproducing_call(plan: Plan) -> str:
     lines.append(f"    fixed={json.dumps(fixed)},  # what this plan uses, pinned or found")
     if plan.prediction.copy_seconds:
         lines.append("    host_budget=...,  # as before")
+    if len(plan.prediction.tiers) > 1:
+        lines.append("    disk_budget=...,  # as before")
     if plan.clip_norm is not None:
         lines.append(f"    clip_norm={plan.clip_norm!r},")
     if plan.prediction.seconds_are == "estimated":  # so are those for a device that is not here, and no others

@@ -27,7 +27,7 @@ def png(drawing: Drawing) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "a .png picture needs matplotlib, which is not installed: pip install memfit[pictures], "
+            "a .png picture needs matplotlib, which is not installed: pip install 'memfit[pictures]', "
             "or ask for .svg or .html, which need nothing"
         ) from error
     figure = Figure(figsize=(drawing.width / 100, drawing.height / 100), dpi=100 * _SHARPNESS, facecolor="white")

@@ -4,6 +4,9 @@
     config.batch                # samples per step, per micro-batch, and micro-batches per step: given or inferred as DeepSpeed does
     config.notices              # what DeepSpeed or memfit takes otherwise than the file may suggest
     config.arguments()          # keyword arguments for memfit.plan
+    write(plan).save("ds.json") # the other way; what DeepSpeed cannot be told is in write(plan).left_out
+
+`memfit.dialects.deepspeed.training` makes optimizers, schedules and engines of what is read.
 
 Each key is honoured, or harmless and told in a notice, or refused with the reason: a key that is silently dropped trains for days on something
 else. What DeepSpeed's own reader refuses is refused. This reader refuses more, where DeepSpeed's own takes what it then drops, or fails later:
@@ -17,7 +20,8 @@ else. What DeepSpeed's own reader refuses is refused. This reader refuses more, 
 * a configuration in base64, which only DeepSpeed's launcher writes;
 * features that memfit has no counterpart for (`keys.REFUSED` and what `config` checks section by section).
 
-It is more lenient in one thing: "auto" for batch sizes, which DeepSpeed leaves to Transformers and Accelerate, is kept as `AUTO`.
+It is more lenient in one thing: "auto" for batch sizes, which DeepSpeed leaves to Transformers and Accelerate, is kept as `AUTO`. `read(auto=...)`
+takes the place of those two for the others.
 
 Source: DeepSpeed's reader, deepspeed/runtime/config.py (https://github.com/deepspeedai/DeepSpeed), in the version `VERSION`.
 """
@@ -37,6 +41,7 @@ from memfit.dialects.deepspeed.sections import (
     ZeroOptimization,
 )
 from memfit.dialects.deepspeed.values import AUTO, Auto
+from memfit.dialects.deepspeed.writing import Written, write
 
 __all__ = [
     "AUTO",
@@ -52,6 +57,8 @@ __all__ = [
     "Optimizer",
     "Scheduler",
     "TorchAutocast",
+    "Written",
     "ZeroOptimization",
     "read",
+    "write",
 ]

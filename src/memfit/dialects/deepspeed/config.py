@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Final
 
@@ -38,11 +38,6 @@ _DTYPES: Final = {
     **dict.fromkeys(("torch.float32", "fp32", "float32", "float"), "fp32"),
     **dict.fromkeys(("torch.int8", "int8"), "int8"),
 }
-# What torch's gradient scaler has, and DeepSpeed's defaults where they say nothing else.
-_SCALING: Final = (
-    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
-    "min_loss_scale",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,67 +81,112 @@ class DeepSpeedConfig:
                 return name
         return "auto" if AUTO in (self.fp16.enabled, self.bf16.enabled) else "full"
 
-    def arguments(self, *, streamed: str = "") -> dict[str, Any]:
+    def arguments(self, *, streamed: str = "", samples: int | None = None, device: str | None = None) -> dict[str, Any]:
         """Keyword arguments for `memfit.plan` that follow from the configuration alone: clip_norm, allow, fixed.
 
         What is "auto" is not fixed, and so is the planner's. A gradient_clipping of "auto" is DeepSpeed's default: a plan may not choose results.
-        The optimizer, the sample and the budgets are the caller's. Where the file moves something off a CPU, so is a `host_budget`; off a GPU there
-        is room without.
+        The optimizer, the sample and the budgets are the caller's, and how fp16 scales its gradients (`scaling`) the engine's. Where the file moves
+        something off a CPU, so is a `host_budget`; off a GPU there is room without.
 
         Args:
             streamed: path of the repeated blocks whose parameters lie on the lower tier, where zero_optimization.offload_param asks for that.
+            samples: in the batch that is planned for; None where that is not known yet.
+            device: type of the device that trains. On "cpu" what is to lie in the host's memory lies there already.
 
         Raises:
-            ConfigError: the configuration is for several ranks, or asks for what a plan cannot hold.
+            ConfigError: the configuration is for several ranks, for a batch of another size, or asks for what a plan cannot hold.
         """
         if self.world_size != 1:
             raise ConfigError(
                 f"world_size {self.world_size}: memfit trains on one device for now; read the configuration with world_size=1"
             )
         fixed: dict[str, Any] = {}
-        if not isinstance(self.batch.accumulation, Auto):
-            fixed["micro_batches"] = self.batch.accumulation
+        micro_batches = self._micro_batches(samples)
+        if micro_batches is not None:
+            fixed["micro_batches"] = micro_batches
         allow = tuple(name for name, each in (("bf16", self.bf16), ("fp16", self.fp16)) if each.enabled is AUTO)
         if self.precision != "auto":
             fixed["precision"] = self.precision
             allow = () if self.precision == "full" else (self.precision,)
-        if self.fp16.enabled is True:
-            self._check_scaling()
-        fixed.update(self._places(streamed))
+        fixed.update(self._places(streamed, device))
         clipping = GRADIENT_CLIPPING if isinstance(self.gradient_clipping, Auto) else self.gradient_clipping
         return {"clip_norm": clipping or None, "allow": allow, "fixed": fixed}
 
-    def _check_scaling(self) -> None:
-        for name in _SCALING:
-            value, usual = getattr(self.fp16, name), getattr(Fp16(), name)
-            if value not in (AUTO, usual):
-                raise ConfigError(
-                    f"fp16.{name}: {shown(value)} cannot be honoured: torch's gradient scaler, which memfit uses, has its own; leave it out"
-                )
+    def _micro_batches(self, samples: int | None) -> int | None:
+        sizes = self.batch
+        if samples is not None and isinstance(sizes.train, int) and samples != sizes.train:
+            raise ConfigError(
+                f"{batch.TRAIN}: the configuration takes {sizes.train} samples a step and the sample holds {samples}: "
+                "give a sample of a whole step, or change the configuration"
+            )
+        if isinstance(sizes.accumulation, int):
+            return sizes.accumulation
+        if samples is None or not isinstance(sizes.micro, int):
+            return None
+        if samples % sizes.micro:
+            raise ConfigError(
+                f"{batch.MICRO}: a batch of {samples} samples cannot be taken {sizes.micro} at a time: change one of them"
+            )
+        return samples // sizes.micro
 
-    def _places(self, streamed: str) -> dict[str, Any]:
+    @property
+    def scaling(self) -> dict[str, Any] | None:
+        """How the scale of the gradients moves in fp16, as `step.precision.ScaleRule` takes it; None where that is torch's own way (or nothing scales).
+
+        Without a ZeRO stage DeepSpeed's fp16 optimizers know no hysteresis.
+        """
+        if self.fp16.enabled is not True:
+            return None
+        said = {f.name: getattr(self.fp16, f.name) for f in fields(Fp16)}
+        said = {name: getattr(Fp16(), name) if value is AUTO else value for name, value in said.items()}
+        if said["loss_scale"] > 0:
+            return {"initial": said["loss_scale"], "constant": True}
+        staged = self.zero_optimization.stage not in (0, AUTO)
+        return {
+            "initial": 2.0 ** said["initial_scale_power"],
+            "window": said["loss_scale_window"],
+            "least": float(said["min_loss_scale"]),
+            "hysteresis": said["hysteresis"] if staged else 1,
+            "refilled": said["consecutive_hysteresis"],
+        }
+
+    def _places(self, streamed: str, device: str | None) -> dict[str, Any]:
         zero = self.zero_optimization
+        below = {"cpu": "device" if device == "cpu" else "host", "nvme": "disk", "none": "device"}
         if zero.moves_parameters:
             assert zero.offload_param is not None
-            if zero.offload_param.device == "nvme":
+            place = below[str(zero.offload_param.device)]
+            if place == "disk" and device != "cpu":
                 raise ConfigError(
                     "zero_optimization.offload_param.device: nvme cannot be honoured: parameters are streamed from the host's memory; say cpu"
                 )
-            if not streamed:
-                raise ConfigError(
-                    "zero_optimization.offload_param: which blocks are streamed? Give their path, arguments(streamed='encoder.layer')"
-                )
-            return {"streamed": streamed}  # the state of streamed layers goes with them
-        if streamed:
+            if place != "device":
+                if not streamed:
+                    raise ConfigError(
+                        "zero_optimization.offload_param: which blocks are streamed? Give their path, streamed='encoder.layer'"
+                    )
+                state = zero.offload_optimizer
+                if zero.moves_state in {"cpu", "nvme"} and (
+                    zero.moves_state != zero.offload_param.device or state.nvme_path != zero.offload_param.nvme_path  # type: ignore[union-attr]
+                ):
+                    raise ConfigError(
+                        "zero_optimization.offload_optimizer: the state of streamed layers goes where they go: say the same device and nvme_path as in "
+                        "offload_param"
+                    )
+                return {"streamed": streamed}
+        elif streamed:
             raise ConfigError(
                 f"streamed={streamed!r}: the configuration leaves parameters where they are; ask with zero_optimization.offload_param"
             )
-        places = {"none": "device", "cpu": "host", "nvme": "disk"}
-        return {"state_place": places[zero.moves_state]} if isinstance(zero.moves_state, str) else {}
+        return {"state_place": below[zero.moves_state]} if isinstance(zero.moves_state, str) else {}
 
 
 def read(
-    path_or_dict: str | PathLike[str] | Mapping[str, Any], *, strict: bool = True, world_size: int = 1
+    path_or_dict: str | PathLike[str] | Mapping[str, Any],
+    *,
+    strict: bool = True,
+    world_size: int = 1,
+    auto: Mapping[str, Any] | None = None,
 ) -> DeepSpeedConfig:
     """Read a DeepSpeed configuration.
 
@@ -154,9 +194,11 @@ def read(
         path_or_dict: path of a JSON or hjson file, or its content.
         strict: an unknown key is an error. False does as DeepSpeed does: where DeepSpeed ignores unknown keys they become notices.
         world_size: ranks that share a batch. More than one are read and checked, and refused by `DeepSpeedConfig.arguments`.
+        auto: values for keys that say "auto", by their paths: {"optimizer.params.lr": 1e-4}.
 
     Raises:
-        ConfigError: what DeepSpeed refuses, and what memfit cannot honour; the message starts with the file, where there is one, and the key.
+        ConfigError: what DeepSpeed refuses, what memfit cannot honour, or a value for a key that does not say "auto"; the message starts with the file,
+            where there is one, and the key.
         InputError: the file needs the hjson package, which is not installed.
     """
     if world_size < 1:
@@ -164,6 +206,7 @@ def read(
     data = source.load(path_or_dict)
     reading = Reading(keys.VERSION, strict, [])
     try:
+        source.fill(data, auto or {})
         return _config(data, world_size, reading)
     except ConfigError as error:
         if isinstance(path_or_dict, Mapping):
@@ -182,7 +225,7 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
     _check_switches(given)
     _check_harmless(given, reading, world_size)
     return DeepSpeedConfig(
-        batch=_batch(given, world_size),
+        batch=_batch(given, reading, world_size),
         world_size=world_size,
         optimizer=_optimizer(given, reading),
         scheduler=_scheduler(given, reading),
@@ -194,7 +237,7 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
     )
 
 
-def _batch(given: Mapping[str, Any], world_size: int) -> BatchSizes:
+def _batch(given: Mapping[str, Any], reading: Reading, world_size: int) -> BatchSizes:
     if given.get("managed_gradient_accumulation", True) is not True:
         raise ConfigError(
             "managed_gradient_accumulation: memfit's step takes the whole batch, so where a step ends cannot be left to the loop"
@@ -206,7 +249,13 @@ def _batch(given: Mapping[str, Any], world_size: int) -> BatchSizes:
         convert(int | Auto | None, given.get(name), name, quoted=False)
         for name in (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
     )
-    return batch.infer(train, micro, accumulation, world_size)
+    sizes = batch.infer(train, micro, accumulation, world_size)
+    if sizes.accumulation != 1:
+        reading.notices.append(
+            "gradient_accumulation_steps: micro-batches count for what the loss averages over (samples, or tokens that are not masked), where DeepSpeed "
+            "counts each alike; the same where each holds as much"
+        )
+    return sizes
 
 
 def _clipping(given: Mapping[str, Any], notices: list[str]) -> float | Auto:
@@ -315,10 +364,9 @@ def _precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
             )
     for key in enabled:
         if key != "torch_autocast":  # which is the same on both sides
-            scaling = ", and the loss is scaled by torch's gradient scaler, which has no hysteresis"
             reading.notices.append(
                 f"{key}: parameters stay as the model has them and operations run in {key} under autocast, where DeepSpeed casts the model and keeps "
-                f"fp32 copies; roundings differ{scaling if key == 'fp16' else ''}"
+                f"fp32 copies; roundings differ"
             )
     return {"fp16": fp16, "bf16": bf16, "torch_autocast": _autocast(autocast, given)}
 

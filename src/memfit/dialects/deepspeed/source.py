@@ -42,6 +42,27 @@ def load(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     return dict(data)
 
 
+def fill(data: dict[str, Any], auto: Mapping[str, Any]) -> None:
+    """Put values where the configuration says "auto".
+
+    Args:
+        data: is changed.
+        auto: values by the paths of their keys.
+
+    Raises:
+        ConfigError: there is no "auto" at a path.
+    """
+    for path, value in auto.items():
+        *sections, key = path.split(".")
+        place: Any = data
+        for name in sections:
+            place = place.get(name) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or place.get(key) != "auto":
+            said = repr(place[key]) if isinstance(place, dict) and key in place else "nothing"
+            raise ConfigError(f'auto: a value for {path} was given, where the configuration says {said}, not "auto"')
+        place[key] = value
+
+
 def _parse(text: str, name: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)

@@ -1,0 +1,46 @@
+"""What a Lightning Trainer may not be set to do beside a budget, each with its reason: refused before anything is planned."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from memfit.errors import InputError
+
+PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
+
+
+def refuse(trainer: Any, module: Any) -> None:
+    """Look for what a plan cannot stand beside.
+
+    Raises:
+        InputError: there is one; says which, why, and what to do.
+    """
+    if not module.automatic_optimization:
+        raise InputError(
+            "automatic_optimization=False: in manual optimization training_step runs backward and the update itself, as often as it likes, so there is no "
+            "step to plan for: use automatic optimization, or memfit.fit(..., fabric=fabric) in a loop of your own"
+        )
+    if trainer.world_size > 1 or type(trainer.strategy).__name__ != "SingleDeviceStrategy":
+        raise InputError(
+            f"the strategy is {type(trainer.strategy).__name__} on {trainer.world_size} devices: a plan is for one process on one device "
+            "(devices=1, strategy='auto')"
+        )
+    precision = str(trainer.precision)
+    if precision not in PRECISIONS:
+        raise InputError(
+            f"precision={precision!r}: scaled gradients, skipped steps and other people's kernels are not in the prediction; there is {', '.join(PRECISIONS)}"
+        )
+    if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        raise InputError(
+            "one optimizer that runs forward and backward once in a step is needed: with several, or one that searches along a line (LBFGS), steps differ"
+        )
+    if any(type(each).__name__ == "GradientAccumulationScheduler" for each in trainer.callbacks):
+        raise InputError(
+            "GradientAccumulationScheduler changes in training how many batches a step takes, and the plan is for one number: give accumulate_grad_batches"
+        )
+    if any(isinstance(each, torch._dynamo.eval_frame.OptimizedModule) for each in module.modules()):  # noqa: SLF001 - torch has no public name for it
+        raise InputError(
+            "a compiled module runs other operations than its own, so what is predicted here would not be what runs: leave torch.compile out"
+        )

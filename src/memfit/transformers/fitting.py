@@ -1,0 +1,376 @@
+"""A Trainer fitted into a budget: its arguments set, its losses followed, its steps noted.
+
+Where it takes hold, and why there. The samples in a micro-batch and the micro-batches in a step are Trainer's arguments, so they are set there before
+`train()`, and loader, schedule and resuming follow by themselves. The engine watches forward and loss, which is what `Trainer.compute_loss` is: one method that
+subclasses override and that training and evaluation both go through. The trainer's own (bound) method is called inside: were only the model's forward followed,
+a loss taken outside of it (label smoothing, `compute_loss_func`) would be kept plain. Both are attributes of this one trainer; no class is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final, overload
+
+import torch
+from torch import nn
+
+from memfit import api, batches
+from memfit.batches import Batch
+from memfit.engine import Engine
+from memfit.errors import BatchError, InputError
+from memfit.meter import metered
+from memfit.plans import Plan
+from memfit.report import StepRecord
+from memfit.searching import Budget
+from memfit.step.optimizers import alike
+from memfit.tracing import Progress
+from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
+from memfit.transformers.refused import refuse
+from memfit.transformers.sample import ITEMS, largest_window, samples_of
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise InputError(
+        "memfit.transformers needs transformers and accelerate: pip install 'memfit[transformers]'"
+    ) from error
+
+ALLOWED: Final = ("8bit",)
+OF_TRAINER: Final[Mapping[str, str]] = {
+    "bf16": "TrainingArguments(bf16=True) is how Trainer is told so; the plan is made for it",
+    "fp16": "Accelerate would scale the gradients, which the plan for Trainer does not count; TrainingArguments(bf16=True) is planned for",
+    "in_backward": "the update is Trainer's, after backward",
+}
+
+
+class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no types that mypy follows
+    """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
+
+    Args:
+        budget, sample, host_budget, allow, fixed, meter, progress: as for `fit`.
+
+    Attributes:
+        engine: with the plan, the rehearsal, and a record of every step; None before `attach`.
+        notes: what was set in the trainer's arguments, and what follows from it.
+    """
+
+    def __init__(
+        self,
+        budget: Budget = "80%",
+        *,
+        sample: Batch | None = None,
+        host_budget: Budget | None = None,
+        allow: Sequence[str] = (),
+        fixed: Mapping[str, Any] | None = None,
+        meter: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.budget = budget
+        self.sample = sample
+        self.host_budget = host_budget
+        self.allow = allow
+        self.fixed = fixed
+        self.meter = meter
+        self.progress = progress
+        self.engine: Engine | None = None
+        self.notes: tuple[str, ...] = ()
+        self._divisor = 1  # micro-batches that one of the user's batches has become
+        self._warned: set[str] = set()
+        self._new_step()
+
+    def _new_step(self) -> None:
+        self._window: list[Any] = []
+        self._weights: list[float] = []
+        self._losses: list[torch.Tensor] = []
+        self._departures: list[str] = []
+        self._divides = False
+        self._metering = ExitStack()
+        self._started = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """That the trainer follows."""
+        return self._engine.plan
+
+    @property
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise InputError(
+                "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
+                "passing it in callbacks=, or its attach(trainer)"
+            )
+        return self.engine
+
+    # -- before training -----------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer) -> None:
+        """Plan for this trainer's step, rehearse it, and set the trainer's arguments. Parameters and generators are left as they were.
+
+        Raises:
+            InputError: the trainer does what a plan cannot stand beside, or is attached already.
+            InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
+        """
+        if self.engine is not None or "compute_loss" in vars(trainer):
+            raise InputError(
+                "this trainer or callback has been fitted already: make the trainer anew to plan for another budget"
+            )
+        refuse(trainer)
+        self._refuse_choices()
+        args = trainer.args
+        model = trainer.accelerator.prepare_model(trainer.model)  # as train() does; once is enough. With bf16, autocast
+        model.train()
+        given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        self._own_loss: Callable[..., Any] = trainer.compute_loss
+        self._own_batches: Callable[..., Any] = trainer.get_batch_samples
+        self._trainer = trainer
+        sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
+        optimizer = trainer.create_optimizer()
+        made = plan_window(
+            model,
+            sample,
+            self._loss,
+            self.budget,
+            alike(optimizer, model),
+            accumulated=accumulated,
+            divisors=self._divisors(trainer),
+            host_budget=self.host_budget,
+            allow=self.allow,
+            fixed={**FIXED, **(self.fixed or {})},
+            # The norm is computed even where nothing is clipped: it is logged.
+            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
+            progress=self.progress,
+        )
+        engine = api.apply(made, model, optimizer=optimizer)
+        api.rehearsed(engine, sample, self.progress)
+        self.engine = engine
+        trainer.optimizer = engine.optimizer
+        trainer.compute_loss = self.compute_loss
+        trainer.get_batch_samples = self.get_batch_samples
+        self._divisor = engine.plan.choices.micro_batches // accumulated
+        self._set(trainer, given)
+
+    def _refuse_choices(self) -> None:
+        if isinstance(self.allow, str):
+            raise InputError(f"allow={self.allow!r} is a word: give a list of them, allow=[{self.allow!r}]")
+        for name in self.allow:
+            if name in OF_TRAINER:
+                raise InputError(f"allow={list(self.allow)!r}: {name!r} is not for a Trainer: {OF_TRAINER[name]}")
+        for name in self.fixed or {}:
+            if name in FIXED:
+                raise InputError(
+                    f"fixed={dict(self.fixed or {})!r}: {name!r} is Trainer's to say, in its arguments; for a Trainer there is 'micro_batches', "
+                    "'state_format' and 'loss_chunks'"
+                )
+
+    def _divisors(self, trainer: Trainer) -> list[int]:
+        """Numbers of parts that a batch of the user's may be divided into."""
+        args = trainer.args
+        given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        asked = (self.fixed or {}).get("micro_batches")
+        possible = divisors_of(given)
+        if asked is None:
+            # With a last batch left out, smaller ones would leave out less.
+            return [1] if args.dataloader_drop_last else possible
+        if not isinstance(asked, int) or asked % accumulated or asked // accumulated not in possible:
+            some = ", ".join(str(accumulated * divisor) for divisor in possible)
+            raise InputError(
+                f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {given} samples, and each batch of {given} is divided into "
+                f"equal parts: there is {some}"
+            )
+        return [asked // accumulated]
+
+    def _sample(self, trainer: Trainer, window: Batch) -> Batch:
+        """The window as the engine is given it: with Trainer's count of what losses are divided by."""
+        if not isinstance(window, Mapping):
+            raise InputError(
+                f"a batch of this trainer is a {type(window).__name__}; Trainer hands a mapping to the model: let the collator make one"
+            )
+        samples = samples_of(trainer.args)
+        if batches.size(window) != samples:
+            raise InputError(
+                f"the largest step holds {batches.size(window)} samples, and the arguments say {samples} (per_device_train_batch_size x "
+                "gradient_accumulation_steps): give as many, or lower the arguments"
+            )
+        _, items = self._own_batches(iter([window]), 1, trainer.args.device)
+        inputs = dict(trainer._prepare_inputs(dict(window)))  # noqa: SLF001 - what training_step calls; brings it to the device
+        return inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
+
+    def _loss(self, _: nn.Module, batch: Batch) -> torch.Tensor:
+        """Trainer's own loss, as `loss_fn` of the plan."""
+        inputs = dict(batch)
+        items = inputs.pop(ITEMS, None)
+        trainer = self._trainer
+        with trainer.compute_loss_context_manager():
+            loss: torch.Tensor = self._own_loss(trainer.model, inputs, num_items_in_batch=items)
+        return loss
+
+    def _set(self, trainer: Trainer, given: int) -> None:
+        args, size = trainer.args, given // self._divisor
+        notes = []
+        if self._divisor > 1:
+            accumulated = args.gradient_accumulation_steps * self._divisor
+            notes.append(
+                f"per_device_train_batch_size {given} -> {size}, gradient_accumulation_steps {args.gradient_accumulation_steps} -> {accumulated}: "
+                "the same samples in a step, equal up to the order of additions"
+            )
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulated
+            trainer._train_batch_size = args.train_batch_size  # noqa: SLF001 - Trainer reads its own copy
+        if args.per_device_eval_batch_size > size:
+            notes.append(
+                f"per_device_eval_batch_size {args.per_device_eval_batch_size} -> {size}: without gradients such a batch takes less than a training step"
+            )
+            args.per_device_eval_batch_size = size
+        if args.eval_accumulation_steps is None and trainer.compute_metrics is not None:
+            notes.append("eval_accumulation_steps None -> 1: predictions wait in the host's memory")
+            args.eval_accumulation_steps = 1
+        self.notes = tuple(notes)
+        self._settled = args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+    # -- in training ---------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See that the trainer is as planned."""
+        engine = self._engine
+        have = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if have != self._settled:
+            raise InputError(
+                f"the arguments say {have[0]} x {have[1]} samples a step, the plan was made for {self._settled[0]} x {self._settled[1]}: "
+                "call memfit.transformers.fit after they are set"
+            )
+        engine.steps = state.global_step
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Trainer's own; what each of the micro-batches counts for is noted."""
+        window, items = self._own_batches(epoch_iterator, num_batches, device)
+        self._new_step()
+        self._window = list(window)
+        plan = self.plan
+        how = plan.choices.weights
+        counts: list[int | None] = [None] * len(window)
+        if self._divisor > 1 and how != "sum":
+            counts = [batches.counted(part, how) for part in window]
+        weights = parts_weights(counts, self._divisor)
+        # Trainer divides by the number of micro-batches what is not divided by the number of items, and there were fewer.
+        self._divides = self._trainer_divides(items)
+        times = len(window) / -(-len(window) // self._divisor) if self._divides and window else 1.0
+        self._weights = [weight * times for weight in weights]
+        return window, items
+
+    def _trainer_divides(self, items: Any) -> bool:
+        """Whether Trainer takes a mean over micro-batches, as its `training_step` decides it."""
+        trainer = self._trainer
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+        return not scaled
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's own signature
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trainer's own, inside the engine when training."""
+        if not model.training or not torch.is_grad_enabled():
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        self._check(inputs, num_items_in_batch)
+        weight = self._weights[len(self._losses)] if len(self._losses) < len(self._weights) else 1.0
+        with self._engine.forward() as follower:
+            found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        loss, outputs = found if return_outputs else (found, None)
+        if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0
+            loss = loss.new_zeros(loss.shape, requires_grad=True)
+        elif weight != 1.0:
+            loss = loss * weight
+        if follower is not None and follower.departure is not None:
+            self._departed(follower.departure)
+        self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
+        return (loss, outputs) if return_outputs else loss
+
+    def _check(self, inputs: Any, items: Any) -> None:
+        plan = self.plan
+        batch = inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
+        have, size = batches.signature(batch), batches.size(inputs)
+        if size > plan.choices.micro_batch_size or not batches.fits_within(have, plan.signature):
+            raise BatchError(
+                f"a micro-batch is [{have}], the plan is for {plan.choices.micro_batch_size} samples of batches up to [{plan.signature}]: give "
+                "memfit.transformers.fit a sample of the largest shape that will come, or cut the data down to it"
+            )
+
+    def _departed(self, departure: str) -> None:
+        self._departures.append(departure)
+        if departure not in self._warned:
+            self._warned.add(departure)
+            warnings.warn(
+                f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
+                stacklevel=4,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The meter starts."""
+        self._started = time.perf_counter()
+        if self.meter:
+            engine = self._engine
+            engine.reading = self._metering.enter_context(metered(engine.present(self._window), engine.device))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step is over: gradients are gone."""
+        engine = self._engine
+        self._metering.close()
+        engine.steps = state.global_step
+        peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
+        loss = sum(float(loss) for loss in self._losses)
+        if self._window and self._divides:
+            loss /= len(self._window)
+        seconds = time.perf_counter() - self._started
+        record = StepRecord(engine.steps, loss, seconds, len(self._losses), peak, 0, tuple(self._departures))
+        engine.records.append(record)
+
+
+@overload
+def fit(trainer: nn.Module, budget: Budget = "80%", *, sample: Batch, **named: Any) -> Engine: ...
+@overload
+def fit(trainer: Trainer, budget: Budget = "80%", **named: Any) -> FitToMemory: ...
+def fit(trainer: Any, budget: Budget = "80%", **named: Any) -> Any:
+    """Fit a Trainer into a budget: two lines before `trainer.train()`.
+
+    What is set: `per_device_train_batch_size` and `gradient_accumulation_steps` (their product stays), `per_device_eval_batch_size`, and where metrics are
+    computed `eval_accumulation_steps`. Fewer parts are taken where they are as fast; in one, losses are Trainer's own bit for bit.
+
+    Args:
+        trainer: any Trainer, made as ever and not trained yet; with PEFT models, too. Or a model without one, for a loop of your own: as `memfit.fit`,
+            which wants `sample`.
+        budget: bytes that a step may hold in all, as for `memfit.plan`.
+        named: of a Trainer: `sample`, a batch of the largest shape that will come, of as many samples as a step takes (None: the training data is
+            looked through); `host_budget`, room on the tier below that activations may be swapped to; `allow`, ["8bit"] for the optimizer's
+            state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower); `progress`. Of a model: those of `memfit.fit`.
+
+    Returns:
+        The callback that was added: `.plan`, `.engine.rehearsal`, `.engine.records`, `.notes`. Of a model: the engine.
+
+    Raises:
+        InputError: the trainer is set to do what a plan cannot stand beside; says what and why.
+        InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
+    """
+    if isinstance(trainer, nn.Module):
+        if named.get("sample") is None:
+            raise InputError(
+                "a model alone does not tell its batches: give sample=..., one whole batch of the largest shape, or a Trainer"
+            )
+        trainer.train()
+        return api.fit(trainer, named.pop("sample"), budget=budget, **named)
+    if not isinstance(trainer, Trainer):
+        raise InputError(f"a transformers.Trainer or a model is needed, this is a {type(trainer).__name__}")
+    callback = FitToMemory(budget, **named)
+    callback.attach(trainer)
+    trainer.add_callback(callback)
+    return callback
+
+
+__all__ = ["FitToMemory", "fit"]

@@ -1,0 +1,60 @@
+"""What a Trainer may not be set to do beside a budget, each with its reason: refused before anything is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.errors import InputError
+
+
+def refuse(trainer: Any) -> None:
+    """Look for settings that a plan cannot stand beside.
+
+    Raises:
+        InputError: there is one; says which, why, and what to do.
+    """
+    args = trainer.args
+    if args.auto_find_batch_size:
+        raise InputError(
+            "auto_find_batch_size=True tries batch sizes until one does not run out of memory, and changes the global batch on the way; a plan says "
+            "what fits before it runs and keeps the global batch: leave it out"
+        )
+    if args.torch_compile:
+        raise InputError(
+            "torch_compile=True runs other operations than the model's own, so what is predicted here would not be what runs: leave it out"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
+        raise InputError(
+            "DeepSpeed and FSDP divide parameters among processes and keep buffers of their own, which no plan here counts: train in one process "
+            "without them"
+        )
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise InputError(
+            f"{max(args.world_size, args.n_gpu)} devices: a plan is for one process on one device. Launch one process (accelerate launch --num_processes 1) "
+            "and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if args.activation_checkpointing or _recomputes(trainer.model):
+        raise InputError(
+            "activation (gradient) checkpointing recomputes every layer whether or not the budget asks for it, and a plan recomputes what pays: leave it "
+            "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on"
+        )
+    if args.fp16:
+        raise InputError(
+            "fp16=True: Accelerate scales the gradients and skips steps, which the plan for Trainer does not count: take bf16=True, or a loop with "
+            'memfit.fit(..., allow=["fp16"])'
+        )
+    if trainer.model_init is not None:
+        raise InputError(
+            "model_init makes another model in train() than the one that is planned for: give Trainer the model itself"
+        )
+    if args.use_liger_kernel or trainer.neftune_noise_alpha is not None:
+        name = "use_liger_kernel" if args.use_liger_kernel else "neftune_noise_alpha"
+        raise InputError(f"{name} changes the model's forward in train(), after it has been planned for: leave it out")
+    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
+        raise InputError(
+            f"optim={str(args.optim)!r} updates parameters inside backward in a way of its own, which is not in the prediction: take another optimizer"
+        )
+
+
+def _recomputes(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import memfit
 import small
@@ -142,3 +144,31 @@ def test_gradients_are_let_go_only_where_that_is_allowed() -> None:
     found = asked.plan(asked.plain_peak() - 600_000)
     assert found.choices.update == "in_backward"
     assert all(p.grad is None for p in model.parameters())
+
+
+class WritesWhatItSaves(nn.Module):
+    """The output of a layer is written in place after autograd has saved it: allowed only where no gradient is wanted of it, or under no autocast."""
+
+    def __init__(self, *, in_16_bits: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(small.WIDTH, small.WIDTH), nn.Linear(small.WIDTH, small.WIDTH)
+        self.in_16_bits = in_16_bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).exp()
+        if not self.in_16_bits or torch.is_autocast_enabled("cpu"):
+            h.add_(1)
+        return self.head(h)
+
+
+def test_what_a_technique_saves_is_not_told_where_torch_refuses_the_step_without_it() -> None:
+    made = memfit.plan(WritesWhatItSaves(), small.rows(8), small.squared_error, "1GiB", small.adamw, freeze=["first"])
+    assert "freeze" not in [saving.technique for saving in made.savings]
+    assert made.choices.frozen == ("first",)
+
+
+def test_a_way_that_torch_refuses_is_turned_down() -> None:
+    model = WritesWhatItSaves(in_16_bits=True)
+    made = memfit.plan(model, small.rows(8), small.squared_error, "1GiB", small.adamw, allow=["bf16"])
+    assert made.choices.precision == "full"
+    assert any("bf16" in reason and "modified by an inplace operation" in reason for reason in made.turned_down)

@@ -324,7 +324,9 @@ class Runtime:
         trace, peak = self._plain(way)
         for name, value in way.told_apart():
             without = replace(way, **{name: getattr(PLAIN, name)})
-            with suppress(CaptureError):
+            with suppress(
+                CaptureError, RuntimeError
+            ):  # torch may refuse the step without it: a write into what only then is saved
                 other, other_peak = self._plain(without)
                 claimed, claim = _claimed(name, other, trace)
                 seconds = trace.plain_step_seconds - other.plain_step_seconds
@@ -348,7 +350,7 @@ class Runtime:
             way = next((w for w in self.search.ways if w.precision == precision), None)
             if way is None:
                 continue
-            with suppress(CaptureError):
+            with suppress(CaptureError, RuntimeError):
                 seconds = self._plain(way)[0].plain_step_seconds
                 full = self._plain(replace(way, precision="full"))[0].plain_step_seconds
                 if seconds > full:

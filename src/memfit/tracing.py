@@ -125,6 +125,7 @@ class Tracing:
                 choices=way,
                 believed=known,
                 layouts=self._layouts,
+                others=self._believed.values(),
             )
 
         way = replace(choices, micro_batches=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import dispatch
+from memfit.capture import scaled
+from memfit.capture.capture import capture
 from memfit.capture.scaled import OTHER_DRAWS, trustworthy
 from memfit.trace import Trace
 
@@ -151,3 +154,35 @@ def test_an_index_of_booleans_is_sized_by_values_and_one_of_numbers_is_not() -> 
     assert not dispatch.is_sized_by_values(index, (x, [torch.tensor([0, 2])]))
     assert dispatch.is_sized_by_values(torch.ops.aten.nonzero.default, (x,))
     assert not dispatch.is_sized_by_values(torch.ops.aten.mm.default, (x, x))
+
+
+class DrawsThenLooks(nn.Module):
+    """Python reads a number of the batch after numbers have been drawn, which decide nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(self.linear(x), 0.5)
+        return h.tanh() if bool(x.isfinite().all()) else h
+
+
+def test_a_forward_that_was_steady_in_one_way_is_not_drawn_for_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = DrawsThenLooks()
+    captures: list[None] = []
+
+    def counted(*args: Any, **named: Any) -> Any:
+        captures.append(None)
+        return capture(*args, **named)
+
+    monkeypatch.setattr(scaled, "capture", counted)
+    first = trustworthy(model, sample(), small.squared_error, small.adamw)
+    assert first.steady
+    alone = len(captures)
+    second = trustworthy(model, sample(), small.squared_error, None, others=[first])
+    assert len(captures) < 2 * alone
+    assert second.trace.notes == first.trace.notes
+    jittered = trustworthy(Jittered(), sample(), small.squared_error, small.adamw)
+    assert not jittered.steady

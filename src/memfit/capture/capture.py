@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
@@ -23,6 +23,7 @@ from memfit.capture.streamed import record_streamed
 from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
+from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.freeze import Forced, watching
 from memfit.step.optimizers import arranged
 from memfit.step.precision import Scaling
@@ -42,6 +43,7 @@ class Captured:
             Then a later capture needs no pass before the one it records.
         receiving: names of the parameters that got gradients.
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a way that freezes.
+        steady: other random numbers gave the same operations and sizes.
     """
 
     trace: Trace
@@ -50,6 +52,7 @@ class Captured:
     graded: frozenset[str] | None = None
     receiving: frozenset[str] = frozenset()
     forced: Forced | None = None
+    steady: bool = False
 
 
 def model_digest(model: nn.Module) -> str:
@@ -302,8 +305,11 @@ def _make_state(program: StepProgram, recorder: Recorder) -> None:
     if program.optimizer is None:
         return
     recording, recorder.recording = recorder.recording, False
-    with contextlib.nullcontext() if recording else recorder:
-        program.optimizer.step()
+    optimizer = program.optimizer
+    fake = all(isinstance(p, FakeTensor) for p in program.model.parameters())
+    sketched = optimizer.sketching() if fake and isinstance(optimizer, ChunkedOptimizer) else contextlib.nullcontext()
+    with contextlib.nullcontext() if recording else recorder, sketched:
+        optimizer.step()
     recorder.recording = recording
     here = device_of(program.model).type
     state = state_tensors(program.optimizer)

@@ -8,7 +8,7 @@ shapes and integer arguments are affine in the number of samples, so two sizes g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -325,12 +325,14 @@ def trustworthy(
     choices: Choices = PLAIN,
     believed: Captured | None = None,
     layouts: Mapping[str, Layouts] | None = None,
+    others: Iterable[Captured] = (),
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
         model, sample, loss_fn, optimizer, clip_norm, choices, layouts: as in `capture`.
         believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
+        others: earlier captures of this step run in other ways; a forward that was steady in one of them is not drawn for again.
 
     Raises:
         CaptureError: neither way works.
@@ -358,18 +360,19 @@ def trustworthy(
     found = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
     captured = for_real(found) if isinstance(found, str) else found
     again = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
-    captured = with_other_draws(captured, again)
+    captured = with_other_draws(captured, again, others)
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn, choices)
     return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample)))
 
 
-def with_other_draws(captured: Captured, again: Callable[[], Captured]) -> Captured:
+def with_other_draws(captured: Captured, again: Callable[[], Captured], others: Iterable[Captured] = ()) -> Captured:
     """The capture with the sizes that other random numbers give, where numbers drawn in forward may decide any; and what the user should know of it.
 
     Args:
         captured: the step under one draw.
         again: captures it in the same way, under the present state of the generators.
+        others: captures of the same step run in other ways.
     """
     trace = captured.trace
     told: dict[str, str] = {}
@@ -385,8 +388,8 @@ def with_other_draws(captured: Captured, again: Callable[[], Captured]) -> Captu
             "other batches or later steps may hold more"
         )
     drawn: list[tuple[int, ...]] = []
-    others = 0
-    if _draws_before_it_looks(trace):
+    departing = 0
+    if _draws_before_it_looks(trace) and not any(c.steady and _same_forward(c.trace, trace) for c in others):
         own = tuple(s.bytes for s in trace.storages)
         for seed in range(1, OTHER_DRAWS + 1):
             with forked_generators():
@@ -394,21 +397,32 @@ def with_other_draws(captured: Captured, again: Callable[[], Captured]) -> Captu
                 try:
                     other = again().trace
                 except Exception:  # noqa: BLE001 - what this draw runs cannot be captured, or is the user's own error: no step that was planned for
-                    others += 1
+                    departing += 1
                     continue
             sizes = tuple(s.bytes for s in other.storages)
             if not _same_stream(trace, other):
-                others += 1
+                departing += 1
             elif sizes != own:
                 drawn.append(sizes)
             else:
                 break  # what is drawn decides values only
-    if others:
+    if departing:
         notes.append(
-            f"random numbers, drawn anew in each step, decide which operations run: {others} of {OTHER_DRAWS} other draws ran others than are planned for. "
+            f"random numbers, drawn anew in each step, decide which operations run: {departing} of {OTHER_DRAWS} other draws ran others than are planned for. "
             "Such a step is kept plain from where it departs"
         )
-    return replace(captured, trace=replace(trace, drawn_bytes=tuple(drawn), notes=(*trace.notes, *notes)))
+    trace = replace(trace, drawn_bytes=tuple(drawn), notes=(*trace.notes, *notes))
+    return replace(captured, trace=trace, steady=not drawn and not departing)
+
+
+def _same_forward(one: Trace, other: Trace) -> bool:
+    """Whether two traces run the same forward operations, and make as many bytes in each."""
+
+    def made(trace: Trace) -> list[tuple[str, bool, tuple[int, ...]]]:
+        forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
+        return [(o.name, o.random, tuple(trace.storages[s].bytes for s in o.makes)) for o in forward]
+
+    return made(one) == made(other)
 
 
 def _draws_before_it_looks(trace: Trace) -> bool:

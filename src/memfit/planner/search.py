@@ -35,6 +35,9 @@ WORTH_MORE: Final = (
     1.01  # what is plainer must be slower by this much to be left: a single batch is bit-equal to plain, say
 )
 
+# Torch itself refuses, with a RuntimeError, a step that writes into what backward reads: in 16 bits, say, where other tensors are saved.
+CANNOT_RUN: Final = (CaptureError, EngineError, InputError, RuntimeError)
+
 
 @dataclass(slots=True)
 class Search:
@@ -126,7 +129,7 @@ class Search:
                 continue
             try:
                 best = self._weigh(way, budget_bytes, best, turned_down)
-            except (CaptureError, EngineError, InputError) as error:
+            except CANNOT_RUN as error:
                 if len(self.ways) == 1:
                     raise
                 turned_down.append(f"{in_words(way)}: {error}")
@@ -238,7 +241,7 @@ class Search:
                     break
                 try:
                     solver = self.solver(number, way)
-                except (CaptureError, EngineError, InputError):
+                except CANNOT_RUN:
                     if way == self.ways[0]:
                         raise
                     break

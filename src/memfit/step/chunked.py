@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +61,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kind = type(optimizer)
         self.in_32bit = tuple(in_32bit)
         self._folder = folder
+        self._sketching = False
         self._exempt: set[Tensor] | None = None if self.in_32bit else set()
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._arrange(state_format, state_place)
@@ -126,6 +128,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         )
 
     # -- updating ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sketching(self) -> Iterator[None]:
+        """Updates inside make all state, and then only update the first chunk of each parameter: enough for fake tensors, of which only shapes count."""
+        self._sketching = True
+        try:
+            yield
+        finally:
+            self._sketching = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -202,7 +213,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         moments = MOMENTS[self.kind](group)
         shared = {key: value for key, value in state.items() if not _is_moment(value)}
         own: dict[str, Any] = {}
-        for start in range(0, max(1, values.numel()), chunk):  # one of no elements has its counters, too
+        starts = range(0, max(1, values.numel()), chunk)  # one of no elements has its counters, too
+        for start in starts[:1] if self._sketching else starts:
             stop = min(start + chunk, values.numel())
             count, padded = stop - start, blocks(stop - start) * BLOCK
             part, part_gradient = values[start:stop], gradient[start:stop]

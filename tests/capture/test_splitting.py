@@ -45,6 +45,18 @@ def test_a_loss_that_is_a_sum_is_added_up() -> None:
     assert found.weights == "sum"
 
 
+def test_a_model_that_takes_no_fewer_samples_is_told() -> None:
+    class AllOrNothing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) != 8:
+                raise RuntimeError("eight rows belong together")
+            return super().forward(x)
+
+    found = find_splitting(AllOrNothing(32, 32), small.rows(8), small.squared_error)
+    assert found.weights is None
+    assert "a part of the batch cannot be run alone (RuntimeError: eight rows belong together)" in found.reason
+
+
 def test_a_part_that_cannot_be_run_alone_is_told() -> None:
     class Whole(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -130,7 +130,15 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
     if short is not None:
         with suppress(Exception):  # a model of fixed length gets whole samples
             return _compare(model, short, loss_fn)
-    return _compare(model, sample, loss_fn)
+    try:
+        return _compare(model, sample, loss_fn)
+    except Exception as refusal:  # noqa: BLE001 - the step itself has been run: it is fewer samples that the model does not take
+        return _refused(refusal)
+
+
+def _refused(refusal: Exception) -> Splitting:
+    why = f"{type(refusal).__name__}: {refusal}"
+    return Splitting(None, float("inf"), f"a part of the batch cannot be run alone ({why})")
 
 
 def _is_large(model: nn.Module) -> bool:
@@ -151,9 +159,7 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
         try:
             pieces = [_gradient(model, part, loss_fn, watch) for part in parts]
         except Exception as refusal:  # noqa: BLE001 - e.g. batch norm over one value
-            return Splitting(
-                None, float("inf"), f"a part of the batch cannot be run alone ({type(refusal).__name__}: {refusal})"
-            )
+            return _refused(refusal)
         norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
         if not norm > 0 or norm == float("inf"):
             return Splitting(None, float("nan"), f"the gradient of a few samples is {norm}, so nothing can be compared")

@@ -16,11 +16,11 @@ from memfit import batches
 from memfit.batches import LossFunction
 from memfit.choices import PLAIN, Choices, in_words
 from memfit.engine.swap import STAGES_BYTES, swap_folder
-from memfit.errors import CaptureError, InputError, SplitError
+from memfit.errors import InputError, SplitError
 from memfit.machine import Link
 from memfit.planner.by_hand import Placement
 from memfit.planner.head import LossHead, head_of, sets_peak
-from memfit.planner.search import Search
+from memfit.planner.search import CANNOT_RUN, Search
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.planner.ways import Offers, ways
@@ -324,9 +324,7 @@ class Runtime:
         trace, peak = self._plain(way)
         for name, value in way.told_apart():
             without = replace(way, **{name: getattr(PLAIN, name)})
-            with suppress(
-                CaptureError, RuntimeError
-            ):  # torch may refuse the step without it: a write into what only then is saved
+            with suppress(*CANNOT_RUN):
                 other, other_peak = self._plain(without)
                 claimed, claim = _claimed(name, other, trace)
                 seconds = trace.plain_step_seconds - other.plain_step_seconds
@@ -350,7 +348,7 @@ class Runtime:
             way = next((w for w in self.search.ways if w.precision == precision), None)
             if way is None:
                 continue
-            with suppress(CaptureError, RuntimeError):
+            with suppress(*CANNOT_RUN):
                 seconds = self._plain(way)[0].plain_step_seconds
                 full = self._plain(replace(way, precision="full"))[0].plain_step_seconds
                 if seconds > full:

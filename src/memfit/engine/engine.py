@@ -265,16 +265,26 @@ class Engine:
             self.schedule.step()
         if record.departures and self.planner is not None and signature not in self._plans:
             self._departed.add(signature)
+        again = "; the next batch of this shape gets a plan of its own" if signature in self._departed else ""
         for departure in record.departures:
-            if departure not in self._warned:
-                self._warned.add(departure)
-                again = "; the next batch of this shape gets a plan of its own" if signature in self._departed else ""
-                warnings.warn(
-                    f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger"
-                    + again,
-                    stacklevel=3,
-                )
+            self.tell_departure(departure, again, stacklevel=4)
         return record
+
+    def tell_departure(self, departure: str, more: str = "", *, stacklevel: int) -> None:
+        """Warn that a forward was not as planned, once for each departure; for front doors whose loop is somebody else's, too.
+
+        Args:
+            departure: where and why.
+            more: what happens now.
+            stacklevel: of `warnings.warn`, from here.
+        """
+        if departure not in self._warned:
+            self._warned.add(departure)
+            warnings.warn(
+                f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger"
+                + more,
+                stacklevel=stacklevel,
+            )
 
     def _planned_anew(self, batch: Batch, signature: str, known: Plan) -> Plan:
         """A plan for this very shape, whose forward runs other operations than the plan it would fall under; the known plan where none can be made."""

@@ -14,8 +14,7 @@ import functools
 import inspect
 import math
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -84,7 +83,6 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         self.meter = meter
         self.progress = progress
         self.engine: Engine | None = None
-        self._warned: set[str] = set()
         self._new_step()
 
     def _new_step(self) -> None:
@@ -167,15 +165,15 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             lambda t: torch.cat([t] * accumulated) if accumulated > 1 and t.dim() and t.shape[0] == size else t, batch
         )
 
-        def planned(sample: Batch, number: int, divisors: Sequence[int]) -> Plan:
+        def planned(divisor: int) -> Plan:
             return plan_window(
                 module,
-                sample,
+                whole,
                 loss_fn,
                 self.budget,
                 alike(optimizer, module),
-                accumulated=number,
-                divisors=divisors,
+                accumulated=accumulated,
+                divisors=[divisor],
                 host_budget=self.host_budget,
                 allow=(),
                 fixed={**FIXED, "state_format": "32bit", **self.fixed},
@@ -184,11 +182,9 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             )
 
         try:
-            made = planned(whole, accumulated, [1])
+            made = planned(1)
         except InfeasibleError as refused:
-            raise _with_smaller_batches(
-                refused, size, accumulated, lambda d: planned(whole, accumulated, [d])
-            ) from None
+            raise _with_smaller_batches(refused, size, accumulated, planned) from None
         engine = api.apply(made, module, loss_fn, optimizer)
         api.rehearsed(engine, whole, self.progress)
         for each in module.modules():
@@ -216,17 +212,9 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         if output is not None:
             self._losses.append(_loss_in(output).detach().clone())  # some kernels return a number with a large storage
         if follower is not None and follower.departure is not None:
-            self._departed(follower.departure)
+            self._departures.append(follower.departure)
+            self._engine.tell_departure(follower.departure, stacklevel=4)
         return output
-
-    def _departed(self, departure: str) -> None:
-        self._departures.append(departure)
-        if departure not in self._warned:
-            self._warned.add(departure)
-            warnings.warn(
-                f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
-                stacklevel=4,
-            )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Let the gradients of the step before go: Lightning does it too, but only after the forward has run beside them."""
@@ -291,7 +279,9 @@ def _unlogged(module: Any, calls: list[Call] | None = None) -> Iterator[None]:
             vars(module).pop(name, None)
 
 
-def _with_smaller_batches(refused: InfeasibleError, size: int, accumulated: int, planned: Any) -> InfeasibleError:
+def _with_smaller_batches(
+    refused: InfeasibleError, size: int, accumulated: int, planned: Callable[[int], Plan]
+) -> InfeasibleError:
     """The same refusal, with the smaller batches that would do, where there are any."""
     for divisor in divisors_of(size)[1:]:
         try:

@@ -100,6 +100,19 @@ _KILLED: Final = re.compile(
 )
 
 
+def _of_device(match: re.Match[str]) -> Failure:
+    """What all messages with numbers of a GPU have in common."""
+    return Failure(
+        "message",
+        device=f"{match.groupdict().get('kind', 'CUDA').lower()}:{match['index']}",
+        wanted_bytes=_group(match, "wanted"),
+        total_bytes=_group(match, "total"),
+        free_bytes=_group(match, "free"),
+        allocated_bytes=_group(match, "allocated"),
+        allowed_bytes=_group(match, "allowed"),
+    )
+
+
 def _now(match: re.Match[str]) -> Failure:
     mine = others = None
     unnamed: list[int] = []
@@ -109,7 +122,7 @@ def _now(match: re.Match[str]) -> Failure:
             mine = size
         else:
             unnamed.append(size)
-    allocated, unallocated = _sum(_group(match, "allocated")), _group(match, "unallocated")
+    allocated, unallocated = _group(match, "allocated"), _group(match, "unallocated")
     reserved = _sum(allocated, unallocated)
     if mine is None and unnamed and reserved is not None and max(unnamed) >= reserved:
         # In a container the driver's number of this process is not the one it knows itself by.
@@ -122,18 +135,9 @@ def _now(match: re.Match[str]) -> Failure:
         others = others if others > total // _NOTHING or unnamed else 0
     elif unnamed:
         others = sum(unnamed)
-    return Failure(
-        "message",
-        device=f"{match['kind'].lower()}:{match['index']}",
-        wanted_bytes=_group(match, "wanted"),
-        total_bytes=total,
-        free_bytes=free,
-        allocated_bytes=allocated,
-        unallocated_bytes=unallocated,
-        private_bytes=_group(match, "private"),
-        process_bytes=mine,
-        other_bytes=others,
-        allowed_bytes=_group(match, "allowed"),
+    private = _group(match, "private")
+    return replace(
+        _of_device(match), unallocated_bytes=unallocated, private_bytes=private, process_bytes=mine, other_bytes=others
     )
 
 
@@ -148,29 +152,7 @@ def _before(match: re.Match[str]) -> Failure:
         # These versions do not tell processes apart; what is neither free nor the allocator's is theirs, but for this one's context.
         others = (total or 0) - (free or 0) - (allocated or 0) - (unallocated or 0) - CONTEXT_BYTES
         others = others if others > (total or 0) // _NOTHING else 0
-    return Failure(
-        "message",
-        device=f"{match['kind'].lower()}:{match['index']}",
-        wanted_bytes=_group(match, "wanted"),
-        total_bytes=total,
-        free_bytes=free,
-        allocated_bytes=allocated,
-        unallocated_bytes=unallocated,
-        other_bytes=others,
-        allowed_bytes=_group(match, "allowed"),
-    )
-
-
-def _async(match: re.Match[str]) -> Failure:
-    return Failure(
-        "message",
-        device=f"cuda:{match['index']}",
-        wanted_bytes=_group(match, "wanted"),
-        total_bytes=_group(match, "total"),
-        free_bytes=_group(match, "free"),
-        allocated_bytes=_group(match, "allocated"),
-        allowed_bytes=_group(match, "allowed"),
-    )
+    return replace(_of_device(match), unallocated_bytes=unallocated, other_bytes=others)
 
 
 def _mps(match: re.Match[str]) -> Failure:
@@ -219,7 +201,7 @@ def _killed(_: re.Match[str]) -> Failure:
 _KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Failure]], ...]] = (
     (_NOW, _now),
     (_BEFORE, _before),
-    (_ASYNC, _async),
+    (_ASYNC, _of_device),
     (_MPS, _mps),
     (_HOST, _host),
     (_NUMPY, _numpy),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from memfit.dialects.deepspeed.training import Schedule
 from memfit.train.config import ScheduleConfig
 
 
@@ -51,16 +52,6 @@ class Rates:
             group["lr"] = full
 
 
-class Moved(Protocol):
-    """A schedule made elsewhere, as `memfit.dialects.deepspeed.training` makes them."""
-
-    def set(self) -> None:
-        """Write the rates of the next step into the optimizer."""
-
-    def step(self) -> None:
-        """A step was taken."""
-
-
 class MovedRates:
     """The same as `Rates` for a schedule that knows only how to go on: it is made anew to go back.
 
@@ -69,7 +60,7 @@ class MovedRates:
         make: the schedule on an optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, make: Callable[[torch.optim.Optimizer], Moved]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, make: Callable[[torch.optim.Optimizer], Schedule]) -> None:
         self._optimizer, self._make = optimizer, make
         moved = ("lr", "betas", "momentum")
         self._full: list[dict[str, Any]] = [{k: g[k] for k in moved if k in g} for g in optimizer.param_groups]

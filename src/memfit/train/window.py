@@ -63,10 +63,10 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 class _Window(Tracing):
     """A window that is one batch, or several as the user has them: what the trainer adds up by itself needs no proof that it splits."""
 
-    undivided: int = 1
+    divided: bool = False
 
     def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
-        return super().weights(freeze) if self.undivided == 0 else ("sum", "")
+        return super().weights(freeze) if self.divided else ("sum", "")
 
 
 def plan_window(
@@ -98,7 +98,7 @@ def plan_window(
     best: Plan | None = None
     refused: InfeasibleError | None = None
     whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress)
-    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, 0)
+    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, divided=True)
     budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}

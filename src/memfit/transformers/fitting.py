@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, overload
@@ -79,7 +78,6 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         self.engine: Engine | None = None
         self.notes: tuple[str, ...] = ()
         self._divisor = 1  # micro-batches that one of the user's batches has become
-        self._warned: set[str] = set()
         self._new_step()
 
     def _new_step(self) -> None:
@@ -289,7 +287,8 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         elif weight != 1.0:
             loss = loss * weight
         if follower is not None and follower.departure is not None:
-            self._departed(follower.departure)
+            self._departures.append(follower.departure)
+            self._engine.tell_departure(follower.departure, stacklevel=4)
         self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
         return (loss, outputs) if return_outputs else loss
 
@@ -301,15 +300,6 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
             raise BatchError(
                 f"a micro-batch is [{have}], the plan is for {plan.choices.micro_batch_size} samples of batches up to [{plan.signature}]: give "
                 "memfit.transformers.fit a sample of the largest shape that will come, or cut the data down to it"
-            )
-
-    def _departed(self, departure: str) -> None:
-        self._departures.append(departure)
-        if departure not in self._warned:
-            self._warned.add(departure)
-            warnings.warn(
-                f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger",
-                stacklevel=4,
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -238,14 +238,10 @@ class FromDeepSpeed:
                 "the DeepSpeed configuration has an optimizer, and one was given besides: leave one of them out"
             )
         factory = optimizer or self.optimizer
-        if self.config.optimizer is not None or optimizer is not None:
-            trained = [nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters() if p.requires_grad]
-            if trained:
-                self.schedule(factory(trained))
-            return factory
-        raise ConfigError(
-            "the DeepSpeed configuration has no optimizer: give the function that makes it, optimizer=..."
-        )
+        trained = [nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters() if p.requires_grad]
+        if trained:
+            self.schedule(factory(trained))
+        return factory
 
     def _told(self) -> tuple[str, ...]:
         return tuple(f"DeepSpeed configuration: {notice}" for notice in self.notices)

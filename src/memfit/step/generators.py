@@ -23,11 +23,18 @@ def put_back(states: States, device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def derived(states: States, index: int, device: torch.device) -> States:
-    """States of generators seeded from these and a number: another stream for each number, and nothing is drawn."""
+def derived_seed(states: States, index: int) -> int:
+    """A seed made from these and a number: another stream for each number, and nothing is drawn."""
     digest = hashlib.blake2b(digest_size=7)
     for state in states:
         digest.update(state.cpu().numpy().tobytes())
     digest.update(index.to_bytes(8, "little"))
-    seed = int.from_bytes(digest.digest(), "little")
-    return tuple(torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), device)[: len(states)])
+    return int.from_bytes(digest.digest(), "little")
+
+
+def seed(number: int, device: torch.device) -> None:
+    """Seed the CPU's default generator and the device's, and no other device's."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(number)

@@ -61,10 +61,11 @@ class _Strand:
     """One body in a thread of its own, which runs only between `resume` and its own next `wait`."""
 
     def __init__(
-        self, body: Callable[[], Any], surroundings: _Surroundings, states: generators.States, onlooker: Onlooker
+        self, body: Callable[[], Any], surroundings: _Surroundings, seed: int | None, onlooker: Onlooker
     ) -> None:
         self._onlooker = onlooker
-        self.states = states
+        self._seed = seed  # None: it begins with the generators as they are
+        self.states: generators.States = ()  # of the generators where it waits; a few kilobytes, so not longer than that
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = False
@@ -98,6 +99,14 @@ class _Strand:
         self._go.release()
         self._back.acquire()
         self._onlooker.enter_thread()
+
+    def enter_generators(self, device: torch.device) -> None:
+        """The default generators go on where this strand left them."""
+        if self.states:
+            generators.put_back(self.states, device)
+            self.states = ()
+        elif self._seed is not None:
+            generators.seed(self._seed, device)
 
     def wait(self) -> None:
         """Called inside: let the others run."""
@@ -138,23 +147,26 @@ class Strands:
         if len(bodies) == 1:
             return [bodies[0]()]
         before = generators.taken(self._device)
-        states = [before, *(generators.derived(before, i, self._device) for i in range(1, len(bodies)))]
+        seeds = [None, *(generators.derived_seed(before, i) for i in range(1, len(bodies)))]
+        del before
         surroundings = _Surroundings(self._device)
-        strands = [_Strand(body, surroundings, own, onlooker) for body, own in zip(bodies, states, strict=True)]
+        strands = [_Strand(body, surroundings, seed, onlooker) for body, seed in zip(bodies, seeds, strict=True)]
         try:
             while any(not strand.done for strand in strands):
                 for strand in strands:
                     if strand.done:
                         continue
-                    generators.put_back(strand.states, self._device)
+                    strand.enter_generators(self._device)
                     self._running = strand
                     strand.resume()
                     self._running = None
-                    strand.states = generators.taken(self._device)
+                    if not strand.done or strand is strands[0]:
+                        strand.states = generators.taken(self._device)
                     if strand.error is not None:
                         raise strand.error
         finally:
-            generators.put_back(strands[0].states, self._device)
+            if self._running is not strands[0]:
+                strands[0].enter_generators(self._device)
             for strand in strands:
                 if not strand.done:
                     strand.abandon(running=strand is self._running)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 import small
 from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
 from memfit.choices import Choices
 from memfit.errors import CaptureError
+from memfit.planner.timeline import Timeline
 from memfit.trace import BEFORE_STEP, Category, Phase, Trace
 from models import case
 
@@ -251,6 +253,23 @@ def test_a_capture_leaves_the_model_as_it_was(how: Any) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch.equal(sample, sample_before)
     assert not model.inner[0].weight.requires_grad or model.inner[0].weight.grad_fn is None
+
+
+def test_a_generator_state_counts_from_when_it_is_taken() -> None:
+    """What `torch.utils.checkpoint` keeps for a region is not there before the region is reached."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        first, act, last = model.children()
+        return last(checkpoint(act, first(x), use_reentrant=False)).sum()  # type: ignore[no-any-return]
+
+    trace = capture(tiny(), torch.randn(BATCH, WIDTH), loss_of, None).trace
+    size = torch.get_rng_state().numel()
+    kept = next(s for s in trace.storages if s.bytes == size)
+    reached, again = named(trace, "tanh"), named(trace, "tanh", Phase.BACKWARD)
+    assert kept.birth == reached[0] > 0
+    assert again[0] <= kept.death < len(trace.events)
+    levels = Timeline(trace).plain().levels
+    assert levels[reached[0]] - levels[reached[0] - 1] == size + ROW
 
 
 class Keeps(nn.Module):

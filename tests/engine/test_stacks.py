@@ -68,9 +68,7 @@ def check(drawn: Drawn, optimizer: Optimizer) -> bool:
     measured, predicted = record.peak_bytes, made.prediction.peak_bytes
     close = max(0.005 * measured, UNSEEN_BYTES)
     assert predicted >= measured - close, (predicted, measured)
-    # Parts keep states of generators, which a capture counts from the start of forward: 5 KB each, which in so small a model may set the peak.
-    # A frozen block between trained ones is predicted too high as well: see below.
-    assert drawn.parts > 1 or drawn.frozen or predicted <= measured + close, (predicted, measured)
+    assert predicted <= measured + close, (predicted, measured)
     told("streamed")
     return True
 
@@ -95,16 +93,15 @@ def test_a_stack_as_models_have_it_is_streamed(name: str, parts: int) -> None:
     assert check(Drawn((block,) * 4, frozen=("first", "blocks.0"), parts=parts), OPTIMIZERS[name])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a frozen block between streamed ones is predicted too high, 4 KB here; why has not been found",
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        Drawn((("linear",),) * 3, frozen=("blocks.1",)),
+        Drawn((("linear",),) * 3, parts=2),
+        Drawn((("linear",),) * 5, parts=3),
+    ],
+    ids=["a frozen block between trained ones", "two parts", "three parts"],
 )
-def test_a_frozen_block_between_streamed_ones_is_predicted_closely() -> None:
-    model, sample = Stack(drawn := Drawn((("linear",),) * 3, frozen=("blocks.1",))), drawn.sample()
-    fixed = {"streamed": "blocks", "micro_batches": 1}
-    made = memfit.plan(model, sample, stack_loss, 1 << 50, OPTIMIZERS["adamw"], freeze=drawn.frozen, fixed=fixed)
-    engine = memfit.apply(made, model)
-    engine.step(sample)
-    measured = engine.step(sample, meter=True).peak_bytes
-    assert measured is not None
-    assert made.prediction.peak_bytes <= 1.005 * measured + UNSEEN_BYTES
+def test_what_is_held_beside_tensors_of_kernels_is_predicted_closely(drawn: Drawn) -> None:
+    """In so small a model states of generators, 5 KB each, set the peak: each counts from when it is taken until it is let go."""
+    assert check(drawn, OPTIMIZERS["adamw"])

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit import dispatch
 from memfit.capture.capture import Captured, forked_generators
-from memfit.capture.recorder import CallSpec, Layout, Layouts, TensorSpec, layout_of
+from memfit.capture.recorder import GENERATOR_STATE, CallSpec, Layout, Layouts, TensorSpec, layout_of
 from memfit.errors import InputError
 from memfit.machine import Link, Machine
 from memfit.meter import profiled, spans_and_changes
@@ -603,6 +603,9 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     for op in trace.operations:
+        if op.name == GENERATOR_STATE:
+            operations.append(op)
+            continue
         cost = costs[op.key]
         hidden = 0
         if cost.made_bytes is not None and len(cost.made_bytes) > len(op.makes):

@@ -41,6 +41,9 @@ class TensorSpec:
     place: int  # which of the operation's distinct input storages it lies in
 
 
+GENERATOR_STATE: Final = "torch.get_rng_state"
+"""The name of an operation that is no kernel: it is not timed."""
+
 Layout = tuple[str, tuple[int, ...]]
 """Dtype and strides of a tensor, in elements."""
 Layouts = tuple[Layout | None, ...]
@@ -379,19 +382,30 @@ class Recorder(TorchDispatchMode):
     # -- autograd's saved tensors --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def seeing_generator_states(self) -> Iterator[None]:
+    def seeing_generator_states(self, *, as_operations: bool = False) -> Iterator[None]:
         """Inside, generator states that Python code asks for are followed too: `torch.utils.checkpoint` keeps one for each of its regions.
 
         The generator allocates them itself, out of the dispatcher's sight, so the function that hands them out is replaced meanwhile.
+
+        Args:
+            as_operations: write each down as an operation of its own, so that one which is let go before the next kernel counts too. Only where nobody
+                follows the operations by number, as an engine's dispatch mode would not see these.
         """
         ask = torch.get_rng_state
 
         def seen() -> torch.Tensor:
             state = ask()
             if self.recording:
-                # What no operation makes counts from the start, in backward from now.
-                forward = self.phase is Phase.FORWARD
-                self._add(state, Category.OTHER, self.module, BEFORE_STEP if forward else len(self.events) - 1)
+                # Made between two operations: beside nothing that died with the earlier one, and there from the later one on if it has no event of its own.
+                made = self._add(state, Category.OTHER, self.module, event := len(self.events))
+                if as_operations:
+                    self._now = event
+                    self.events.append(len(self.operations))
+                    self.operations.append(
+                        Operation(
+                            GENERATOR_STATE, self.phase, self.module, (), (), (made,), 0.0, 0, False, False, "", (0,)
+                        )
+                    )
             return state
 
         torch.get_rng_state = seen

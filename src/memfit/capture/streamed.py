@@ -84,7 +84,7 @@ def record_streamed(
         if program.optimizer is not None:
             recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
         recorder.register(batches.leaves(sample), Category.BATCH)
-        with recorder, recorder.seeing_generator_states():
+        with recorder, recorder.seeing_generator_states(as_operations=True):
             losses = stream.step(program, parts, weights, watch=watch)
             del losses
             program.clear()

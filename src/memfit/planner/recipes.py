@@ -95,10 +95,10 @@ class Recipes:
         self.trace = trace
         self.lower_tier = lower_tier
         self.tiers: tuple[Link, ...] = lower_tier.chain if lower_tier is not None else ()
-        self.managed: list[int] = [s for s, st in enumerate(trace.storages) if 0 <= st.birth < trace.forward_events]
-        managed = set(self.managed)
         operations = trace.operations
         forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+        self.managed: list[int] = sorted(s for op in forward for s in operations[op].makes)
+        managed = set(self.managed)
         event_of = {op: event for event, op in enumerate(trace.events[: trace.forward_events]) if op >= 0}
         self.event_of_operation = event_of
         maker: dict[int, int] = {}

@@ -221,14 +221,11 @@ def _record(
         recorder.register((p.grad for p in trainable if p.grad is not None), Category.GRADIENT)
         recorder.register(program.scaling.tensors() if program.scaling is not None else (), Category.OTHER)
         recorder.register(batches.leaves(sample), Category.BATCH)
-        given: list[torch.Tensor | None] = []
 
         @contextlib.contextmanager
         def around_update(parameter: torch.Tensor) -> Iterator[None]:
             if parameter.grad is not None:
                 recorder.recategorise((parameter.grad,), Category.GRADIENT)
-            if micro_batches > 1:
-                given.append(parameter.grad)  # at the peak of the parts before the last one all gradients are there
             recorder.phase = Phase.OPTIMIZER
             yield
             recorder.phase = Phase.BACKWARD
@@ -273,7 +270,6 @@ def _record(
             if program.optimizer is not None:
                 program.optimizer.step()
             del loss
-            given.clear()
             program.clear()
         operations, storages, saves = recorder.tables()
         recorder.recording = False

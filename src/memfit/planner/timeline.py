@@ -11,6 +11,7 @@ two queues of each tells (`Timeline.copying`).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from memfit.planner.recipes import Recipes
-from memfit.trace import BEFORE_STEP, Category, Trace
+from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Trace
 
 Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
@@ -165,6 +166,8 @@ class Timeline:
         self._plain = np.zeros(self.events + 2, dtype=np.int64)
         for s, storage in enumerate(trace.storages):
             self._span(self._plain, max(storage.birth, 0), self.plain_end[s], storage.bytes)
+        self._earlier = self._held_more_in_earlier_parts()
+        self._plain[: self.events + 1] += np.diff(self._earlier, prepend=0)
         # The same in columns.
         table = self.recipes.recipes
         count = range(len(trace.storages))
@@ -203,6 +206,48 @@ class Timeline:
     def _span(self, changes: Any, first: int, last: int, size: int) -> None:
         changes[first] += size
         changes[min(last, self.events) + 1] -= size
+
+    def _held_more_in_earlier_parts(self) -> Any:
+        """Bytes by which a micro-batch before the last holds more than the last, at each event.
+
+        With an update inside backward the trace is of the last micro-batch, in which gradients go with their updates. Those before it run the same
+        operations without updates, so no gradient goes: in the first each is there from when it is made, in all between from the start.
+        """
+        trace = self.trace
+        more = np.zeros(self.events + 2, dtype=np.int64)
+        first: dict[
+            int, int
+        ] = {}  # gradient -> first event at which it is there beside what is added to it, where nothing was there before
+        updates = [False] * self.events
+        for event, op in enumerate(trace.events[: trace.pass_events]):
+            if op < 0:
+                continue
+            operation = trace.operations[op]
+            updates[event] = operation.phase is Phase.OPTIMIZER
+            if not updates[event]:
+                first.update((s, event + self._hands_over(operation, event)) for s in operation.writes)
+        if trace.micro_batches == 1 or not any(updates):
+            return more[: self.events + 1]
+        for s, storage in enumerate(trace.storages):
+            if storage.birth == BEFORE_STEP and storage.category is Category.GRADIENT:
+                self._span(
+                    more, first.get(s, 0) if trace.micro_batches == 2 else 0, trace.pass_events - 1, storage.bytes
+                )
+                self._span(more, 0, self.plain_end[s], -storage.bytes)
+            elif storage.birth >= 0 and updates[min(storage.birth, self.events - 1)]:
+                self._span(more, storage.birth, self.plain_end[s], -storage.bytes)
+        more = np.cumsum(more)[: self.events + 1]
+        more[: self.events] -= np.where(updates, self._workspace[: self.events], 0)
+        return np.maximum(more, 0)
+
+    def _hands_over(self, addition: Operation, event: int) -> bool:
+        """Whether autograd, with nothing to add to, takes what is added as it is: when that lies as the gradient does, and nothing else holds it."""
+        layouts = [argument.partition("@")[0] for argument in re.findall(r"\w+\[[^@]*@", addition.key)]
+        return len(set(layouts)) == 1 and all(
+            self.trace.storages[s].birth >= self.trace.forward_events and self.plain_end[s] == event
+            for s in addition.reads
+            if s not in addition.writes
+        )
 
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""
@@ -416,6 +461,7 @@ class Timeline:
         total = self.evaluate(levels_of)
         bands = {c: np.cumsum(changes[: self.events + 1]) for c, changes in out.items()}
         bands[Category.TEMPORARY] = bands[Category.TEMPORARY] + self._workspace
+        bands[Category.GRADIENT] = bands[Category.GRADIENT] + self._earlier
         rest = total.levels - sum(bands.values())
         bands[Category.ACTIVATION] = bands[Category.ACTIVATION] + rest
         return bands

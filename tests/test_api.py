@@ -49,6 +49,40 @@ def test_a_saved_trace_gives_the_plans_that_the_model_gives(tmp_path: Path) -> N
     assert engine.step(sample, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
 
 
+def test_a_saved_trace_is_planned_with_the_room_below_that_it_was_made_with(tmp_path: Path) -> None:
+    model, sample = chain(dropout=0.1), rows(4096)
+    least: list[int] = []
+    for given in (None, "64MiB"):
+        memfit.record(model, sample, squared_error, adamw, host_budget=given).save(tmp_path / "trace.gz")
+        loaded = memfit.Trace.load(tmp_path / "trace.gz")
+        with pytest.raises(InfeasibleError) as caught:
+            memfit.replan(loaded, 1)
+        least.append(caught.value.minimum_bytes)
+    assert least[1] < least[0]
+    assert loaded.lower_tier is not None
+    assert loaded.lower_tier.room_bytes == 64 << 20
+    made = memfit.replan(loaded, least[1])
+    (tier,) = made.prediction.tiers
+    assert tier.bytes > 0
+    fixed = {"micro_batches": 1, "state_place": "device", "streamed": ""}
+    direct = memfit.plan(model, sample, squared_error, least[1], adamw, host_budget="64MiB", fixed=fixed)
+    assert (made.prediction.peak_bytes, made.script) == (direct.prediction.peak_bytes, direct.script)
+    engine = memfit.apply(made, model, squared_error, adamw)
+    engine.step(sample)
+    assert engine.step(sample, meter=True).peak_bytes == made.prediction.peak_bytes
+
+
+def test_what_the_state_takes_of_the_room_below_is_not_planned_with_twice() -> None:
+    model, sample = chain(), rows()
+    state = 2 * 4 * sum(p.numel() for p in model.parameters())
+    fixed = {"state_place": "disk"}
+    trace = memfit.record(model, sample, squared_error, adamw, host_budget="1MiB", fixed=fixed)
+    assert trace.lower_tier is not None
+    assert trace.lower_tier.room_bytes is not None
+    assert (1 << 20) - trace.lower_tier.room_bytes == pytest.approx(state, abs=1024)
+    assert memfit.replan(trace, "1GiB").choices.state_place == "disk"
+
+
 def test_a_trace_of_parts_keeps_to_them() -> None:
     trace = memfit.record(chain(), rows(16), squared_error, adamw, micro_batches=3)
     assert trace.choices == Choices(3, 6, "samples")

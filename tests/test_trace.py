@@ -13,6 +13,7 @@ import pytest
 
 from memfit.choices import Choices
 from memfit.errors import PlanFileError
+from memfit.machine import Link
 from memfit.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
 
@@ -22,6 +23,7 @@ def trace() -> Trace:
         traces.drawn(4, forward=12, rng_bytes=16, dispatch=1e-5),
         notes=("a note", "ünïcode"),
         choices=Choices(3, 5, "tokens:labels"),
+        lower_tier=Link("host", 2e9, 3e9, 1e-5, 1 << 30, below=Link("disk", 1e9, 1e9)),
     )
 
 
@@ -135,16 +137,22 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             Trace.load(tmp_path / "trace")
 
 
-def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path) -> None:
     trace().save(tmp_path / "trace")
     content = (tmp_path / "trace").read_bytes()
     chance = random.Random(0)
+    refused = 0
     for _ in range(200):
         damaged = bytearray(content)
         damaged[chance.randrange(10, len(content))] ^= 1 << chance.randrange(8)  # behind gzip's header
         (tmp_path / "trace").write_bytes(damaged)
-        with pytest.raises(PlanFileError):
-            Trace.load(tmp_path / "trace")
+        try:
+            found = Trace.load(tmp_path / "trace")
+        except PlanFileError:
+            refused += 1
+        else:  # a few bits of a deflated file mean nothing, those that fill up its last byte for one
+            assert found == trace()
+    assert refused > 190
 
 
 @pytest.mark.parametrize("data", [[], "x", 3, None])

@@ -178,6 +178,8 @@ def record(
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
     micro_batches: int = 1,
+    host_budget: Budget | None = None,
+    disk_budget: Budget | None = None,
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
@@ -190,6 +192,7 @@ def record(
 
     Args:
         micro_batches: into how many parts the batch is split; plans from this trace keep to it.
+        host_budget, disk_budget: as for `plan`: the room below that plans from this trace may swap to, at the speed that the link to it has here.
         fixed: other choices, by the name of their field in `Choices`: {"precision": "bf16"}. Plans keep to them.
         model, sample, loss_fn, optimizer, freeze, clip_norm, device, progress: as for `plan`.
 
@@ -198,9 +201,16 @@ def record(
         InputError, CaptureError: as for `plan`.
     """
     tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, freeze=freeze, fixed={"micro_batches": micro_batches, **(fixed or {})})
+    search = search_for(
+        tracing,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        freeze=freeze,
+        fixed={"micro_batches": micro_batches, **(fixed or {})},
+    )
     number = search.fixed_micro_batches or 1
-    trace = search.solver(number).trace
+    solver = search.solver(number)
+    trace = replace(solver.trace, lower_tier=solver.recipes.lower_tier)
     if number == 1:
         return trace
     weights, _ = search.weights()
@@ -212,7 +222,7 @@ def replan(made: Plan | Trace, budget: Budget) -> Plan:
     """The same model and batch at another budget, without capturing anything again.
 
     Args:
-        made: a plan from this process, or a trace (`record`, `Trace.load`).
+        made: a plan from this process, or a trace (`record`, `Trace.load`); with the room below that it was made with.
         budget: as for `plan`, but in bytes: there may be no device to take a share of.
 
     Raises:
@@ -225,7 +235,14 @@ def replan(made: Plan | Trace, budget: Budget) -> Plan:
         how = made.choices
         samples = how.micro_batch_size * how.micro_batches
         way = replace(how, micro_batches=1, micro_batch_size=0, weights="whole")
-        search = Search(lambda _: made, samples, lambda: (how.weights, ""), how.micro_batches, ways=(way,))
+        search = Search(
+            lambda _: made,
+            samples,
+            lambda: (how.weights, ""),
+            how.micro_batches,
+            ways=(way,),
+            lower_tier=made.lower_tier,  # without what the step has lying there already
+        )
         return search.plan(budget_bytes)
     if not isinstance(made.runtime, Runtime):
         raise InputError(

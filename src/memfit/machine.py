@@ -6,9 +6,10 @@ a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
 from memfit.errors import InputError
 
@@ -85,6 +86,15 @@ class Link:
     def shortened(self) -> Link | None:
         """The chain without its last tier; None where this is the last."""
         return replace(self, below=self.below.shortened) if self.below is not None else None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> Link | None:
+        """Inverse of `dataclasses.asdict`; None stays None.
+
+        Raises:
+            KeyError, TypeError: these are not the fields of a link.
+        """
+        return None if data is None else cls(**{**data, "below": cls.from_json(data["below"])})
 
     def out_seconds(self, size: int) -> float:
         """Time of a copy down, alone on the link."""

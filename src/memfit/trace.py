@@ -19,8 +19,9 @@ from typing import Any, Final
 from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
+from memfit.machine import Link
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 BEFORE_STEP: Final = -1
 
 
@@ -145,6 +146,7 @@ class Trace:
         transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
         waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
+        lower_tier: to the tiers below that plans from this trace may swap to, with the room that is left there; None for none.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -170,6 +172,7 @@ class Trace:
     waited_seconds: float = 0.0
     torch_version: str = ""
     drawn_bytes: tuple[tuple[int, ...], ...] = ()
+    lower_tier: Link | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -229,9 +232,10 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        apart = {"operations", "storages", "saves", "choices"}
+        apart = {"operations", "storages", "saves", "choices", "lower_tier"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        return {**scalars, "choices": asdict(self.choices), **rows, "names": list(names)}
+        tier = None if self.lower_tier is None else asdict(self.lower_tier)
+        return {**scalars, "choices": asdict(self.choices), "lower_tier": tier, **rows, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
@@ -295,6 +299,7 @@ class Trace:
                     "notes",
                     "changed_buffers",
                     "drawn_bytes",
+                    "lower_tier",
                 }
             }
             return cls(
@@ -306,6 +311,7 @@ class Trace:
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 drawn_bytes=drawn,
+                lower_tier=Link.from_json(data["lower_tier"]),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

@@ -38,7 +38,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--save-trace",
         metavar="FILE",
         type=Path,
-        help="write down one step as fit.fixed and fit.freeze have it, to plan from later without the model",
+        help="write down one step as fit.fixed, fit.freeze, fit.host_budget and fit.disk_budget have it, to plan from later without the model",
     )
     parser.add_argument(
         "--trace",

@@ -405,10 +405,11 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
 
 
 def make_trace(config: Config, assembly: Assembly, device: str | None, display: Display) -> Trace:
-    """One step written down, with what the configuration fixes and freezes, to plan from later without the model."""
+    """One step written down, with what the configuration fixes and freezes and its room below, to plan from later without the model."""
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        freeze=config.fit.freeze, fixed=_fixed(config, assembly), clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+        host_budget=config.fit.host_budget, disk_budget=config.fit.disk_budget, freeze=config.fit.freeze, fixed=_fixed(config, assembly),
+        clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
     )  # fmt: skip
 
 

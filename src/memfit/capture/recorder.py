@@ -328,10 +328,15 @@ class Recorder(TorchDispatchMode):
         # Only the formula can hold what it made, perhaps more than once on the way; no other tensor may share its storage.
         return instead if instead is not None and _storage_held_once(args[0]) else None
 
-    def _at_node(self, node: object) -> None:
+    def _at_node(self, node: Any) -> None:
         """Forget about the node before, when another one runs now."""
         if node is not self._node:
             self._node = node
+            if node is not None and node.name().startswith(_FORMULA_BY_VALUES):
+                self.notes[
+                    f"backward of a product in {self._backward_module or 'the model'}: autograd takes a formula by whether its input holds a zero, and another "
+                    "one while it is watched, so what it holds meanwhile is not known exactly; a rehearsal measures it"
+                ] = None
             self._read_under_node.clear()
             self._made_under_node.clear()
             self._unpacked_under_node.clear()
@@ -554,6 +559,9 @@ _WRITES_IN_CROSS_ENTROPY: Final = {
     _aten.sub.Tensor: _aten.sub_.Tensor,
     _aten.mul.Tensor: _aten.mul_.Tensor,
 }
+
+
+_FORMULA_BY_VALUES: Final = ("ProdBackward", "CumprodBackward")
 
 
 @cache

@@ -457,14 +457,14 @@ def fit(
     return engine
 
 
-def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
-    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
+    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does. Arguments as for `rehearse`."""
     made = engine.plan
     budget_bytes = made.budget_bytes
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        engine.rehearsal = replace(rehearse(engine, sample), rounds=number)
+        engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=number)
         excess = engine.rehearsal.measured_peak_bytes - budget_bytes
         if excess <= 0 or number == REPAIR_ROUNDS:
             break

@@ -7,7 +7,7 @@ is: a batch may be divided into equal parts, and two are never joined.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,7 +77,8 @@ def plan_window(
     make_optimizer: Callable[..., Any],
     *,
     accumulated: int,
-    divisors: Sequence[int],
+    divisors: Iterable[int],
+    one_by_one: bool = False,
     host_budget: Budget | None,
     allow: Sequence[str],
     fixed: Mapping[str, Any],
@@ -89,6 +90,7 @@ def plan_window(
     Args:
         accumulated: batches in the window.
         divisors: numbers of parts that a batch may be divided into, rising.
+        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
         model, sample, loss_fn, budget, host_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
         make_optimizer: `optimizer` of `memfit.plan`.
 
@@ -97,8 +99,9 @@ def plan_window(
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
-    whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress)
-    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, divided=True)
+    times = accumulated if one_by_one else 1
+    whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, times)
+    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, times, divided=True)
     budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}
@@ -113,7 +116,7 @@ def plan_window(
             refused = error
             continue
         except SplitError:
-            if divisor == divisors[0]:
+            if best is None and refused is None:
                 raise
             break
         if best is not None and made.prediction.step_seconds * WORTH_MORE >= best.prediction.step_seconds:
@@ -125,6 +128,11 @@ def plan_window(
         return best
     assert refused is not None
     raise refused
+
+
+def doubled_up_to(number: int) -> list[int]:
+    """Powers of two below a number, and the number."""
+    return [*(1 << power for power in range((number - 1).bit_length())), number]
 
 
 def divisors_of(number: int) -> list[int]:

@@ -8,6 +8,7 @@ a loss taken outside of it (label smoothing, `compute_loss_func`) would be kept 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,8 +149,22 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         trainer.optimizer = engine.optimizer
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
+        if self.meter:
+            trainer.train = self._closing(trainer.train)
         self._divisor = engine.plan.choices.micro_batches // accumulated
         self._set(trainer, given)
+
+    def _closing(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Trainer's own, after which no meter runs: callbacks are not told of what ends a step half way."""
+
+        @functools.wraps(train)
+        def closing(*args: Any, **named: Any) -> Any:
+            try:
+                return train(*args, **named)
+            finally:
+                self._metering.close()
+
+        return closing
 
     def _refuse_choices(self) -> None:
         if isinstance(self.allow, str):

@@ -117,6 +117,8 @@ def recompute(
 ) -> Plan:
     """A plan in which the user says what is recomputed, as with `torch.utils.checkpoint`; explained, predicted, saved and applied like any other.
 
+    Activations are kept or computed again, never moved: what is moved to a tier below is searched for, by `plan` with its `host_budget` and `disk_budget`.
+
     Args:
         keep: patterns of module paths: what flows out of these modules is kept, and whatever else can be rebuilt is dropped, up to the last of them. `*`
             stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
@@ -186,7 +188,8 @@ def record(
 ) -> Trace:
     """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
 
-    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with.
+    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with. The tiers below are no part of it
+    either: plans made from a trace keep to the device.
 
     Args:
         micro_batches: into how many parts the batch is split; plans from this trace keep to it.

@@ -285,6 +285,28 @@ def test_state_on_nvme_lies_in_the_folder_that_is_named(tmp_path: Path, one_thre
     assert [engine.step(b).loss for b in data] == [plain.step(b).loss for b in data]
 
 
+def test_what_lies_on_nvme_counts_on_the_tier_where_the_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    below = {"device": "nvme", "nvme_path": str(tmp_path)}
+    door = from_deepspeed(
+        whole(optimizer=torch_adam("AdamW"), zero_optimization={"stage": 2, "offload_optimizer": below})
+    )
+    given = trained.build(), trained.batches()[0], loss_fn, "1GiB"
+    gpu: Any = {"device": "rtx4090", "host_budget": "17MiB"}
+
+    assert door.plan(*given, disk_budget="1MiB", **gpu).choices.state_place == "disk"
+    lying = "is less than the optimizer state that is to lie there"
+    with pytest.raises(InputError, match=f"disk_budget=100 {lying}"):
+        door.plan(*given, disk_budget=100, **gpu)
+    for plan_or_fit in (door.plan, door.fit):
+        with pytest.raises(InputError, match=f"host_budget=100 {lying}"):
+            plan_or_fit(*given, host_budget=100)
+        with pytest.raises(InputError, match="disk_budget='1MiB' is room on the disk below a GPU's host"):
+            plan_or_fit(*given, host_budget="1MiB", disk_budget="1MiB")
+
+
 class Stack(nn.Module):
     """Blocks that can be streamed."""
 

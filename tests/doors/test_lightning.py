@@ -323,6 +323,15 @@ def test_what_keeps_a_batch_whole_is_told(make: Any, why: str) -> None:
         trained(make(), memfit.lightning.FitToMemory("256KiB"))
 
 
+def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    fitted = memfit.lightning.FitToMemory("1GiB", host_budget="64MiB")
+    trained(Module(), fitted)
+    assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+        trained(Module(), memfit.lightning.FitToMemory("1GiB", host_budget="64MiB", disk_budget="1GiB"))
+
+
 def test_parts_that_a_step_cannot_have_are_refused() -> None:
     with pytest.raises(InputError, match="a multiple of 2 up to 512 is needed"):
         trained(Module(), memfit.lightning.FitToMemory("1GiB", fixed={"micro_batches": 3}), accumulate_grad_batches=2)

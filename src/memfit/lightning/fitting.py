@@ -54,7 +54,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
     Args:
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         sample: a batch of the loader's, of the largest shape that will come; None: the training data is looked through.
-        host_budget: room on the tier below that activations may be swapped to.
+        host_budget, disk_budget: as for `memfit.plan`, for activations; the optimizer's state stays on the device.
         fixed: {"micro_batches": n}, parts in a whole step (those of all its batches), or {"loss_chunks": n}; the rest is Lightning's to say.
         meter: measure the peak of each step (slower).
         progress: as for `memfit.plan`.
@@ -69,6 +69,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         *,
         sample: Batch | None = None,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         fixed: Mapping[str, Any] | None = None,
         meter: bool = False,
         progress: Progress | None = None,
@@ -81,6 +82,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         self.budget = budget
         self.sample = sample
         self.host_budget = host_budget
+        self.disk_budget = disk_budget
         self.fixed = fixed or {}
         self.meter = meter
         self.progress = progress
@@ -190,6 +192,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 divisors=divisors(),
                 one_by_one=True,
                 host_budget=self.host_budget,
+                disk_budget=self.disk_budget,
                 allow=(),
                 fixed={
                     **FIXED,

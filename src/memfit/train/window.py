@@ -80,6 +80,7 @@ def plan_window(
     divisors: Iterable[int],
     one_by_one: bool = False,
     host_budget: Budget | None,
+    disk_budget: Budget | None,
     allow: Sequence[str],
     fixed: Mapping[str, Any],
     clip_norm: float | None,
@@ -91,7 +92,7 @@ def plan_window(
         accumulated: batches in the window.
         divisors: numbers of parts that a batch may be divided into, rising.
         one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
-        model, sample, loss_fn, budget, host_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
+        model, sample, loss_fn, budget, host_budget, disk_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
         make_optimizer: `optimizer` of `memfit.plan`.
 
     Raises:
@@ -106,9 +107,11 @@ def plan_window(
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}
         try:
-            search = search_for(whole if divisor == 1 else parted, host_budget=host_budget, allow=allow, fixed=pinned)
+            tracing = whole if divisor == 1 else parted
+            search = search_for(tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, fixed=pinned)
             tell(progress, "planning", 0.9)
-            made = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget).plan(budget_bytes)
+            runtime = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget, disk_budget=disk_budget)
+            made = runtime.plan(budget_bytes)
         except InfeasibleError as error:
             least = error.minimum_bytes or math.inf
             if refused is not None and least >= (refused.minimum_bytes or math.inf):

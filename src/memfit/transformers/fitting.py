@@ -51,7 +51,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
     """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
 
     Args:
-        budget, sample, host_budget, allow, fixed, meter, progress: as for `fit`.
+        budget, sample, host_budget, disk_budget, allow, fixed, meter, progress: as for `fit`.
 
     Attributes:
         engine: with the plan, the rehearsal, and a record of every step; None before `attach`.
@@ -64,6 +64,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         *,
         sample: Batch | None = None,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         allow: Sequence[str] = (),
         fixed: Mapping[str, Any] | None = None,
         meter: bool = False,
@@ -72,6 +73,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         self.budget = budget
         self.sample = sample
         self.host_budget = host_budget
+        self.disk_budget = disk_budget
         self.allow = allow
         self.fixed = fixed
         self.meter = meter
@@ -137,6 +139,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
             accumulated=accumulated,
             divisors=self._divisors(trainer),
             host_budget=self.host_budget,
+            disk_budget=self.disk_budget,
             allow=self.allow,
             fixed={**FIXED, **(self.fixed or {})},
             # The norm is computed even where nothing is clipped: it is logged.
@@ -353,8 +356,9 @@ def fit(trainer: Any, budget: Budget = "80%", **named: Any) -> Any:
             which wants `sample`.
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         named: of a Trainer: `sample`, a batch of the largest shape that will come, of as many samples as a step takes (None: the training data is
-            looked through); `host_budget`, room on the tier below that activations may be swapped to; `allow`, ["8bit"] for the optimizer's
-            state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower); `progress`. Of a model: those of `memfit.fit`.
+            looked through); `host_budget` and `disk_budget` as for `memfit.plan`, for activations, as the optimizer's state stays on the device;
+            `allow`, ["8bit"] for the optimizer's state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower);
+            `progress`. Of a model: those of `memfit.fit`.
 
     Returns:
         The callback that was added: `.plan`, `.engine.rehearsal`, `.engine.records`, `.notes`. Of a model: the engine.

@@ -20,7 +20,9 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+from torchmetrics import Metric
 
 from memfit import api, batches
 from memfit.batches import Batch
@@ -37,13 +39,6 @@ from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train import state
 from memfit.train.window import FIXED, doubled_up_to, largest_samples, plan_window
-
-try:
-    from lightning.pytorch import Callback
-    from torchmetrics import Metric
-except ImportError as error:
-    raise InputError("memfit.lightning needs lightning: pip install 'memfit[lightning]'") from error
-
 
 CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 

@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from lightning.pytorch import LightningModule
 
 from memfit.errors import InputError
-
-try:
-    from lightning.pytorch import LightningModule
-except ImportError as error:
-    raise InputError("memfit.lightning needs lightning: pip install 'memfit[lightning]'") from error
 
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 

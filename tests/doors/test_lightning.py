@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.errors import BatchError, InfeasibleError, InputError, SplitError
 
 lightning = pytest.importorskip("lightning")
 
@@ -317,10 +317,11 @@ class Clearing(Module):
     [(Telling, "training_step returns 'inputs' besides the loss"), (Clearing, "an optimizer_zero_grad of its own")],
 )
 def test_what_keeps_a_batch_whole_is_told(make: Any, why: str) -> None:
-    with pytest.raises(InputError, match=f"micro_batches=2 cannot be honoured: .*{why}"):
+    with pytest.raises(SplitError, match=f"cannot be honoured: .*{why}"):
         trained(make(), memfit.lightning.FitToMemory("1GiB", fixed={"micro_batches": 2}))
-    with pytest.raises(InfeasibleError, match=f"Batches are left whole: .*{why}"):
+    with pytest.raises(InfeasibleError, match=f"Batches are left whole: .*{why}") as refused:
         trained(make(), memfit.lightning.FitToMemory("256KiB"))
+    assert not any("micro_batches" in remedy.text for remedy in refused.value.remedies)
 
 
 def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -335,6 +336,21 @@ def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, 
 def test_parts_that_a_step_cannot_have_are_refused() -> None:
     with pytest.raises(InputError, match="a multiple of 2 up to 512 is needed"):
         trained(Module(), memfit.lightning.FitToMemory("1GiB", fixed={"micro_batches": 3}), accumulate_grad_batches=2)
+
+
+class Normed(Divided):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(WIDTH))
+
+
+def test_what_sees_the_whole_batch_is_not_divided() -> None:
+    module = Normed()
+    with pytest.raises(SplitError, match="a part of the batch cannot be run alone"):
+        trained(module, memfit.lightning.FitToMemory("1GiB", fixed={"micro_batches": 2}))
+    with pytest.raises(InfeasibleError) as refused:
+        trained(module, memfit.lightning.FitToMemory("256KiB"))
+    assert not any("micro_batches" in remedy.text for remedy in refused.value.remedies)
 
 
 class Skipping(Divided):

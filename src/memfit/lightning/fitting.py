@@ -15,7 +15,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -109,7 +109,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
 
         Raises:
             InputError: the trainer does what a plan cannot stand beside.
-            InfeasibleError, BudgetError, CaptureError: as for `memfit.fit`.
+            InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
         """
         refuse(trainer, pl_module)
         accumulated = trainer.accumulate_grad_batches
@@ -169,13 +169,6 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
 
         optimizer = trainer.optimizers[0]
         norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
-        asked = self._parts_asked_for(size, accumulated)
-
-        def divisors() -> Iterator[int]:
-            for divisor in doubled_up_to(size) if asked is None else [asked]:
-                if divisor in (1, asked) or not whole:  # known once training_step has run
-                    yield divisor
-
         try:
             made = plan_window(
                 module,
@@ -184,8 +177,9 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 self.budget,
                 alike(optimizer, module),
                 accumulated=accumulated,
-                divisors=divisors(),
+                divisors=self._divisors(size, accumulated),
                 one_by_one=True,
+                why_whole=lambda: whole,
                 host_budget=self.host_budget,
                 disk_budget=self.disk_budget,
                 allow=(),
@@ -199,8 +193,6 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             )
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
-        if whole and made.choices.micro_batches > accumulated:
-            raise InputError(f"fixed micro_batches={made.choices.micro_batches} cannot be honoured: {whole}")
         engine = api.apply(made, module, loss_fn, optimizer)
         api.rehearsed(engine, batch, self.progress, loader_batches=accumulated)
         for each in module.modules():
@@ -208,11 +200,11 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 each.reset()  # of what the rehearsal put in
         return engine
 
-    def _parts_asked_for(self, size: int, accumulated: int) -> int | None:
-        """Of a batch, where the user has fixed those of a step."""
+    def _divisors(self, size: int, accumulated: int) -> list[int]:
+        """Numbers of parts that a batch of so many samples may be divided into."""
         asked = self.fixed.get("micro_batches")
         if asked is None:
-            return None
+            return doubled_up_to(size)
         if (
             isinstance(asked, bool)
             or not isinstance(asked, int)
@@ -223,7 +215,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {size} samples, and each of its batches is divided alike: a "
                 f"multiple of {accumulated} up to {accumulated * size} is needed"
             )
-        return asked // accumulated
+        return [asked // accumulated]
 
     # -- in training ---------------------------------------------------------------------------------------------------------
 

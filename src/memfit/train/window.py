@@ -7,8 +7,9 @@ is: a batch may be divided into equal parts, and two are never joined.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from memfit import batches
@@ -61,12 +62,22 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(eq=False)
 class _Window(Tracing):
-    """A window that is one batch, or several as the user has them: what the trainer adds up by itself needs no proof that it splits."""
+    """A window of batches.
 
-    divided: bool = False
+    Attributes:
+        summed: its parts are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
+        why_whole: why the trainer cannot have a batch divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
+    """
+
+    summed: bool = False
+    why_whole: Callable[[], str] = str
 
     def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
-        return super().weights(freeze) if self.divided else ("sum", "")
+        if self.summed:
+            return "sum", ""
+        found = (None, "") if self.why_whole() else super().weights(freeze)
+        why = self.why_whole()
+        return (None, why) if why else found
 
 
 def plan_window(
@@ -77,8 +88,9 @@ def plan_window(
     make_optimizer: Callable[..., Any],
     *,
     accumulated: int,
-    divisors: Iterable[int],
+    divisors: Sequence[int],
     one_by_one: bool = False,
+    why_whole: Callable[[], str] = str,
     host_budget: Budget | None,
     disk_budget: Budget | None,
     allow: Sequence[str],
@@ -92,6 +104,7 @@ def plan_window(
         accumulated: batches in the window.
         divisors: numbers of parts that a batch may be divided into, rising.
         one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
+        why_whole: as for `_Window`.
         model, sample, loss_fn, budget, host_budget, disk_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
         make_optimizer: `optimizer` of `memfit.plan`.
 
@@ -100,9 +113,14 @@ def plan_window(
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
-    times = accumulated if one_by_one else 1
-    whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, times)
-    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, times, divided=True)
+    window = partial(
+        _Window,
+        *(model, sample, loss_fn, make_optimizer, clip_norm, None, progress),
+        loader_batches=accumulated if one_by_one else 1,
+        why_whole=why_whole,
+    )
+    parted = window()
+    whole = window(summed=True) if accumulated > 1 else parted
     budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}
@@ -119,7 +137,7 @@ def plan_window(
             refused = error
             continue
         except SplitError:
-            if best is None and refused is None:
+            if divisor == divisors[0]:
                 raise
             break
         if best is not None and made.prediction.step_seconds * WORTH_MORE >= best.prediction.step_seconds:

@@ -126,7 +126,7 @@ def as_pinned() -> bool:
 
 # Lightning 2.6 asks torch for what is called otherwise since; and finds few workers and few batches on a page.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches)")
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches|tensorboardX)")
 @pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
 def test_python_runs_and_prints_what_the_page_says(
     page: Path,
@@ -146,6 +146,44 @@ def test_python_runs_and_prints_what_the_page_says(
             exec(compile(block["code"], name, "exec"), namespace)  # noqa: S102 - our own pages
             printed = capsys.readouterr().out
             assert block["printed"] is None or not compared or printed == block["printed"], name
+    exec(DOORS.get(page_name(page), ""), namespace)  # noqa: S102
+    for code in after_the_diffs(page):
+        exec(compile(code, f"{page_name(page)}, the diff", "exec"), namespace)  # noqa: S102
+
+
+DOORS = {
+    "docs/deepspeed.md": "from pathlib import Path; Path('ds_config.json').write_text('{train_batch_size: 4, optimizer: {\"type\": \"SGD\"}}')",
+    "docs/lightning.md": "module, sample = Module(), next(iter(loader))",
+    "docs/loops.md": "",
+    "docs/paddle.md": "batches = [batch]",
+    "docs/transformers.md": "from transformers import Trainer",
+}
+"""Pages of front doors, and what their reader has before the diff besides what the page's own blocks make."""
+AT_MOST_NEW = 3  # lines
+
+
+def after_the_diffs(page: Path) -> Iterator[str]:
+    """What stands there once the reader has made the changes of a page."""
+    for diff in blocks(page, "diff"):
+        yield "\n".join(line[1:] for line in diff.splitlines() if line and not line.startswith("-"))
+
+
+def test_each_door_has_a_diff_of_three_lines_at_most() -> None:
+    assert {page_name(page) for page in with_blocks("diff")} == set(DOORS)
+    for name in DOORS:
+        for diff in blocks(ROOT / name, "diff"):
+            assert sum(line.startswith("+") for line in diff.splitlines()) <= AT_MOST_NEW, name
+
+
+def test_there_are_no_blocks_that_nothing_runs_or_reads() -> None:
+    """A block of text is what the block above it, or a command, prints."""
+    kinds = {"python", "yaml", "console", "diff", "text"}
+
+    assert {block["kind"] for page in PAGES for block in BLOCK.finditer(page.read_text(encoding="utf-8"))} <= kinds
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        printed = sum(block["printed"] is not None for block in PRINTS.finditer(text))
+        assert len(blocks(page, "text")) == printed or page.parent.name == "examples"  # what `make demo` prints
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"), ids=page_name)

@@ -117,6 +117,8 @@ def recompute(
 ) -> Plan:
     """A plan in which the user says what is recomputed, as with `torch.utils.checkpoint`; explained, predicted, saved and applied like any other.
 
+    Activations are kept or computed again, never moved: what is moved to a tier below is searched for, by `plan` with its `host_budget` and `disk_budget`.
+
     Args:
         keep: patterns of module paths: what flows out of these modules is kept, and whatever else can be rebuilt is dropped, up to the last of them. `*`
             stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
@@ -188,7 +190,8 @@ def record(
 ) -> Trace:
     """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
 
-    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with.
+    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with. The tiers below are no part of it
+    either: plans made from a trace keep to the device.
 
     Args:
         micro_batches: into how many parts the batch is split; plans from this trace keep to it.
@@ -474,14 +477,14 @@ def fit(
     return engine
 
 
-def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
-    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does."""
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
+    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does. Arguments as for `rehearse`."""
     made = engine.plan
     budget_bytes = made.budget_bytes
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        engine.rehearsal = replace(rehearse(engine, sample), rounds=number)
+        engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=number)
         excess = engine.rehearsal.measured_peak_bytes - budget_bytes
         if excess <= 0 or number == REPAIR_ROUNDS:
             break

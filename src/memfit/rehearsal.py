@@ -15,8 +15,14 @@ from memfit.errors import SnapshotError
 from memfit.report import Rehearsal, StepRecord
 
 
-def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
-    """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk."""
+def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:
+    """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk.
+
+    Args:
+        engine: whose step it is.
+        sample: the batch of a step, or one of its batches.
+        loader_batches: batches like the sample that a step takes one after the other.
+    """
     model, optimizer = engine.model, engine.optimizer
     # Streamed layers lie on the lower tier, which puts them back by itself.
     tensors = [*(engine.stream.resident if engine.stream is not None else model.parameters()), *model.buffers()]
@@ -45,8 +51,8 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
             for parameter in model.parameters():
                 parameter.grad = None
             with engine.stream.undone() if engine.stream is not None else nullcontext():
-                _step_taken(engine, sample)
-                record = _step_taken(engine, sample, meter=True)
+                _step_taken(engine, sample, loader_batches)
+                record = _step_taken(engine, sample, loader_batches, meter=True)
                 reading = engine.reading
         finally:
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
@@ -89,8 +95,13 @@ def rehearse(engine: Engine, sample: Batch) -> Rehearsal:
     )
 
 
-def _step_taken(engine: Engine, sample: Batch, *, meter: bool = False) -> StepRecord:
+def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, meter: bool = False) -> StepRecord:
     """A step whose update was taken: the first ones in fp16 are skipped until the scale is low enough, and hold less."""
-    while (record := engine.step(sample, meter=meter)).skipped:
+
+    def step() -> StepRecord:
+        window = [sample] * loader_batches
+        return engine.step(sample, meter=meter) if loader_batches == 1 else engine.accumulate(window, meter=meter)
+
+    while (record := step()).skipped:
         pass
     return record

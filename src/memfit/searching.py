@@ -64,7 +64,7 @@ def search_for(
     fixed = fixed or {}
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm={clip_norm!r}: a positive number is needed, or None for no clipping")
-    samples = batches.size(tracing.sample)
+    samples = batches.size(tracing.sample) * tracing.loader_batches
     micro_batches = _micro_batches(fixed, samples)
     parts_frozen(model, freeze)
     below = _below(tracing, host_budget, disk_budget)

@@ -40,10 +40,11 @@ class Tracing:
 
     Args:
         model: any module, whatever it freezes by itself; its own object, which is left as it is.
-        sample: the whole batch of a step.
+        sample: the whole batch of a step, or one of its batches.
         loss_fn, optimizer, clip_norm: as for `memfit.plan`.
         device: name of a device that is not here; None for the model's.
         progress: told what is being done.
+        loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
 
     Attributes:
         here: the device the model lies on.
@@ -57,6 +58,7 @@ class Tracing:
     clip_norm: float | None = None
     device: str | None = None
     progress: Progress | None = None
+    loader_batches: int = 1
 
     def __post_init__(self) -> None:
         self.here = device_of(self.model)
@@ -126,6 +128,7 @@ class Tracing:
                 believed=known,
                 layouts=self._layouts,
                 others=self._believed.values(),
+                loader_batches=self.loader_batches,
             )
 
         way = replace(choices, micro_batches=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_backward_and_update_go_through_fabric(monkeypatch: pytest.MonkeyPatch) 
 
 def fit(**named: Any) -> memfit.Engine:
     return memfit.fit(named.pop("model", None) or chain(1), rows(), squared_error, "1GiB", adamw, **named)
+
+
+def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    plain = fit(fabric=fabric())
+    below = fit(fabric=fabric(), host_budget="64MiB", fixed={"state_place": "disk", "micro_batches": 1})
+
+    assert below.plan.runtime.search.lower_tier.room_bytes == 64 << 20  # type: ignore[attr-defined]
+    assert [below.step(rows()).loss for _ in range(3)] == [plain.step(rows()).loss for _ in range(3)]
+    with pytest.raises(InputError, match="host_budget=100 is less than the optimizer state"):
+        fit(fabric=fabric(), host_budget=100, fixed={"state_place": "disk"})
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+        fit(fabric=fabric(), host_budget="64MiB", disk_budget="1GiB")
 
 
 def test_what_fabric_and_a_plan_both_decide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,6 +252,39 @@ def test_a_resumed_run_goes_on_with_the_losses_of_one_that_was_not_stopped(train
     # The optimizer's state is there from the first resumed step on.
     predicted = fitted.plan.prediction.peak_bytes
     assert [r.peak_bytes for r in fitted.engine.records] == [pytest.approx(predicted, rel=0.01)] * 4
+
+
+def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
+    assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB", disk_budget="1GiB")
+
+
+class Failing(transformers.TrainerCallback):
+    """Ends the second step half way, once."""
+
+    failed = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == 1 and not self.failed:
+            self.failed = True
+            raise RuntimeError("half way")
+
+
+def test_a_step_that_fails_leaves_no_meter_open(trainer: Make) -> None:
+    inside = trainer(classifier())
+    fitted = memfit.transformers.fit(inside, "1GiB", meter=True)
+    inside.add_callback(Failing())
+    with pytest.raises(RuntimeError, match="half way"):
+        inside.train()
+
+    assert len(fitted.engine.records) == 1
+    assert not torch.autograd._profiler_enabled()
+    assert gc.isenabled()  # held back while a meter runs
+    inside.train()
+    assert peaks(fitted)[1:] == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
 
 
 # ------------------------------------------------------------------------------------------------ adapters, 8-bit state

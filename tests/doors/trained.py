@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STEPS = 5
+STEPS = 6
 ROWS, WIDTH = 128, 32
 
 
@@ -24,12 +24,11 @@ def build() -> nn.Sequential:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """One for each step, always the same."""
+    """One for each step, always the same; there is something to learn, so that a step that is not taken shows."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator))
-        for _ in range(STEPS)
-    ]
+    truth = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+    inputs = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(STEPS)]
+    return [(each, each @ truth) for each in inputs]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -43,13 +42,14 @@ def trained(config: dict[str, Any]) -> dict[str, list[float]]:
 
     model = build()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    dtype = next(engine.module.parameters()).dtype  # DeepSpeed casts the model, and leaves the inputs to the caller
     losses, rates = [], []
     parts = engine.gradient_accumulation_steps()
     for inputs, targets in batches():
         rates.append(engine.optimizer.param_groups[0]["lr"])
         own = []
         for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-            loss = loss_of(engine(x), y)
+            loss = loss_of(engine(x.to(dtype)), y)
             engine.backward(loss)
             engine.step()
             own.append(loss.item())
@@ -66,6 +66,10 @@ def main() -> None:
     torch.set_num_threads(1)
     # Compiled at first use, for several ranks on one machine. By its name: `deepspeed.comm.torch` is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # DeepSpeed turns fp16 down on a CPU without instructions for it, where torch runs it all the same.
+    accelerator: Any = type(import_module("deepspeed.accelerator").get_accelerator())
+    accelerator.is_fp16_supported = lambda _: True
+    accelerator.supported_dtypes = lambda _: [torch.float, torch.bfloat16, torch.float16]
     found = [trained(config) for config in json.loads(sys.argv[1])]
     print("\nLOSSES " + json.dumps(found))  # noqa: T201 - what it is for; DeepSpeed prints, too
     torch.distributed.destroy_process_group()

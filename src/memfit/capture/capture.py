@@ -74,12 +74,13 @@ def capture(
     device: torch.device | None = None,
     after: Captured | None = None,
     layouts: Mapping[str, Layouts] | None = None,
+    loader_batches: int = 1,
 ) -> Captured:
     """Write down one optimizer step on fake tensors.
 
     Args:
         model: may be on the meta device.
-        sample: the whole batch of one optimizer step.
+        sample: the whole batch of one optimizer step, or one of its batches.
         loss_fn: as in `StepProgram`.
         optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
         clip_norm: as in `StepProgram`.
@@ -87,6 +88,7 @@ def capture(
         device: where the step is to run; the model's own device when None (the CPU for a meta model).
         after: an earlier fake capture of this model, split otherwise, whose forward was confirmed.
         layouts: as for `Recorder`.
+        loader_batches: batches like the sample that the step takes one after the other; one is there at a time. Each is split alike.
 
     Raises:
         CaptureError: fake tensors cannot run this model; carries the cause.
@@ -106,7 +108,7 @@ def capture(
         # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
         # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, sample)
-        parts = _parts(sample, choices.micro_batches)
+        parts = _parts(sample, choices.micro_batches, loader_batches)
         with forked_generators(), lent(model, fake), mode:
             if choices.streamed:
                 return _streamed(model, sample, parts, loss_fn, optimizer, clip_norm, choices, layouts)
@@ -128,6 +130,7 @@ def capture_real(
     *,
     clip_norm: float | None = None,
     choices: Choices = PLAIN,
+    loader_batches: int = 1,
 ) -> Captured:
     """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
 
@@ -137,14 +140,15 @@ def capture_real(
         )
         return fresh.copy_(tensor.detach())
 
-    parts = _parts(sample, choices.micro_batches)
+    parts = _parts(sample, choices.micro_batches, loader_batches)
     with forked_generators(), lent(model, copy):
         return _record(model, sample, parts, loss_fn, optimizer, clip_norm, choices, source="real")
 
 
-def _parts(sample: Batch, micro_batches: int) -> list[Batch]:
+def _parts(sample: Batch, micro_batches: int, loader_batches: int) -> list[Batch]:
     # Split before any mode is on: the parts are views of the user's tensors, as in the step.
-    return batches.split(sample, batches.micro_batch_sizes(batches.size(sample), micro_batches))
+    sizes = batches.micro_batch_sizes(batches.size(sample), micro_batches // loader_batches)
+    return batches.split(sample, sizes) * loader_batches
 
 
 def forked_generators() -> contextlib.AbstractContextManager[None]:

@@ -133,11 +133,12 @@ def scaled(
     choices: Choices,
     why: str,
     known: Captured | None = None,
+    loader_batches: int = 1,
 ) -> Captured:
     """Real captures at small sizes, scaled to the size of the largest micro-batch.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, choices: as in `capture`.
+        model, sample, loss_fn, optimizer, clip_norm, choices, loader_batches: as in `capture`.
         why: the fake capture is not believed.
         known: the same under another draw of the random numbers: what was looked into then is not looked into again.
 
@@ -145,7 +146,7 @@ def scaled(
         CaptureError: the sizes do not show the same operations, so nothing can be scaled.
     """
     total = batches.size(sample)
-    target = batches.micro_batch_sizes(total, choices.micro_batches)[-1]
+    target = batches.micro_batch_sizes(total, choices.micro_batches // loader_batches)[-1]
     whole = target <= max(SMALL_SIZES)
     if known is not None:
         whole = known.trace.source == "real"
@@ -160,7 +161,9 @@ def scaled(
                 f"this model runs on the whole batch but not on {min(2, total)} samples of it, so its step cannot be predicted from a small one ({why})"
             )
     if whole:
-        one = capture_real(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices)
+        one = capture_real(
+            model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, loader_batches=loader_batches
+        )
         return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
     passes = min(choices.micro_batches, 2)
 
@@ -326,11 +329,12 @@ def trustworthy(
     believed: Captured | None = None,
     layouts: Mapping[str, Layouts] | None = None,
     others: Iterable[Captured] = (),
+    loader_batches: int = 1,
 ) -> Captured:
     """A capture that the real model has confirmed, by whichever way it takes.
 
     Args:
-        model, sample, loss_fn, optimizer, clip_norm, choices, layouts: as in `capture`.
+        model, sample, loss_fn, optimizer, clip_norm, choices, layouts, loader_batches: as in `capture`.
         believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
         others: earlier captures of this step run in other ways; a forward that was steady in one of them is not drawn for again.
 
@@ -349,10 +353,21 @@ def trustworthy(
             choices=choices,
             after=after,
             layouts=layouts,
+            loader_batches=loader_batches,
         )
 
     def for_real(why: str, known: Captured | None = None) -> Captured:
-        return scaled(model, sample, loss_fn, optimizer, clip_norm=clip_norm, choices=choices, why=why, known=known)
+        return scaled(
+            model,
+            sample,
+            loss_fn,
+            optimizer,
+            clip_norm=clip_norm,
+            choices=choices,
+            why=why,
+            known=known,
+            loader_batches=loader_batches,
+        )
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
@@ -363,7 +378,7 @@ def trustworthy(
     captured = with_other_draws(captured, again, others)
     if captured.overwritten and not any(p.device.type == "meta" for p in model.parameters()):
         refused_by_torch(model, sample, loss_fn, choices)
-    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample)))
+    return replace(captured, trace=_in_the_parts_that_run(captured.trace, batches.size(sample), loader_batches))
 
 
 def with_other_draws(captured: Captured, again: Callable[[], Captured], others: Iterable[Captured] = ()) -> Captured:
@@ -435,14 +450,14 @@ def _draws_before_it_looks(trace: Trace) -> bool:
     return False
 
 
-def _in_the_parts_that_run(trace: Trace, samples: int) -> Trace:
+def _in_the_parts_that_run(trace: Trace, samples: int, loader_batches: int) -> Trace:
     """The trace with the true number of passes: the engine runs as few parts as do, since smaller ones hold no fewer bytes and take longer."""
     asked, largest = trace.micro_batches, trace.choices.micro_batch_size
-    runs = -(-samples // largest) if asked > 1 else 1
+    runs = -(-samples // largest) * loader_batches if asked > 1 else 1
     if runs == asked:
         return trace
     note = (
-        f"{samples} samples in {asked} parts come to at most {largest} at a time, "
+        f"{samples * loader_batches} samples in {asked} parts come to at most {largest} at a time, "
         f"so they are run in {runs} parts: as many bytes, fewer passes"
     )
     return replace(trace, choices=replace(trace.choices, micro_batches=runs), notes=(*trace.notes, note))

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     data: dict[str, Any] = {
         "verb": "doctor",
-        "versions": {"memfit": __version__, "python": platform.python_version(), "torch": version("torch")},
+        "versions": versions(),
         "platform": platform.platform(),
         "processor": processor(),
         "cores": cores(),
@@ -68,6 +68,14 @@ def post_mortem(path: Path) -> Answer:
 
     failure = oom.read(path)
     return Answer({"verb": "doctor", "oom": oom.facts(failure)}, "\n".join(oom.explain(failure)))
+
+
+def versions() -> dict[str, str | None]:
+    """Of what memfit stands on; of CUDA where torch was built for it."""
+    import torch
+
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda is not None else {}
+    return {"memfit": __version__, "python": platform.python_version(), "torch": version("torch"), **cuda}
 
 
 def processor() -> str:
@@ -249,9 +257,10 @@ def known() -> list[dict[str, Any]]:
 
 def described(data: dict[str, Any]) -> str:
     """The same for a person."""
-    versions = data["versions"]
+    of = data["versions"]
+    cuda = f" for CUDA {of['cuda']}" if "cuda" in of else ""
     lines = [
-        f"memfit {versions['memfit']}, torch {versions['torch']}, Python {versions['python']}, {data['platform']}",
+        f"memfit {of['memfit']}, torch {of['torch']}{cuda}, Python {of['python']}, {data['platform']}",
         f"Processor: {data['processor']}, {data['cores']} cores, {data['threads']} of torch's threads",
         *(_tier(tier) for tier in data["tiers"]),
     ]

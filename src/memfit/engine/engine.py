@@ -50,6 +50,15 @@ def norm_statistics(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def parts_of(plan: Plan, batch: Batch) -> list[Batch]:
+    """The micro-batches that a plan runs a batch in; a smaller batch than planned may be fewer."""
+    if plan.choices.micro_batches == 1:
+        return [batch]
+    total = batches.size(batch)
+    count = -(-total // plan.choices.micro_batch_size)
+    return batches.split(batch, batches.micro_batch_sizes(total, count))
+
+
 @dataclass(slots=True)
 class _Sum:
     """What the micro-batches of a step have come to so far.
@@ -224,7 +233,7 @@ class Engine:
 
         Args:
             micro_batches: each no larger than a micro-batch of the plan, or it is split; where they lie elsewhere they are brought to the device.
-            meter: as for `step`.
+            meter: as for `step`; of a list all are there before, so all that lie on the device count.
 
         Raises:
             BatchError: there are none, they hold nothing that counts, or one is larger than planned; nothing was changed.
@@ -244,7 +253,9 @@ class Engine:
                 "this plan updates parameters inside the backward of the last micro-batch, and which one is the last of a loader nobody knows: "
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
-        return self._recorded(lambda: self._accumulate(micro_batches), (), self.plan.signature, meter=meter)
+        listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
+        there = [tensor for each in listed for tensor in batches.leaves(each)]
+        return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
 
     def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
         """Run a step and finish its record; tell of departures, each once."""
@@ -300,7 +311,7 @@ class Engine:
         return made
 
     def _step(self, plan: Plan, batch: Batch) -> None:
-        parts = self._parts(plan, batch)
+        parts = parts_of(plan, batch)
         shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
         weights: list[float | None] = [None]
         if len(parts) > 1:
@@ -371,7 +382,7 @@ class Engine:
     def _add(self, micro_batch: Batch, how: str, done: _Sum) -> None:
         here = batches.map_tensors(lambda t: t.to(self.device), micro_batch)
         plan = self._plan_for(batches.signature(here))
-        for part in self._parts(plan, here):
+        for part in parts_of(plan, here):
             count = batches.counted(part, how)
             done.unit = done.unit or count
             done.counted += count
@@ -443,14 +454,6 @@ class Engine:
         """What an update writes."""
         state = state_tensors(self.optimizer) if self.optimizer is not None else []
         return [*self.model.parameters(), *state]
-
-    def _parts(self, plan: Plan, batch: Batch) -> list[Batch]:
-        total = batches.size(batch)
-        if plan.choices.micro_batches == 1:
-            return [batch]
-        largest = plan.choices.micro_batch_size
-        count = -(-total // largest)
-        return batches.split(batch, batches.micro_batch_sizes(total, count))
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[Callable[[], None]]:

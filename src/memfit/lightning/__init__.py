@@ -6,6 +6,11 @@ What Lightning does stays Lightning's: data, backward, clipping, optimizer, sche
 
 from __future__ import annotations
 
-from memfit.lightning.fitting import FitToMemory
+from memfit.errors import InputError
+
+try:
+    from memfit.lightning.fitting import FitToMemory
+except ImportError as error:
+    raise InputError("memfit.lightning needs lightning: pip install 'memfit[lightning]'") from error
 
 __all__ = ["FitToMemory"]

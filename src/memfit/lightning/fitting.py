@@ -1,11 +1,12 @@
 """A Lightning Trainer kept inside a budget: planned for when training starts, `training_step` followed, steps noted.
 
 Where it takes hold, and why there. Lightning has module, optimizer and loader ready at `on_train_start`, so the plan is made there, of the step as it will run.
-In automatic optimization `training_step` is forward and loss and nothing else; an attribute of this one module runs it inside the engine, and goes
-when training ends.
+In automatic optimization `training_step` is forward and loss and nothing else; the strategy calls it, in the trainer's precision. An attribute of this one
+strategy runs it inside the engine, and goes when training ends.
 
-A batch is not divided here. Lightning clears gradients between `training_step` and backward, so what a part of a batch had added before would be lost, and its
-loader belongs to the user: where smaller batches would fit, the error says which.
+A batch is divided there, too: of each part but the last, forward and backward run one after the other, both Lightning's own; the last part's loss, with
+the value of the whole, goes back to Lightning, which runs its backward as ever. Lightning clears gradients between the two. They are clear by then (they are
+let go before forward), so for a divided batch an attribute of this one module makes that a call which does nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Final
 
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+from torchmetrics import Metric
 
 from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
-from memfit.errors import BatchError, InfeasibleError, InputError, SplitError
-from memfit.lightning.refused import refuse
+from memfit.engine.engine import parts_of
+from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.lightning.logged import Calls, unlogged
+from memfit.lightning.refused import refuse, why_not_divided
 from memfit.meter import metered
 from memfit.plans import Plan
 from memfit.report import StepRecord
@@ -33,17 +38,9 @@ from memfit.searching import Budget
 from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train import state
-from memfit.train.window import FIXED, divisors_of, largest_samples, plan_window
-from memfit.units import format_bytes
+from memfit.train.window import FIXED, doubled_up_to, largest_samples, plan_window
 
-try:
-    from lightning.pytorch import Callback
-    from torchmetrics import Metric
-except ImportError as error:
-    raise InputError("memfit.lightning needs lightning: pip install 'memfit[lightning]'") from error
-
-
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 
 
 class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -52,8 +49,8 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
     Args:
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         sample: a batch of the loader's, of the largest shape that will come; None: the training data is looked through.
-        host_budget: room on the tier below that activations may be swapped to.
-        fixed: {"loss_chunks": n}; the rest is Lightning's to say.
+        host_budget, disk_budget: as for `memfit.plan`, for activations; the optimizer's state stays on the device.
+        fixed: {"micro_batches": n}, parts in a whole step (those of all its batches), or {"loss_chunks": n}; the rest is Lightning's to say.
         meter: measure the peak of each step (slower).
         progress: as for `memfit.plan`.
 
@@ -67,18 +64,20 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         *,
         sample: Batch | None = None,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         fixed: Mapping[str, Any] | None = None,
         meter: bool = False,
         progress: Progress | None = None,
     ) -> None:
         for name in fixed or {}:
-            if name != "loss_chunks":
+            if name not in CHOICES:
                 raise InputError(
-                    f"fixed={dict(fixed or {})!r}: {name!r} is for Lightning to say; for its Trainer there is 'loss_chunks'"
+                    f"fixed={dict(fixed or {})!r}: {name!r} is for Lightning to say; for its Trainer there is 'loss_chunks' and 'micro_batches'"
                 )
         self.budget = budget
         self.sample = sample
         self.host_budget = host_budget
+        self.disk_budget = disk_budget
         self.fixed = fixed or {}
         self.meter = meter
         self.progress = progress
@@ -87,6 +86,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
 
     def _new_step(self) -> None:
         self._losses: list[torch.Tensor] = []
+        self._parts = 0
         self._departures: list[str] = []
         self._metering = ExitStack()
         self._started = 0.0
@@ -109,26 +109,29 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
 
         Raises:
             InputError: the trainer does what a plan cannot stand beside.
-            InfeasibleError, BudgetError, CaptureError: as for `memfit.fit`.
+            InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
         """
         refuse(trainer, pl_module)
         accumulated = trainer.accumulate_grad_batches
         generators = state.generators()
         try:
             batch = self._batch(trainer)
-            own_step = pl_module.training_step
-            with _unlogged(pl_module):
-                engine = self._fitted(trainer, pl_module, own_step, batch, accumulated)
+            with unlogged(pl_module):
+                engine = self._fitted(trainer, pl_module, batch, accumulated)
         finally:
             state.set_generators(generators)
         self.engine = engine
         engine.steps = trainer.global_step
 
+        own_step = trainer.strategy.training_step
+
         @functools.wraps(own_step)
         def followed(*args: Any, **named: Any) -> Any:
-            return self._followed(pl_module, own_step, args, named)
+            return self._followed(trainer, own_step, args, named)
 
-        pl_module.training_step = followed
+        trainer.strategy.training_step = followed
+        if engine.plan.choices.micro_batches > accumulated:
+            pl_module.optimizer_zero_grad = _nothing
 
     def _batch(self, trainer: Any) -> Batch:
         """One of the loader's, as `training_step` gets it."""
@@ -147,74 +150,121 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001 - as the loop does
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def _fitted(self, trainer: Any, module: Any, own_step: Any, batch: Batch, accumulated: int) -> Engine:
+    def _fitted(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> Engine:
         size = batches.size(batch)
-        takes_index = len(inspect.signature(own_step).parameters) > 1
-        if "dataloader_iter" in inspect.signature(own_step).parameters:
+        own_step = trainer.strategy.training_step
+        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise InputError(
                 "training_step(dataloader_iter) draws its batches itself, so the batch of a step is not known: let it take the batch"
             )
 
+        whole = why_not_divided(module)
+
         def loss_fn(_: nn.Module, part: Batch) -> torch.Tensor:
-            with trainer.precision_plugin.train_step_context():
-                return _loss_in(own_step(part, 0) if takes_index else own_step(part))
+            nonlocal whole
+            output = own_step(part, 0) if takes_index else own_step(part)
+            whole = whole or why_not_divided(module, output)
+            return _loss_in(output)
 
         optimizer = trainer.optimizers[0]
         norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
-        whole = batches.map_tensors(
-            lambda t: torch.cat([t] * accumulated) if accumulated > 1 and t.dim() and t.shape[0] == size else t, batch
-        )
-
-        def planned(divisor: int) -> Plan:
-            return plan_window(
+        try:
+            made = plan_window(
                 module,
-                whole,
+                batch,
                 loss_fn,
                 self.budget,
                 alike(optimizer, module),
                 accumulated=accumulated,
-                divisors=[divisor],
+                divisors=self._divisors(size, accumulated),
+                one_by_one=True,
+                why_whole=lambda: whole,
                 host_budget=self.host_budget,
+                disk_budget=self.disk_budget,
                 allow=(),
-                fixed={**FIXED, "state_format": "32bit", **self.fixed},
+                fixed={
+                    **FIXED,
+                    "state_format": "32bit",
+                    **{n: v for n, v in self.fixed.items() if n != "micro_batches"},
+                },
                 clip_norm=norm or None,
                 progress=self.progress,
             )
-
-        try:
-            made = planned(1)
         except InfeasibleError as refused:
-            raise _with_smaller_batches(refused, size, accumulated, planned) from None
+            raise _left_whole(refused, whole) if whole else refused from None
         engine = api.apply(made, module, loss_fn, optimizer)
-        api.rehearsed(engine, whole, self.progress)
+        api.rehearsed(engine, batch, self.progress, loader_batches=accumulated)
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
         return engine
 
+    def _divisors(self, size: int, accumulated: int) -> list[int]:
+        """Numbers of parts that a batch of so many samples may be divided into."""
+        asked = self.fixed.get("micro_batches")
+        if asked is None:
+            return doubled_up_to(size)
+        if (
+            isinstance(asked, bool)
+            or not isinstance(asked, int)
+            or asked % accumulated
+            or not 0 < asked <= accumulated * size
+        ):
+            raise InputError(
+                f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {size} samples, and each of its batches is divided alike: a "
+                f"multiple of {accumulated} up to {accumulated * size} is needed"
+            )
+        return [asked // accumulated]
+
     # -- in training ---------------------------------------------------------------------------------------------------------
 
-    def _followed(self, module: Any, own_step: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        batch = args[0] if args else next(iter(named.values()))
-        plan = self.plan
+    def _followed(self, trainer: Any, own_step: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        module, plan = trainer.lightning_module, self.plan
+        batch, *rest = args  # Lightning's loop hands them over by position
         have = batches.signature(batch)
-        if batches.size(batch) > plan.choices.micro_batch_size or not batches.fits_within(have, plan.signature):
+        if not batches.fits_within(have, plan.signature):
             raise BatchError(
-                f"a batch is [{have}], the plan is for {plan.choices.micro_batch_size} samples of batches up to [{plan.signature}]: give FitToMemory a "
+                f"a batch is [{have}], the plan is for batches up to [{plan.signature}]: give FitToMemory a "
                 "sample of the largest shape that will come, or cut the data down to it"
             )
-        calls: list[Call] = []
-        with _unlogged(module, calls), self._engine.forward() as follower:
-            output = own_step(*args, **named)
-        while calls:  # a moment later, still inside Lightning's own call of training_step
-            name, logged, options = calls.pop(0)
-            getattr(module, name)(*logged, **options)
+        parts = parts_of(plan, batch)
+        counts = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
+        shares = counts if counts is not None else [1.0 / len(parts)] * len(parts)
+        # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
+        counting = [(part, share) for part, share in zip(parts, shares, strict=True) if share != 0.0]
+        calls, before = Calls(), None
+        for number, (part, share) in enumerate(counting, 1):
+            with unlogged(module, calls), self._engine.forward() as follower:
+                output = own_step(part, *rest, **named)
+            self._note(follower)
+            if len(parts) == 1:
+                break
+            if output is None:
+                raise InputError(
+                    "training_step gave None for a part of a batch, and what the rest then counts for is not known: leave batches whole, "
+                    f'FitToMemory(..., fixed={{"micro_batches": {trainer.accumulate_grad_batches}}})'
+                )
+            output = _loss_in(output)
+            calls.end_part(module, output.detach(), batches.size(part), share)
+            output = output * share
+            if number < len(counting):
+                trainer.strategy.backward(output / trainer.accumulate_grad_batches, trainer.optimizers[0])
+                output = output.detach()
+            elif before is not None:
+                output = output + before  # the value of the whole; its gradient is the last part's
+            before = output if before is None or number == len(counting) else before + output
+        calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
             self._losses.append(_loss_in(output).detach().clone())  # some kernels return a number with a large storage
+        return output
+
+    def _note(self, follower: Any) -> None:
+        """That a part has run, and whether as planned."""
+        self._parts += 1
         if follower is not None and follower.departure is not None:
             self._departures.append(follower.departure)
-            self._engine.tell_departure(follower.departure, stacklevel=4)
-        return output
+            self._engine.tell_departure(follower.departure, stacklevel=5)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Let the gradients of the step before go: Lightning does it too, but only after the forward has run beside them."""
@@ -239,21 +289,22 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
         loss = sum(float(loss) for loss in self._losses) / accumulated if self._losses else math.nan
         seconds = time.perf_counter() - self._started
-        record = StepRecord(engine.steps, loss, seconds, len(self._losses), peak, 0, tuple(self._departures))
+        record = StepRecord(engine.steps, loss, seconds, self._parts, peak, 0, tuple(self._departures))
         engine.records.append(record)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The module is the user's again."""
-        self._release(pl_module)
+        self._release(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """As when training ends."""
         self._metering.close()
-        self._release(pl_module)
+        self._release(trainer, pl_module)
 
-    def _release(self, module: Any) -> None:
+    def _release(self, trainer: Any, module: Any) -> None:
         if self.engine is not None:
-            vars(module).pop("training_step", None)
+            vars(trainer.strategy).pop("training_step", None)
+            vars(module).pop("optimizer_zero_grad", None)
 
 
 def _loss_in(output: Any) -> torch.Tensor:
@@ -261,40 +312,18 @@ def _loss_in(output: Any) -> torch.Tensor:
     return loss
 
 
-@contextmanager
-def _unlogged(module: Any, calls: list[Call] | None = None) -> Iterator[None]:
-    """What `training_step` logs is collected in `calls`, or let go: logging copies, and the plan knows of no copies."""
-    names = ("log", "log_dict")
-
-    def note(of: str, *args: Any, **named: Any) -> None:
-        if calls is not None:
-            calls.append((of, args, named))
-
-    for name in names:
-        vars(module)[name] = functools.partial(note, name)
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(module).pop(name, None)
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of `optimizer_zero_grad`: gradients were let go before the forward, and there are those of a batch's first parts since."""
 
 
-def _with_smaller_batches(
-    refused: InfeasibleError, size: int, accumulated: int, planned: Callable[[int], Plan]
-) -> InfeasibleError:
-    """The same refusal, with the smaller batches that would do, where there are any."""
-    for divisor in divisors_of(size)[1:]:
-        try:
-            made = planned(divisor)
-        except (InfeasibleError, SplitError):
-            continue
-        return InfeasibleError(
-            f"{refused}. Lightning's batches are its loader's, so memfit does not divide them: DataLoader(batch_size={size // divisor}) and "
-            f"Trainer(accumulate_grad_batches={accumulated * divisor}) are the same samples a step and take {format_bytes(made.prediction.peak_bytes)}",
-            budget_bytes=refused.budget_bytes,
-            minimum_bytes=refused.minimum_bytes,
-            moment=refused.moment,
-            module=refused.module,
-            remedies=refused.remedies,
-        )
-    return refused
+def _left_whole(refused: InfeasibleError, why: str) -> InfeasibleError:
+    """The same refusal, with why no batch is divided."""
+    return InfeasibleError(
+        f"{refused}. Batches are left whole: {why}. A DataLoader of smaller ones, with accumulate_grad_batches as many times larger, takes the same samples "
+        "in a step",
+        budget_bytes=refused.budget_bytes,
+        minimum_bytes=refused.minimum_bytes,
+        moment=refused.moment,
+        module=refused.module,
+        remedies=refused.remedies,
+    )

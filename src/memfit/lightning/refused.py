@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from lightning.pytorch import LightningModule
 
 from memfit.errors import InputError
 
@@ -44,3 +46,18 @@ def refuse(trainer: Any, module: Any) -> None:
         raise InputError(
             "a compiled module runs other operations than its own, so what is predicted here would not be what runs: leave torch.compile out"
         )
+
+
+def why_not_divided(module: Any, output: Any = None) -> str:
+    """Why a batch of this module is left whole; "" where it can be divided.
+
+    Args:
+        module: that is trained.
+        output: of its `training_step`, once there is one.
+    """
+    if type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad:
+        return "the module has an optimizer_zero_grad of its own, which runs between a batch's parts and would clear what they have added"
+    more = sorted(set(output) - {"loss"}) if isinstance(output, Mapping) else []
+    if more:
+        return f"training_step returns {', '.join(map(repr, more))} besides the loss, and how that of the parts makes that of the batch is not known"
+    return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from memfit import batches
@@ -61,12 +62,22 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(eq=False)
 class _Window(Tracing):
-    """A window that is one batch, or several as the user has them: what the trainer adds up by itself needs no proof that it splits."""
+    """A window of batches.
 
-    divided: bool = False
+    Attributes:
+        summed: its parts are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
+        why_whole: why the trainer cannot have a batch divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
+    """
+
+    summed: bool = False
+    why_whole: Callable[[], str] = str
 
     def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
-        return super().weights(freeze) if self.divided else ("sum", "")
+        if self.summed:
+            return "sum", ""
+        found = (None, "") if self.why_whole() else super().weights(freeze)
+        why = self.why_whole()
+        return (None, why) if why else found
 
 
 def plan_window(
@@ -78,7 +89,10 @@ def plan_window(
     *,
     accumulated: int,
     divisors: Sequence[int],
+    one_by_one: bool = False,
+    why_whole: Callable[[], str] = str,
     host_budget: Budget | None,
+    disk_budget: Budget | None,
     allow: Sequence[str],
     fixed: Mapping[str, Any],
     clip_norm: float | None,
@@ -89,7 +103,9 @@ def plan_window(
     Args:
         accumulated: batches in the window.
         divisors: numbers of parts that a batch may be divided into, rising.
-        model, sample, loss_fn, budget, host_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
+        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
+        why_whole: as for `_Window`.
+        model, sample, loss_fn, budget, host_budget, disk_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
         make_optimizer: `optimizer` of `memfit.plan`.
 
     Raises:
@@ -97,15 +113,23 @@ def plan_window(
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
-    whole = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress)
-    parted = _Window(model, sample, loss_fn, make_optimizer, clip_norm, None, progress, divided=True)
+    window = partial(
+        _Window,
+        *(model, sample, loss_fn, make_optimizer, clip_norm, None, progress),
+        loader_batches=accumulated if one_by_one else 1,
+        why_whole=why_whole,
+    )
+    parted = window()
+    whole = window(summed=True) if accumulated > 1 else parted
     budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
     for divisor in divisors:
         pinned = {**fixed, "micro_batches": accumulated * divisor}
         try:
-            search = search_for(whole if divisor == 1 else parted, host_budget=host_budget, allow=allow, fixed=pinned)
+            tracing = whole if divisor == 1 else parted
+            search = search_for(tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, fixed=pinned)
             tell(progress, "planning", 0.9)
-            made = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget).plan(budget_bytes)
+            runtime = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget, disk_budget=disk_budget)
+            made = runtime.plan(budget_bytes)
         except InfeasibleError as error:
             least = error.minimum_bytes or math.inf
             if refused is not None and least >= (refused.minimum_bytes or math.inf):
@@ -125,6 +149,11 @@ def plan_window(
         return best
     assert refused is not None
     raise refused
+
+
+def doubled_up_to(number: int) -> list[int]:
+    """Powers of two below a number, and the number."""
+    return [*(1 << power for power in range((number - 1).bit_length())), number]
 
 
 def divisors_of(number: int) -> list[int]:

@@ -8,6 +8,7 @@ a loss taken outside of it (label smoothing, `compute_loss_func`) would be kept 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
     """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
 
     Args:
-        budget, sample, host_budget, allow, fixed, meter, progress: as for `fit`.
+        budget, sample, host_budget, disk_budget, allow, fixed, meter, progress: as for `fit`.
 
     Attributes:
         engine: with the plan, the rehearsal, and a record of every step; None before `attach`.
@@ -63,6 +64,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         *,
         sample: Batch | None = None,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         allow: Sequence[str] = (),
         fixed: Mapping[str, Any] | None = None,
         meter: bool = False,
@@ -71,6 +73,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         self.budget = budget
         self.sample = sample
         self.host_budget = host_budget
+        self.disk_budget = disk_budget
         self.allow = allow
         self.fixed = fixed
         self.meter = meter
@@ -136,6 +139,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
             accumulated=accumulated,
             divisors=self._divisors(trainer),
             host_budget=self.host_budget,
+            disk_budget=self.disk_budget,
             allow=self.allow,
             fixed={**FIXED, **(self.fixed or {})},
             # The norm is computed even where nothing is clipped: it is logged.
@@ -148,8 +152,22 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         trainer.optimizer = engine.optimizer
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
+        if self.meter:
+            trainer.train = self._closing(trainer.train)
         self._divisor = engine.plan.choices.micro_batches // accumulated
         self._set(trainer, given)
+
+    def _closing(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Trainer's own, after which no meter runs: callbacks are not told of what ends a step half way."""
+
+        @functools.wraps(train)
+        def closing(*args: Any, **named: Any) -> Any:
+            try:
+                return train(*args, **named)
+            finally:
+                self._metering.close()
+
+        return closing
 
     def _refuse_choices(self) -> None:
         if isinstance(self.allow, str):
@@ -338,8 +356,9 @@ def fit(trainer: Any, budget: Budget = "80%", **named: Any) -> Any:
             which wants `sample`.
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         named: of a Trainer: `sample`, a batch of the largest shape that will come, of as many samples as a step takes (None: the training data is
-            looked through); `host_budget`, room on the tier below that activations may be swapped to; `allow`, ["8bit"] for the optimizer's
-            state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower); `progress`. Of a model: those of `memfit.fit`.
+            looked through); `host_budget` and `disk_budget` as for `memfit.plan`, for activations, as the optimizer's state stays on the device;
+            `allow`, ["8bit"] for the optimizer's state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower);
+            `progress`. Of a model: those of `memfit.fit`.
 
     Returns:
         The callback that was added: `.plan`, `.engine.rehearsal`, `.engine.records`, `.notes`. Of a model: the engine.

@@ -224,7 +224,7 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
             reading.known(given[key], key, names, closed=key in keys.CLOSED)
     _check_switches(given)
     _check_harmless(given, reading, world_size)
-    return DeepSpeedConfig(
+    read = DeepSpeedConfig(
         batch=_batch(given, reading, world_size),
         world_size=world_size,
         optimizer=_optimizer(given, reading),
@@ -233,8 +233,9 @@ def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpee
         **_precisions(given, reading),
         zero_optimization=_zero(given, reading, world_size),
         **_checkpointing(given, reading),
-        notices=tuple(reading.notices),  # last: all above add to them
     )
+    _tell_of_no_stage(read, reading.notices)
+    return replace(read, notices=tuple(reading.notices))  # last: all above add to them
 
 
 def _batch(given: Mapping[str, Any], reading: Reading, world_size: int) -> BatchSizes:
@@ -369,6 +370,23 @@ def _precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
                 f"fp32 copies; roundings differ"
             )
     return {"fp16": fp16, "bf16": bf16, "torch_autocast": _autocast(autocast, given)}
+
+
+def _tell_of_no_stage(read: DeepSpeedConfig, notices: list[str]) -> None:
+    """What DeepSpeed's optimizers for 16 bits do where no ZeRO stage brings its own; tests/doors/test_deepspeed.py shows both."""
+    if read.zero_optimization.stage not in (0, AUTO):
+        return
+    for key, part in (("fp16", read.fp16), ("bf16", read.bf16)):
+        if part.enabled is True:
+            notices.append(
+                f"{key}: without a ZeRO stage DeepSpeed {keys.VERSION} begins with a step of zero gradients, which Adam counts and in which weights decay; "
+                "memfit takes none, as DeepSpeed from stage 1 on"
+            )
+    if read.fp16.enabled is True:
+        notices.append(
+            f"fp16: without a ZeRO stage DeepSpeed {keys.VERSION} divides gradients by the scale and does not multiply the loss by it; memfit does both, as "
+            "DeepSpeed from stage 1 on"
+        )
 
 
 def _autocast(autocast: TorchAutocast, given: Mapping[str, Any]) -> TorchAutocast:

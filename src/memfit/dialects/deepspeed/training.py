@@ -108,6 +108,7 @@ class FromDeepSpeed:
         optimizer: OptimizerFactory | None = None,
         *,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         allow: Sequence[str] = (),
         freeze: Sequence[str] = (),
         fixed: Mapping[str, Any] | None = None,
@@ -119,7 +120,8 @@ class FromDeepSpeed:
         Args:
             optimizer: makes the optimizer, where the configuration has none.
             allow, fixed: besides what the configuration says; may not contradict it.
-            model, sample, loss_fn, budget, host_budget, freeze, device, progress: as for `memfit.plan`.
+            model, sample, loss_fn, budget, host_budget, disk_budget, freeze, device, progress: as for `memfit.plan`. What the configuration moves to the disk
+                counts where the disk is: below a GPU's host `disk_budget`, right below a CPU `host_budget`.
 
         Raises:
             ConfigError: the configuration is for another batch than the sample, contradicts an argument, or leaves open what nobody decides.
@@ -129,7 +131,7 @@ class FromDeepSpeed:
         said = self._arguments(model, sample, allow, fixed)
         made = api.plan(
             model, sample, loss_fn, budget, factory,
-            host_budget=host_budget, freeze=freeze, device=device, progress=progress, **said,
+            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress, **said,
         )  # fmt: skip
         return replace(made, notes=(*made.notes, *self._told()))
 
@@ -147,6 +149,7 @@ class FromDeepSpeed:
         optimizer: OptimizerFactory | None = None,
         *,
         host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
         allow: Sequence[str] = (),
         freeze: Sequence[str] = (),
         fixed: Mapping[str, Any] | None = None,
@@ -157,7 +160,7 @@ class FromDeepSpeed:
         said = self._arguments(model, sample, allow, fixed)
         engine = api.fit(
             model, sample, loss_fn, budget, factory,
-            host_budget=host_budget, freeze=freeze, progress=progress, lower_tier=self.lower_tier, **said,
+            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, progress=progress, lower_tier=self.lower_tier, **said,
         )  # fmt: skip
         told = replace(engine.plan, notes=(*engine.plan.notes, *self._told()))
         engine.plan = told

@@ -190,8 +190,7 @@ def record(
 ) -> Trace:
     """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
 
-    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with. The tiers below are no part of it
-    either: plans made from a trace keep to the device.
+    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with.
 
     Args:
         micro_batches: into how many parts the batch is split; plans from this trace keep to it.

@@ -15,7 +15,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -233,27 +233,15 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         shares = counts if counts is not None else [1.0 / len(parts)] * len(parts)
         # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
         counting = [(part, share) for part, share in zip(parts, shares, strict=True) if share != 0.0]
-        calls, before = Calls(), None
-        for number, (part, share) in enumerate(counting, 1):
+        calls = Calls()
+
+        def ran(part: Batch) -> Any:
             with unlogged(module, calls), self._engine.forward() as follower:
                 output = own_step(part, *rest, **named)
             self._note(follower)
-            if len(parts) == 1:
-                break
-            if output is None:
-                raise InputError(
-                    "training_step gave None for a part of a batch, and what the rest then counts for is not known: leave batches whole, "
-                    f'FitToMemory(..., fixed={{"micro_batches": {trainer.accumulate_grad_batches}}})'
-                )
-            output = _loss_in(output)
-            calls.end_part(module, output.detach(), batches.size(part), share)
-            output = output * share
-            if number < len(counting):
-                trainer.strategy.backward(output / trainer.accumulate_grad_batches, trainer.optimizers[0])
-                output = output.detach()
-            elif before is not None:
-                output = output + before  # the value of the whole; its gradient is the last part's
-            before = output if before is None or number == len(counting) else before + output
+            return output
+
+        output = ran(batch) if len(parts) == 1 else _added_up(trainer, counting, ran, calls)
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
             self._losses.append(_loss_in(output).detach().clone())  # some kernels return a number with a large storage
@@ -305,6 +293,42 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         if self.engine is not None:
             vars(trainer.strategy).pop("training_step", None)
             vars(module).pop("optimizer_zero_grad", None)
+
+
+def _added_up(
+    trainer: Any, counting: Sequence[tuple[Batch, float]], ran: Callable[[Batch], Any], calls: Calls
+) -> torch.Tensor:
+    """Forward of each part of a batch, and Lightning's backward of each but the last.
+
+    Args:
+        trainer: whose backward it is.
+        counting: parts, and the share of each in the batch's loss.
+        ran: `training_step` on a part.
+        calls: what a part logs.
+
+    Returns:
+        The batch's loss, whose gradient is the last part's alone.
+    """
+
+    def loss_of(part: Batch, share: float) -> torch.Tensor:
+        output = ran(part)
+        if output is None:
+            raise InputError(
+                "training_step gave None for a part of a batch, and what the rest then counts for is not known: leave batches whole, "
+                f'FitToMemory(..., fixed={{"micro_batches": {trainer.accumulate_grad_batches}}})'
+            )
+        loss = _loss_in(output)
+        calls.end_part(trainer.lightning_module, loss.detach(), batches.size(part), share)
+        return loss * share
+
+    *first, last = counting
+    before: list[torch.Tensor] = []
+    for part, share in first:
+        loss = loss_of(part, share)
+        trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        before.append(loss.detach())
+        del loss  # must not lie beside the next part's
+    return sum(before, start=loss_of(*last))
 
 
 def _loss_in(output: Any) -> torch.Tensor:

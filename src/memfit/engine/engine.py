@@ -452,8 +452,9 @@ class Engine:
 
     def _updated(self) -> list[torch.Tensor]:
         """What an update writes."""
-        state = state_tensors(self.optimizer) if self.optimizer is not None else []
-        return [*self.model.parameters(), *state]
+        if self.optimizer is None:
+            return []
+        return [*(p for group in self.optimizer.param_groups for p in group["params"]), *state_tensors(self.optimizer)]
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[Callable[[], None]]:
@@ -464,10 +465,14 @@ class Engine:
             nonlocal kept
             kept = True
 
-        before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
-        buffers = dict(self.model.named_buffers())
-        for name, copy in self._changed.items():
-            copy.copy_(buffers[name])
+        before = [
+            (f"{path}.{name}" if path else name, module, name, buffer)
+            for path, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+        ]
+        buffers = {path: buffer for path, _, _, buffer in before}
+        for path, copy in self._changed.items():
+            copy.copy_(buffers[path])
         generators = [torch.default_generator.clone_state()]
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
@@ -479,11 +484,11 @@ class Engine:
                 raise
             for parameter in self.model.parameters():
                 parameter.grad = None
-            for module, name, buffer in before:
+            for _, module, name, buffer in before:
                 module._buffers[name] = buffer  # where forward put another tensor in its place
             with torch.no_grad():
-                for name, copy in self._changed.items():
-                    buffers[name].copy_(copy)
+                for path, copy in self._changed.items():
+                    buffers[path].copy_(copy)
             torch.default_generator.set_state(generators[0].get_state())
             if self.device.type == "cuda":
                 torch.cuda.default_generators[self.device.index or 0].set_state(generators[1].get_state())
@@ -552,7 +557,8 @@ class Engine:
         beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch), *model_tensors(self.model)]
         scaling = self.scaling.tensors() if self.scaling is not None else []
         streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
-        return [*self._updated(), *beside, *gradients, *scaling, *streamed]
+        state = state_tensors(self.optimizer) if self.optimizer is not None else []
+        return [*self.model.parameters(), *state, *beside, *gradients, *scaling, *streamed]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""

@@ -286,6 +286,9 @@ class Branching(Program):
         decision: whether to take the branch. "counter": every second forward; "value": of the batch; "draw": at random.
         change: what the branch does to the newest tensor; "overwrite": to the one before it, which operations have read;
             "stop": leaves the rest out; "operand": the same operations on another tensor.
+
+    Attributes:
+        changed_is_read: whether an instruction or the loss reads the newest tensor, as of the last forward.
     """
 
     def __init__(
@@ -294,6 +297,7 @@ class Branching(Program):
         super().__init__(instructions, seed)
         self.at, self.decision, self.change = at, decision, change
         self.forwards = 0
+        self.changed_is_read = False
 
     def forward(self, x: Tensor) -> Tensors:
         """As of `Program`, but for the branch."""
@@ -302,7 +306,7 @@ class Branching(Program):
         for number in range(len(self.instructions)):
             self.run(number, pool)
             if number == self.at:
-                taken = self._decides(x)
+                changed, taken = len(pool) - 1, self._decides(x)
                 if taken and self.change == "stop":
                     break
                 if self.change == "operand":
@@ -311,6 +315,8 @@ class Branching(Program):
                     pool[-2].mul_(0.5)
                 elif taken:
                     pool[-1] = self._changed(pool[-1])
+        later = {place for each in self.instructions[self.at + 1 :] for place in each.operands}
+        self.changed_is_read = changed in later or changed >= len(pool) - LAST
         return tuple(pool[-LAST:])
 
     def _decides(self, x: Tensor) -> bool:

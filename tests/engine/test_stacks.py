@@ -23,6 +23,7 @@ from engine.test_programs import (
     told,
 )
 from memfit import batches
+from memfit.capture.scaled import NOT_AS_STREAMED
 from models.outcome import same
 from models.stacks import Drawn, Stack, stack_loss, stacks
 
@@ -42,6 +43,7 @@ def check(drawn: Drawn, optimizer: Optimizer) -> bool:
         return False
     made = memfit.replan(made, made.runtime.search.smallest()[0])
     assert made.choices.streamed == "blocks"
+    known = NOT_AS_STREAMED not in made.notes
     plainly = copy.deepcopy(model)
     for path in drawn.frozen:
         plainly.get_submodule(path).requires_grad_(False)
@@ -64,12 +66,11 @@ def check(drawn: Drawn, optimizer: Optimizer) -> bool:
             mine, others = state_of(model, engine.optimizer), state_of(plainly, plain.optimizer)
             assert all(same(a, b) for a, b in zip(mine, others, strict=True)), number
         assert record.peak_bytes is not None
-        assert record.peak_bytes <= made.budget_bytes, (number, record.peak_bytes, made.budget_bytes)
+        assert not known or record.peak_bytes <= made.budget_bytes, (number, record.peak_bytes, made.budget_bytes)
     measured, predicted = record.peak_bytes, made.prediction.peak_bytes
     close = max(0.005 * measured, UNSEEN_BYTES)
-    assert predicted >= measured - close, (predicted, measured)
-    assert predicted <= measured + close, (predicted, measured)
-    told("streamed")
+    assert not known or measured - close <= predicted <= measured + close, (predicted, measured)
+    told("streamed" if known else "streamed, the plan says that its bytes are not known exactly")
     return True
 
 
@@ -105,3 +106,32 @@ def test_a_stack_as_models_have_it_is_streamed(name: str, parts: int) -> None:
 def test_what_is_held_beside_tensors_of_kernels_is_predicted_closely(drawn: Drawn) -> None:
     """In so small a model states of generators, 5 KB each, set the peak: each counts from when it is taken until it is let go."""
     assert check(drawn, OPTIMIZERS["adamw"])
+
+
+WRITES_INTO_A_VIEW = Drawn((("linear", "relu_"),) * 3)
+
+
+def plan_of(drawn: Drawn) -> memfit.Plan:
+    fixed = {"streamed": "blocks", "micro_batches": 1}
+    return memfit.plan(Stack(drawn), drawn.sample(), stack_loss, 1 << 50, OPTIMIZERS["adamw"], fixed=fixed)
+
+
+def test_where_fake_tensors_show_other_operations_a_streamed_plan_says_so() -> None:
+    """Of a write into a view autograd makes another node for real tensors, with a tensor of its own."""
+    assert NOT_AS_STREAMED in plan_of(WRITES_INTO_A_VIEW).notes
+    assert NOT_AS_STREAMED not in plan_of(Drawn((("linear", "gelu"),) * 3)).notes
+    assert check(WRITES_INTO_A_VIEW, OPTIMIZERS["adamw"])
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="layers are streamed on fake tensors, which replay a view where real ones are made anew: 768 bytes too few",
+)
+def test_a_streamed_write_into_a_view_is_predicted() -> None:
+    made = plan_of(WRITES_INTO_A_VIEW)
+    model, sample = Stack(WRITES_INTO_A_VIEW), WRITES_INTO_A_VIEW.sample()
+    engine = memfit.apply(made, model)
+    engine.step(sample)
+    measured = engine.step(sample, meter=True).peak_bytes
+    assert measured is not None
+    assert measured <= 1.005 * made.prediction.peak_bytes + UNSEEN_BYTES

@@ -32,6 +32,10 @@ T = TypeVar("T")
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
 # Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
 SMALL_STEP_BYTES: Final = 512 << 20
+NOT_AS_STREAMED: Final = (
+    "the step run plainly was captured on real tensors, since fake ones show other operations; with layers streamed it was captured on fake ones all the same, "
+    "so what it holds is not known exactly; a rehearsal measures it"
+)
 OTHER_DRAWS: Final = 5  # of the random numbers are captured as well where they may decide sizes
 
 
@@ -371,7 +375,10 @@ def trustworthy(
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
-        return on_fakes(None)
+        captured = on_fakes(None)
+        if all(other.trace.source == "fake" for other in others):
+            return captured
+        return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, NOT_AS_STREAMED)))
     found = _confirmed(model, sample, loss_fn, choices, on_fakes, believed)
     captured = for_real(found) if isinstance(found, str) else found
     again = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)

@@ -346,32 +346,14 @@ def trustworthy(
         CaptureError: neither way works.
         Exception: the user's own, when the step itself fails.
     """
+    step = (model, sample, loss_fn, optimizer)
+    how: dict[str, Any] = {"clip_norm": clip_norm, "choices": choices, "loader_batches": loader_batches}
 
     def on_fakes(after: Captured | None) -> Captured:
-        return capture(
-            model,
-            sample,
-            loss_fn,
-            optimizer,
-            clip_norm=clip_norm,
-            choices=choices,
-            after=after,
-            layouts=layouts,
-            loader_batches=loader_batches,
-        )
+        return capture(*step, **how, after=after, layouts=layouts)
 
     def for_real(why: str, known: Captured | None = None) -> Captured:
-        return scaled(
-            model,
-            sample,
-            loss_fn,
-            optimizer,
-            clip_norm=clip_norm,
-            choices=choices,
-            why=why,
-            known=known,
-            loader_batches=loader_batches,
-        )
+        return scaled(*step, **how, why=why, known=known)
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.

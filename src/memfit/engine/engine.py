@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -57,6 +57,18 @@ def parts_of(plan: Plan, batch: Batch) -> list[Batch]:
     total = batches.size(batch)
     count = -(-total // plan.choices.micro_batch_size)
     return batches.split(batch, batches.micro_batch_sizes(total, count))
+
+
+def counting_parts(plan: Plan, batch: Batch) -> list[tuple[Batch, float]] | None:
+    """The micro-batches of a batch and the share of each in its loss; None where it is run whole.
+
+    A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
+    """
+    parts = parts_of(plan, batch)
+    if len(parts) == 1:
+        return None
+    shares = batches.shares(parts, plan.choices.weights) or [1.0 / len(parts)] * len(parts)
+    return [(part, share) for part, share in zip(parts, shares, strict=True) if share != 0.0]
 
 
 @dataclass(slots=True)
@@ -311,13 +323,7 @@ class Engine:
         return made
 
     def _step(self, plan: Plan, batch: Batch) -> None:
-        parts = parts_of(plan, batch)
-        shares = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
-        weights: list[float | None] = [None]
-        if len(parts) > 1:
-            weights = [*shares] if shares is not None else [1.0 / len(parts)] * len(parts)
-        # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
-        counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight != 0.0]
+        counting: Sequence[tuple[Batch, float | None]] = counting_parts(plan, batch) or [(batch, None)]
         if self.stream is not None:
             self._streamed_step(self.stream, self._program(plan), counting)
             return
@@ -331,7 +337,7 @@ class Engine:
             self._finish(plan, done, keep, whole)
 
     def _streamed_step(
-        self, stream: LayerStream, program: StepProgram, counted: list[tuple[Batch, float | None]]
+        self, stream: LayerStream, program: StepProgram, counted: Sequence[tuple[Batch, float | None]]
     ) -> None:
         watch = _Metered(self.reading) if self.reading is not None else WATCHED_BY_NOBODY
         with self._all_or_nothing() as keep, ExitStack() as stack:

@@ -27,18 +27,19 @@ from torchmetrics import Metric
 from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
-from memfit.engine.engine import parts_of
+from memfit.engine.engine import counting_parts
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.lightning.logged import Calls, unlogged
 from memfit.lightning.refused import refuse, why_not_divided
 from memfit.meter import metered
+from memfit.planner.search import doubled_up_to
 from memfit.plans import Plan
 from memfit.report import StepRecord
 from memfit.searching import Budget
 from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train import state
-from memfit.train.window import FIXED, doubled_up_to, largest_samples, plan_window
+from memfit.train.window import FIXED, largest_samples, plan_window
 
 CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 
@@ -228,11 +229,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 f"a batch is [{have}], the plan is for batches up to [{plan.signature}]: give FitToMemory a "
                 "sample of the largest shape that will come, or cut the data down to it"
             )
-        parts = parts_of(plan, batch)
-        counts = batches.shares(parts, plan.choices.weights) if len(parts) > 1 else None
-        shares = counts if counts is not None else [1.0 / len(parts)] * len(parts)
-        # A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
-        counting = [(part, share) for part, share in zip(parts, shares, strict=True) if share != 0.0]
+        counting = counting_parts(plan, batch)
         calls = Calls()
 
         def ran(part: Batch) -> Any:
@@ -241,7 +238,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             self._note(follower)
             return output
 
-        output = ran(batch) if len(parts) == 1 else _added_up(trainer, counting, ran, calls)
+        output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls)
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
             self._losses.append(_loss_in(output).detach().clone())  # some kernels return a number with a large storage

@@ -55,7 +55,7 @@ class Calls:
         whole = []
         for of, args, named in self._calls:
             given = inspect.signature(getattr(type(module), of)).bind(module, *args, **named).arguments
-            given = {**{key: value for key, value in given.items() if key not in {"self", "kwargs"}}}
+            given = {key: value for key, value in given.items() if key not in {"self", "kwargs"}}
             entries = given.pop("dictionary") if of == "log_dict" else {given.pop("name"): given.pop("value")}
             if type(entries) is not dict or not all(isinstance(value, Number) for value in entries.values()):
                 whole.append((of, args, named))  # metrics: the last call tells of all parts

@@ -39,6 +39,11 @@ WORTH_MORE: Final = (
 CANNOT_RUN: Final = (CaptureError, EngineError, InputError, RuntimeError)
 
 
+def doubled_up_to(number: int) -> list[int]:
+    """Powers of two below a number, and the number."""
+    return [*(1 << power for power in range((number - 1).bit_length())), number]
+
+
 @dataclass(slots=True)
 class Search:
     """Plans for one model and batch at any budget.
@@ -104,12 +109,7 @@ class Search:
         """Of micro-batches that are weighed: powers of two and as many as there are samples, or what the user fixed."""
         if self.fixed_micro_batches is not None:
             return [self.fixed_micro_batches]
-        numbers = [1]
-        while numbers[-1] * 2 < self.samples:
-            numbers.append(numbers[-1] * 2)
-        if self.samples > 1:
-            numbers.append(self.samples)
-        return numbers
+        return doubled_up_to(self.samples)
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan found.

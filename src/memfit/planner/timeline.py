@@ -215,19 +215,18 @@ class Timeline:
         """
         trace = self.trace
         more = np.zeros(self.events + 2, dtype=np.int64)
-        first: dict[
-            int, int
-        ] = {}  # gradient -> first event at which it is there beside what is added to it, where nothing was there before
         updates = [False] * self.events
-        for event, op in enumerate(trace.events[: trace.pass_events]):
-            if op < 0:
-                continue
-            operation = trace.operations[op]
-            updates[event] = operation.phase is Phase.OPTIMIZER
-            if not updates[event]:
-                first.update((s, event + self._hands_over(operation, event)) for s in operation.writes)
-        if trace.micro_batches == 1 or not any(updates):
+        if trace.micro_batches > 1:
+            for event, op in enumerate(trace.events[: trace.pass_events]):
+                updates[event] = op >= 0 and trace.operations[op].phase is Phase.OPTIMIZER
+        if not any(updates):
             return more[: self.events + 1]
+        # Of a gradient: the event from which on it is there beside what is added to it, where nothing was there before.
+        first: dict[int, int] = {}
+        for event, op in enumerate(trace.events[: trace.pass_events]):
+            if op >= 0 and not updates[event]:
+                operation = trace.operations[op]
+                first.update((s, event + self._hands_over(operation, event)) for s in operation.writes)
         for s, storage in enumerate(trace.storages):
             if storage.birth == BEFORE_STEP and storage.category is Category.GRADIENT:
                 self._span(

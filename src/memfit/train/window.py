@@ -151,11 +151,6 @@ def plan_window(
     raise refused
 
 
-def doubled_up_to(number: int) -> list[int]:
-    """Powers of two below a number, and the number."""
-    return [*(1 << power for power in range((number - 1).bit_length())), number]
-
-
 def divisors_of(number: int) -> list[int]:
     """Rising."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

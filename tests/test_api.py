@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from memfit.choices import Choices
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
 from memfit.planner.recipes import LAGS
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
-from memfit.trace import Category
+from memfit.values.choices import Choices
+from memfit.values.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

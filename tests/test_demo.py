@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.report import Rehearsal, StepRecord
+from memfit.values.report import Rehearsal, StepRecord
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "demo.py"
 

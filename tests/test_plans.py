@@ -14,9 +14,11 @@ import torch
 
 import memfit
 import small
-from memfit.choices import Choices
 from memfit.errors import InputError, MemfitError, PlanFileError
-from memfit.plans import FORMAT_VERSION, KEPT, Plan, Prediction, Script, Step
+from memfit.values.choices import Choices
+from memfit.values.plan import FORMAT_VERSION, Plan
+from memfit.values.prediction import Prediction
+from memfit.values.script import KEPT, Script, Step
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

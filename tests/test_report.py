@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memfit.choices import Choices
 from memfit.errors import PlanFileError
-from memfit.plans import Plan, Prediction, Script
-from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.prediction import Prediction
+from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.values.script import Script
 
 
 def plan() -> Plan:

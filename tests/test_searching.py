@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.choices import Choices
 from memfit.planner.at_best import at_best
 from memfit.planner.search import Search
 from memfit.searching import Runtime, search_for
 from memfit.tracing import Tracing
+from memfit.values.choices import Choices
 from models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from memfit.choices import Choices
 from memfit.errors import PlanFileError
-from memfit.machine import Link
-from memfit.trace import FORMAT_VERSION, Category, Trace, digest
+from memfit.values.choices import Choices
+from memfit.values.machine import Link
+from memfit.values.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
 
 

@@ -19,10 +19,10 @@ from torch import nn
 
 import memfit
 from memfit.errors import InputError
-from memfit.report import StepRecord
 from memfit.trackers import Tracker
 from memfit.trackers import tensorboard as tensorboard_file
 from memfit.trackers.start import End, flat
+from memfit.values.report import StepRecord
 from train.fakes import plan
 
 RECORDS = (
@@ -283,7 +283,7 @@ WANDB = """
 import json, sys
 import memfit
 from test_trackers import told
-from memfit.report import StepRecord
+from memfit.values.report import StepRecord
 from train.fakes import plan
 
 with memfit.tracker("wandb", sys.argv[1], plan=plan(), settings={"optim": {"lr": 0.1}}, name="first") as tracker:
@@ -375,7 +375,7 @@ TRACKIO = """
 import sys
 import memfit
 from test_trackers import told
-from memfit.report import StepRecord
+from memfit.values.report import StepRecord
 from train.fakes import plan
 
 with memfit.tracker("trackio", sys.argv[1], plan=plan(), settings={"optim": {"lr": 0.1}}, name="first") as tracker:

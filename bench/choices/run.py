@@ -52,8 +52,8 @@ def drawn(search: Any, budget: int, draws: int) -> tuple[int, float, str]:
 
 def seconds_of(search: Any, budget: int) -> tuple[float, str]:
     """Of the plan for a budget, and its name; infinite where nothing fits."""
-    from memfit.choices import in_words
     from memfit.errors import InfeasibleError, MemfitError
+    from memfit.values.choices import in_words
 
     try:
         made = search.plan(budget)

@@ -14,9 +14,9 @@ from gpu.setting import Setting, adamw, bert
 from torch import nn
 
 import memfit
-from memfit.choices import Choices
 from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram
+from memfit.values.choices import Choices
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
         SnapshotError,
         SplitError,
     )
-    from memfit.machine import Machine
-    from memfit.plans import Plan
     from memfit.step.lion import Lion
     from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
-    from memfit.trace import Trace
     from memfit.trackers import Tracker, tracker
+    from memfit.values.machine import Machine
+    from memfit.values.plan import Plan
+    from memfit.values.trace import Trace
 
 __version__: Final = "0.1.0"
 
@@ -81,9 +81,9 @@ _HOME: Final = {
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
     "Lion": "memfit.step.lion",
-    "Machine": "memfit.machine",
-    "Plan": "memfit.plans",
-    "Trace": "memfit.trace",
+    "Machine": "memfit.values.machine",
+    "Plan": "memfit.values.plan",
+    "Trace": "memfit.values.trace",
     "from_deepspeed": "memfit.dialects.deepspeed.training",
 }
 

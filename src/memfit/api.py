@@ -14,15 +14,12 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import device_of, model_digest
-from memfit.choices import Choices
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine, norm_statistics
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.planner.by_hand import Placement, plan_by_hand
 from memfit.planner.search import Search
-from memfit.plans import Plan, Prediction, Script
 from memfit.rehearsal import rehearse
-from memfit.report import FrontierPoint, StepRecord
 from memfit.searching import Budget, Runtime, parts_frozen, search_for
 from memfit.step.filling import Fill, reset
 from memfit.step.freeze import freeze as freeze_for_good
@@ -31,9 +28,14 @@ from memfit.step.optimizers import arranged
 from memfit.step.program import OptimizerFactory
 from memfit.step.stream import LayerStream
 from memfit.step.tiers import tier_below
-from memfit.trace import Trace
 from memfit.tracing import Progress, Tracing, machine_of, tell
 from memfit.units import format_bytes, parse_bytes
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.prediction import Prediction
+from memfit.values.report import FrontierPoint, StepRecord
+from memfit.values.script import Script
+from memfit.values.trace import Trace
 
 REPAIR_ROUNDS: Final = 3
 

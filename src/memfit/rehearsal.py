@@ -12,7 +12,7 @@ import torch
 from memfit.batches import Batch
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
-from memfit.report import Rehearsal, StepRecord
+from memfit.values.report import Rehearsal, StepRecord
 
 
 def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:

@@ -14,25 +14,26 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import LossFunction
-from memfit.choices import PLAIN, Choices, in_words
 from memfit.engine.swap import STAGES_BYTES, swap_folder
 from memfit.errors import InputError, SplitError
-from memfit.machine import Link
 from memfit.planner.by_hand import Placement
 from memfit.planner.head import LossHead, head_of, sets_peak
 from memfit.planner.search import CANNOT_RUN, Search
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.planner.ways import Offers, ways
-from memfit.plans import FrozenPart, Plan, Saving
 from memfit.step.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
 from memfit.step.freeze import frozen, frozen_parts
 from memfit.step.optimizers import offered
 from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
-from memfit.trace import Category, Trace
 from memfit.tracing import Tracing
 from memfit.units import format_bytes, format_seconds, parse_bytes
+from memfit.values.choices import PLAIN, Choices, in_words
+from memfit.values.machine import Link
+from memfit.values.plan import Plan
+from memfit.values.prediction import FrozenPart, Saving
+from memfit.values.trace import Category, Trace
 
 Budget = str | int
 

@@ -17,14 +17,14 @@ from memfit.capture.capture import Captured, device_of
 from memfit.capture.recorder import Layouts
 from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
-from memfit.choices import Choices, in_words
 from memfit.engine.swap import swap_folder
-from memfit.machine import Link, Machine, known_machine
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
 from memfit.step.blocks import blocks_at, own_parameters
 from memfit.step.freeze import frozen
 from memfit.step.program import OptimizerFactory
-from memfit.trace import Category, Trace
+from memfit.values.choices import Choices, in_words
+from memfit.values.machine import Link, Machine, known_machine
+from memfit.values.trace import Category, Trace
 
 Progress = Callable[[str, float], None]
 

@@ -18,8 +18,8 @@ from memfit.capture import costs
 from memfit.capture.capture import Captured, capture, capture_real
 from memfit.capture.costs import Cost, CostTable, cache_folder, estimated_costs, with_costs
 from memfit.capture.recorder import CallSpec
-from memfit.machine import known_machine
 from memfit.meter import metered
+from memfit.values.machine import known_machine
 from models import case
 from models.outcome import measured_peak
 

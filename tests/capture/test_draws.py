@@ -15,7 +15,7 @@ from memfit import dispatch
 from memfit.capture import scaled
 from memfit.capture.capture import capture
 from memfit.capture.scaled import OTHER_DRAWS, trustworthy
-from memfit.trace import Trace
+from memfit.values.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import small
 from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
-from memfit.choices import Choices
 from memfit.errors import CaptureError
 from memfit.planner.timeline import Timeline
-from memfit.trace import BEFORE_STEP, Category, Phase, Trace
+from memfit.values.choices import Choices
+from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 from models import case
 
 pytestmark = [

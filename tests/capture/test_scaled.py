@@ -15,9 +15,9 @@ import small
 from memfit.capture import scaled as module
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.scaled import rows_of, scaled, trustworthy
-from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
-from memfit.trace import Trace
+from memfit.values.choices import PLAIN, Choices
+from memfit.values.trace import Trace
 from models import case
 
 pytestmark = [

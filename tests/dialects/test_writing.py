@@ -13,10 +13,11 @@ from torch import nn
 
 import memfit
 from dialects.record import asked
-from memfit.choices import Choices
 from memfit.dialects.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
 from memfit.errors import ConfigError
-from memfit.plans import Plan, Script, Swap
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.script import Script, Swap
 from train.fakes import plan as made
 
 ADAM = Optimizer("AdamW", {"lr": 1e-4, "torch_adam": True})

@@ -20,9 +20,9 @@ from doors import trained
 from memfit.dialects.deepspeed import VERSION
 from memfit.dialects.deepspeed.training import from_deepspeed
 from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
-from memfit.report import StepRecord
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.precision import ScaleRule, Scaling
+from memfit.values.report import StepRecord
 from small import adamw
 
 Config = dict[str, Any]

@@ -9,12 +9,12 @@ from typing import Any, Final
 from torch import nn
 
 import memfit
-from memfit.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
-from memfit.trace import Trace
+from memfit.values.machine import Link
+from memfit.values.trace import Trace
 
 LINK: Final = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
 Choice = Callable[[Recipes], dict[int, list[int]]]

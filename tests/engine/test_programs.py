@@ -26,8 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import batches
-from memfit.choices import PLAIN, Choices, conflict, in_words
-from memfit.machine import Link
 from memfit.meter import metered
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
@@ -38,7 +36,9 @@ from memfit.step.loss import chunked_head
 from memfit.step.optimizers import eight_bit
 from memfit.step.precision import FORMATS
 from memfit.step.program import StepProgram, state_tensors
-from memfit.trace import Category
+from memfit.values.choices import PLAIN, Choices, conflict, in_words
+from memfit.values.machine import Link
+from memfit.values.trace import Category
 from models.outcome import measured_peak, outcome_of, plans_between, same
 from models.programs import (
     RANDOM,

@@ -26,10 +26,10 @@ from memfit.capture import costs
 from memfit.engine import swap
 from memfit.engine.swap import Copy, DiskArena, LowerTiers, tiers_below
 from memfit.errors import EngineError, InputError
-from memfit.machine import Link
 from memfit.planner.recipes import LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
+from memfit.values.machine import Link
 from models import CASES, Case, case
 from models.outcome import measured_peak, outcome_of
 

@@ -18,10 +18,10 @@ from engine.test_swap import mixed, out_of_space
 from memfit.engine import swap
 from memfit.engine.swap import Arena, Copy, DiskArena, StagedDiskArena, Storage
 from memfit.errors import EngineError
-from memfit.machine import Link
 from memfit.planner.recipes import LAGS, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
+from memfit.values.machine import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -34,11 +34,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import memfit
 from memfit.cli.main import main
-from memfit.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.train import log, snapshots
+from memfit.values.machine import Link
 
 TOY: Final = """
 from torch import nn

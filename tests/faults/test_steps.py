@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import memfit
 from faults.runs import alike
-from memfit.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
+from memfit.values.machine import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

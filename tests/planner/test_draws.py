@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.choices import Choices
 from memfit.errors import InfeasibleError
 from memfit.planner.draws import Draws
 from memfit.planner.search import Search
 from memfit.planner.timeline import Timeline
-from memfit.trace import Trace
+from memfit.values.choices import Choices
+from memfit.values.trace import Trace
 from planner.traces import layers
 
 

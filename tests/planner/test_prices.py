@@ -9,7 +9,7 @@ from statistics import median
 from memfit.planner.prices import Solver
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
-from memfit.trace import Trace
+from memfit.values.trace import Trace
 from planner.traces import drawn, encoder_decoder, layers, network
 
 FRACTIONS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)

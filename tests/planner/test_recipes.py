@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.planner.recipes import SMALL_CONSTANT_BYTES, Recipe, Recipes
-from memfit.trace import Category
+from memfit.values.trace import Category
 from planner.traces import Writer, drawn
 
 

@@ -11,8 +11,8 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
-from memfit.plans import KEPT, Script
-from memfit.trace import Trace
+from memfit.values.script import KEPT, Script
+from memfit.values.trace import Trace
 from planner.test_timeline import some_plan
 from planner.traces import Writer, drawn, layers, network
 

@@ -7,11 +7,11 @@ from math import inf
 
 import pytest
 
-from memfit.choices import Choices
 from memfit.errors import InfeasibleError
 from memfit.planner.search import SLACK_BYTES, Search
-from memfit.plans import KEPT
-from memfit.trace import BEFORE_STEP, Category, Storage, Trace
+from memfit.values.choices import Choices
+from memfit.values.script import KEPT
+from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network
 
 SAMPLES = 16

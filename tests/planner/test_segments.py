@@ -12,7 +12,7 @@ import small
 from memfit.capture.capture import capture
 from memfit.planner.recipes import Recipes
 from memfit.planner.segments import Boundary, boundaries, lasting, windows
-from memfit.trace import Trace
+from memfit.values.trace import Trace
 from models import build_chain, build_gpt, case
 from planner.traces import Writer, drawn, encoder_decoder
 

@@ -10,7 +10,6 @@ from itertools import pairwise, product
 
 import pytest
 
-from memfit.machine import Link
 from memfit.planner.prices import CLOSE, Solver
 from memfit.planner.recipes import ALIGNMENT_BYTES, LAGS, Recipes
 from memfit.planner.schedule import reruns_for
@@ -18,9 +17,10 @@ from memfit.planner.script import compile_script
 from memfit.planner.search import Search
 from memfit.planner.swapping import SwapSolver
 from memfit.planner.timeline import Timeline
-from memfit.plans import Script
-from memfit.trace import Trace
 from memfit.units import format_bytes
+from memfit.values.machine import Link
+from memfit.values.script import Script
+from memfit.values.trace import Trace
 from planner.test_timeline import swapping_plan
 from planner.traces import Writer, drawn, layers, network
 

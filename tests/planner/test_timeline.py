@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from memfit.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
-from memfit.trace import BEFORE_STEP, Category, Trace
+from memfit.values.machine import Link
+from memfit.values.trace import BEFORE_STEP, Category, Trace
 from planner.traces import Writer, drawn, layers, network
 
 Tick = tuple[int, int]  # (event, position among its reruns); the event itself comes after its reruns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.machine import Link
 from memfit.planner.transfers import StreamedLayer, block_seconds, layer_transfers, state_transfers
-from memfit.trace import Trace
+from memfit.values.machine import Link
+from memfit.values.trace import Trace
 from planner.traces import Writer
 
 LAYERS = 4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from memfit.choices import VALUES, Choices, conflict, in_words
 from memfit.errors import InputError
 from memfit.planner.ways import Offers, ways
+from memfit.values.choices import VALUES, Choices, conflict, in_words
 
 EVERYTHING = Offers(
     {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from memfit.choices import Choices
-from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage, Trace
+from memfit.values.choices import Choices
+from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage, Trace
 
 
 class Writer:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 import small
 from memfit import api
-from memfit.choices import Choices
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.step.in_backward import why_not_in_backward
 from memfit.step.lion import Lion
+from memfit.values.choices import Choices
 from models import case
 from step import ways
 

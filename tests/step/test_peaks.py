@@ -15,9 +15,9 @@ import torch
 import memfit
 import small
 from memfit import api
-from memfit.choices import Choices, in_words
 from memfit.step.chunked import CHUNK
 from memfit.step.lion import Lion
+from memfit.values.choices import Choices, in_words
 from models import build_gpt, case
 from step import ways
 

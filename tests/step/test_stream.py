@@ -19,7 +19,6 @@ from torch.nn import functional
 import memfit
 from memfit import batches
 from memfit.capture.capture import capture
-from memfit.choices import Choices
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
@@ -27,6 +26,7 @@ from memfit.step.blocks import blocks_at
 from memfit.step.filling import filled, from_tensors, reset
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.stream import LayerStream, Watch
+from memfit.values.choices import Choices
 from models import huggingface
 from models.built import Built
 from models.transformer import build_gpt

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.choices import Choices
 from memfit.errors import NonFiniteLossError
-from memfit.plans import Plan, Prediction, Script
-from memfit.report import Report, StepRecord
 from memfit.step.program import StepProgram
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.prediction import Prediction
+from memfit.values.report import Report, StepRecord
+from memfit.values.script import Script
 
 Progress = Callable[[str, float], None] | None
 

@@ -19,13 +19,13 @@ from torch import nn
 import memfit
 import small
 from memfit.errors import NonFiniteLossError, SnapshotError
-from memfit.report import StepRecord
 from memfit.train import log, snapshots, state
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
 from memfit.train.evaluate import evaluate
 from memfit.train.loop import Outcome, total_steps, train
 from memfit.train.schedule import Rates, factor
+from memfit.values.report import StepRecord
 from train.fakes import FakeEngine, Noisy, non_finite, plan
 
 SCHEDULE = ScheduleConfig("cosine", 3)

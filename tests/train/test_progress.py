@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from memfit.report import StepRecord
 from memfit.train.progress import BarDisplay, Display, PlainDisplay, described, display
+from memfit.values.report import StepRecord
 
 RECORD = StepRecord(3, 0.25, 0.1, peak_bytes=2**20, departures=("operation 7 is [bold]",))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from memfit.choices import Choices
-from memfit.plans import ModuleSaving, Plan, Prediction, Script, Step
-from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
-from memfit.trace import Category, Phase
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.prediction import ModuleSaving, Prediction
+from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.values.script import Script, Step
+from memfit.values.trace import Category, Phase
 
 MIB = 2**20
 GIB = 2**30

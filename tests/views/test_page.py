@@ -11,9 +11,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from memfit.plans import ModuleSaving
-from memfit.report import Report, StepRecord
 from memfit.units import format_bytes, format_seconds
+from memfit.values.prediction import ModuleSaving
+from memfit.values.report import Report, StepRecord
 from memfit.views.page import page, reproducing_call
 from views import reports
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.choices import Choices
-from memfit.plans import Plan, Prediction
-from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
-from memfit.trace import Category
+from memfit.values.choices import Choices
+from memfit.values.plan import Plan
+from memfit.values.prediction import Prediction
+from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
+from memfit.values.trace import Category
 from memfit.views import colours
 from memfit.views.drawing import (
     GRID,

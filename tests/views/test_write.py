@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memfit.errors import InputError
-from memfit.report import Report
+from memfit.values.report import Report
 from memfit.views import write_report
 from views import reports
 

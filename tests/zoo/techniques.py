@@ -18,13 +18,13 @@ from torch import nn
 
 import memfit
 from engine.forced import LINK, everything, forced
-from memfit.choices import Choices
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.planner.head import head_of
 from memfit.planner.recipes import Recipes
 from memfit.planner.search import Search
 from memfit.step.blocks import repeated_blocks
 from memfit.step.program import StepProgram
+from memfit.values.choices import Choices
 from step import ways
 
 from .building import Specimen, in_short

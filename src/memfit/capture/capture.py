@@ -20,7 +20,6 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import CallSpec, Layouts, Recorder
 from memfit.capture.standins import lent
 from memfit.capture.streamed import record_streamed
-from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
 from memfit.step.chunked import ChunkedOptimizer
@@ -28,7 +27,8 @@ from memfit.step.freeze import Forced, watching
 from memfit.step.optimizers import arranged
 from memfit.step.precision import Scaling
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
-from memfit.trace import Category, Phase, Trace, digest
+from memfit.values.choices import PLAIN, Choices
+from memfit.values.trace import Category, Phase, Trace, digest
 
 
 @dataclass(frozen=True, slots=True)

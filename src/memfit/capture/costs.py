@@ -27,9 +27,9 @@ from memfit import dispatch
 from memfit.capture.capture import Captured, forked_generators
 from memfit.capture.recorder import GENERATOR_STATE, CallSpec, Layout, Layouts, TensorSpec, layout_of
 from memfit.errors import InputError
-from memfit.machine import Link, Machine
 from memfit.meter import profiled, spans_and_changes
-from memfit.trace import BEFORE_STEP, Category, Storage, Trace, digest
+from memfit.values.machine import Link, Machine
+from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace, digest
 
 # Operations with more input than this are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
@@ -481,7 +481,7 @@ def present_machine(device: torch.device) -> Machine:
         if device.type == "cuda"
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    from memfit.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY
+    from memfit.values.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY
 
     # Measured rates are what is reached, so the roofline's efficiencies are taken out again.
     return Machine(

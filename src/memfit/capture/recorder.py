@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit import dispatch
-from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
+from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

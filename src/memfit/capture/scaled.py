@@ -23,10 +23,10 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import Captured, capture, capture_real, forked_generators
 from memfit.capture.recorder import CallSpec, Layouts, TensorSpec
 from memfit.capture.standins import lent
-from memfit.choices import PLAIN, Choices
 from memfit.errors import CaptureError
 from memfit.step.program import OptimizerFactory, StepProgram
-from memfit.trace import Trace
+from memfit.values.choices import PLAIN, Choices
+from memfit.values.trace import Trace
 
 T = TypeVar("T")
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check

@@ -16,12 +16,12 @@ from torch import nn
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.recorder import Layouts, Recorder
-from memfit.choices import Choices
 from memfit.garbage import uncollected
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.step.stream import LayerStream, Watch
 from memfit.step.tiers import NoTier
-from memfit.trace import Category, Phase, Save, Storage, Trace
+from memfit.values.choices import Choices
+from memfit.values.trace import Category, Phase, Save, Storage, Trace
 
 
 class _Watched(Watch):

@@ -20,8 +20,8 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Read the plan, and the log where there is one; needs no torch."""
-    from memfit.plans import Plan
     from memfit.train.log import records
+    from memfit.values.plan import Plan
 
     folder = arguments.path if arguments.path.is_dir() else None
     if folder is not None and not (folder / "plan.json").is_file():

@@ -14,8 +14,8 @@ from memfit.cli.answer import Answer, add_config, read_config
 from memfit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from memfit.plans import Plan
-    from memfit.report import FrontierPoint
+    from memfit.values.plan import Plan
+    from memfit.values.report import FrontierPoint
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError(f"--points {arguments.points}: a frontier has at least 2")
     config = read_config(arguments)
     from memfit.api import frontier_points
-    from memfit.report import Report
     from memfit.train import progress
     from memfit.train.run import make_frontier
+    from memfit.values.report import Report
 
     display = progress.display()
     try:

@@ -12,8 +12,8 @@ from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
     from memfit.dialects.deepspeed import Written
-    from memfit.plans import Plan
     from memfit.train.config import Config
+    from memfit.values.plan import Plan
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _from_trace(arguments: argparse.Namespace) -> Answer:
-    from memfit.trace import Trace
+    from memfit.values.trace import Trace
 
     for name in ("settings", "device", "save_trace", "deepspeed"):
         if getattr(arguments, name):

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     config = read_config(arguments)
     plan = None
     if arguments.plan is not None:
-        from memfit.plans import Plan
+        from memfit.values.plan import Plan
 
         plan = Plan.load(arguments.plan)
     from memfit.train import progress

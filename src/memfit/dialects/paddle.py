@@ -28,9 +28,9 @@ from memfit import api
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.engine.engine import Engine
 from memfit.errors import InputError
-from memfit.plans import Plan
-from memfit.report import StepRecord
 from memfit.step.optimizers import alike
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
 
 
 @dataclass(frozen=True, slots=True)

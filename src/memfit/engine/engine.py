@@ -33,11 +33,11 @@ from memfit.errors import (
     NonFiniteLossError,
 )
 from memfit.meter import Reading, metered
-from memfit.plans import Plan
-from memfit.report import FrontierPoint, Rehearsal, Report, StepRecord
 from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
+from memfit.values.plan import Plan
+from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:

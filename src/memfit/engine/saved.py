@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memfit import dispatch
 from memfit.engine.swap import Arena, Copy, LowerTiers
 from memfit.errors import EngineError
-from memfit.plans import KEPT, Script
+from memfit.values.script import KEPT, Script
 
 
 class Argument:

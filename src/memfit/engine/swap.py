@@ -27,8 +27,8 @@ from typing import Final
 import torch
 
 from memfit.errors import EngineError
-from memfit.plans import TIERS
 from memfit.units import format_bytes
+from memfit.values.script import TIERS
 
 Storage = torch.UntypedStorage
 

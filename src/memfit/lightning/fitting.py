@@ -33,13 +33,13 @@ from memfit.lightning.logged import Calls, unlogged
 from memfit.lightning.refused import refuse, why_not_divided
 from memfit.meter import metered
 from memfit.planner.search import doubled_up_to
-from memfit.plans import Plan
-from memfit.report import StepRecord
 from memfit.searching import Budget
 from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train import state
 from memfit.train.window import FIXED, largest_samples, plan_window
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
 
 CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 

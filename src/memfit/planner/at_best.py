@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.machine import Link
 from memfit.planner.head import head_of
 from memfit.planner.prices import Solver
 from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
-from memfit.trace import Category, Phase
+from memfit.values.machine import Link
+from memfit.values.trace import Category, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Found, Search, where
 from memfit.planner.segments import boundaries_after, windows
 from memfit.planner.timeline import Timeline
-from memfit.plans import Plan
-from memfit.trace import Trace
 from memfit.units import format_bytes
+from memfit.values.plan import Plan
+from memfit.values.trace import Trace
 
 NAMED: Final = 3  # modules named in a note
 

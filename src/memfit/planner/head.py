@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memfit.planner.timeline import Timeline
-from memfit.trace import Phase, Trace
+from memfit.values.trace import Phase, Trace
 
 PRODUCTS: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.linear.default"})
 LOSSES: Final = frozenset({"aten.nll_loss_forward.default"})

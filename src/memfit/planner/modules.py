@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memfit.planner.recipes import Recipes
-from memfit.trace import BEFORE_STEP, Category, Trace
+from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 ALIKE: Final = 0.5  # blocks share this part of their operations: the first of a stage often has a few more
 FINER: Final = 0.5  # blocks within blocks are taken where they hold this part of the operations

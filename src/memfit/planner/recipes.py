@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from memfit.machine import Link
-from memfit.trace import BEFORE_STEP, Category, Phase, Trace
+from memfit.values.machine import Link
+from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096

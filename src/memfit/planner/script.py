@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from memfit.planner.recipes import Recipes
 from memfit.planner.timeline import Reruns
-from memfit.plans import KEPT, Script, Step, Swap
+from memfit.values.script import KEPT, Script, Step, Swap
 
 
 def compile_script(recipes: Recipes, reruns: Reruns) -> Script:

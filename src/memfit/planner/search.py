@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from memfit.choices import PLAIN, Choices, in_words
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError, Remedy
 from memfit.garbage import uncollected
-from memfit.machine import Link
 from memfit.planner.at_best import AtBest, at_best, least_bytes
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
@@ -24,9 +22,12 @@ from memfit.planner.script import compile_script
 from memfit.planner.swapping import SwapSolver, why_nothing_swaps
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
-from memfit.plans import ModuleSaving, Plan, Prediction, TierUse
-from memfit.trace import Trace
 from memfit.units import format_bytes, format_seconds
+from memfit.values.choices import PLAIN, Choices, in_words
+from memfit.values.machine import Link
+from memfit.values.plan import Plan
+from memfit.values.prediction import ModuleSaving, Prediction, TierUse
+from memfit.values.trace import Trace
 
 CURVE_POINTS: Final = 240
 # Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once.

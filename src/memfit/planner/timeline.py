@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from memfit.planner.recipes import Recipes
-from memfit.trace import BEFORE_STEP, Category, Operation, Phase, Trace
+from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Trace
 
 Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.machine import Link
-from memfit.trace import Phase, Trace
+from memfit.values.machine import Link
+from memfit.values.trace import Phase, Trace
 
 
 @dataclass(frozen=True, slots=True)

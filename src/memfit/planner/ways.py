@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Final
 
-from memfit.choices import VALUES, Choices, conflict, in_words
 from memfit.errors import InputError
+from memfit.values.choices import VALUES, Choices, conflict, in_words
 
 ALLOWED: Final[Mapping[str, tuple[str, str]]] = {
     "bf16": ("precision", "bf16"),

@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memfit.choices import Choices
 from memfit.errors import InputError
 from memfit.step import elementwise
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.in_backward import why_not_in_backward
 from memfit.step.lion import Lion
+from memfit.values.choices import Choices
 
 Names = Mapping[str, nn.Parameter]
 

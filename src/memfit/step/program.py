@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
-from memfit.choices import PLAIN, Choices
 from memfit.errors import NonFiniteLossError
 from memfit.step import in_backward
 from memfit.step.freeze import unforced
 from memfit.step.loss import chunked_head
 from memfit.step.precision import Scaling, autocast
+from memfit.values.choices import PLAIN, Choices
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from memfit.errors import InputError, MemfitError
-from memfit.plans import Plan
-from memfit.report import StepRecord
 from memfit.trackers.start import Adapter, End, Start
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
 
 KINDS: Final = ("tensorboard", "mlflow", "wandb", "trackio")  # each is the name of its package and of its extra
 # Read when the packages are imported. memfit opens no connection, so theirs that carry no runs stay closed too, unless the user has said otherwise.

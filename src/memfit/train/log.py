@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import SnapshotError
-from memfit.report import StepRecord
+from memfit.values.report import StepRecord
 
 NAME: Final = "log.jsonl"
 

@@ -18,7 +18,6 @@ import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
-from memfit.report import StepRecord
 from memfit.trackers import Tracker
 from memfit.train import snapshots, state
 from memfit.train.assemble import seed_all
@@ -30,6 +29,7 @@ from memfit.train.log import Log
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Snapshot
+from memfit.values.report import StepRecord
 
 
 class Steps(state.Trained, Protocol):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol, TextIO
 
-from memfit.report import StepRecord
 from memfit.units import format_bytes, format_seconds
+from memfit.values.report import StepRecord
 
 
 class Display(Protocol):

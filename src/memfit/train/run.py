@@ -15,9 +15,6 @@ from memfit import api, trackers
 from memfit.api import frontier_points
 from memfit.dialects.deepspeed.training import Schedule
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
-from memfit.plans import Plan
-from memfit.report import FrontierPoint, Rehearsal, Report
-from memfit.trace import Trace
 from memfit.trackers import Tracker
 from memfit.train import log, snapshots
 from memfit.train.assemble import Assembly, assemble, open_door, without_bars
@@ -28,6 +25,9 @@ from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
 from memfit.train.text import FolderEncoder, has_tokenizer
 from memfit.units import format_bytes, parse_bytes
+from memfit.values.plan import Plan
+from memfit.values.report import FrontierPoint, Rehearsal, Report
+from memfit.values.trace import Trace
 
 if TYPE_CHECKING:
     from memfit.engine import Engine

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from memfit.plans import Plan
 from memfit.step.precision import Scaling
+from memfit.values.plan import Plan
 
 
 class Trained(Protocol):

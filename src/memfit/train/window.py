@@ -16,10 +16,10 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import InfeasibleError, InputError, SplitError
 from memfit.planner.search import WORTH_MORE
-from memfit.plans import Plan
 from memfit.searching import Budget, Runtime, search_for
 from memfit.tracing import Progress, Tracing, tell
 from memfit.units import parse_bytes
+from memfit.values.plan import Plan
 
 # Of the trainer, told to it and not to the plan.
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}

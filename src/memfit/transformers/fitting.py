@@ -23,14 +23,14 @@ from memfit.batches import Batch
 from memfit.engine import Engine
 from memfit.errors import BatchError, InputError
 from memfit.meter import metered
-from memfit.plans import Plan
-from memfit.report import StepRecord
 from memfit.searching import Budget
 from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
 from memfit.transformers.refused import refuse
 from memfit.transformers.sample import ITEMS, largest_window, samples_of
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
 
 try:
     from transformers import Trainer, TrainerCallback

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from memfit.trace import Category, Phase
+from memfit.values.trace import Category, Phase
 
 BANDS: Final[dict[str, tuple[str, str]]] = {  # from the bottom of the stack: what stays throughout the step comes first
     Category.PARAMETER: ("parameters", "#0072B2"),

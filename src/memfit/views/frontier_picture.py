@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from memfit.plans import Plan
-from memfit.report import FrontierPoint
 from memfit.units import format_bytes, format_seconds
+from memfit.values.plan import Plan
+from memfit.values.report import FrontierPoint
 from memfit.views import colours
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
 from memfit.views.drawing import INK, QUIET, TIMES, Dot, Drawing, Line, Point, Shape, Text, counted

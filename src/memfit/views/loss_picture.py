@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from memfit.report import StepRecord
+from memfit.values.report import StepRecord
 from memfit.views.axes import Scale, frame, number_ticks, widened
 from memfit.views.colours import PREDICTED
 from memfit.views.drawing import Dot, Drawing, Line, Shape, Text

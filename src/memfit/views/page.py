@@ -9,9 +9,9 @@ from statistics import median
 from typing import Final
 
 from memfit import __version__
-from memfit.plans import Plan
-from memfit.report import Report
 from memfit.units import format_bytes, format_seconds
+from memfit.values.plan import Plan
+from memfit.values.report import Report
 from memfit.views.drawing import TIMES, Drawing, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture

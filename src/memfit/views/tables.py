@@ -11,10 +11,10 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from memfit.choices import in_words
-from memfit.plans import Plan
-from memfit.report import FrontierPoint, StepRecord
 from memfit.units import format_bytes, format_seconds
+from memfit.values.choices import in_words
+from memfit.values.plan import Plan
+from memfit.values.report import FrontierPoint, StepRecord
 from memfit.views.drawing import TIMES, counted
 
 _MOST_ROWS: Final = 40

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Final
 
-from memfit.plans import Plan, Prediction
-from memfit.report import Rehearsal
 from memfit.units import format_bytes
+from memfit.values.plan import Plan
+from memfit.values.prediction import Prediction
+from memfit.values.report import Rehearsal
 from memfit.views import colours
 from memfit.views.axes import Scale, below, byte_ticks, frame, number_ticks, spread
 from memfit.views.drawing import (

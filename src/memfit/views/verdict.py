@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.report import Report
 from memfit.units import format_bytes
+from memfit.values.report import Report
 from memfit.views.drawing import TIMES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memfit.errors import InputError
-from memfit.report import Report
+from memfit.values.report import Report
 from memfit.views.drawing import Drawing, Text, shortened, stacked, wrapped
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.page import page

@@ -24,13 +24,13 @@ from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION
 from memfit.dialects.deepspeed.sections import Optimizer, Scheduler
 from memfit.engine.engine import Engine
 from memfit.errors import ConfigError, InputError
-from memfit.plans import Plan
 from memfit.searching import Budget
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.lion import Lion
 from memfit.step.precision import ScaleRule
 from memfit.step.program import OptimizerFactory
 from memfit.tracing import Progress
+from memfit.values.plan import Plan
 
 
 class Schedule(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 from memfit.dialects.deepspeed import batch
 from memfit.dialects.deepspeed.sections import Optimizer, Scheduler
 from memfit.errors import ConfigError
-from memfit.plans import Plan
+from memfit.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from memfit.plans import Plan
+from memfit.values.plan import Plan
 
 FORMAT_VERSION: Final = 1
 

@@ -16,10 +16,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from memfit.choices import Choices
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
-from memfit.machine import Link
+from memfit.values.choices import Choices
+from memfit.values.machine import Link
 
 FORMAT_VERSION: Final = 6
 BEFORE_STEP: Final = -1

@@ -1,0 +1,1 @@
+"""The values that rooms hand each other: frozen, torch-free, JSON both ways."""

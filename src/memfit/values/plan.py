@@ -1,0 +1,266 @@
+"""A plan: what is chosen, what each step does about each saved storage, what is predicted, what was turned down and why. A value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.errors import PlanFileError
+from memfit.units import format_bytes, format_seconds
+from memfit.values.choices import Choices
+from memfit.values.prediction import FrozenPart, ModuleSaving, Prediction, Saving, TierUse, check_prediction, is_number
+from memfit.values.script import Script
+
+FORMAT_VERSION: Final = 6
+MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train one model on one shape of batch inside a number of bytes.
+
+    Attributes:
+        budget_bytes: what the user allowed.
+        choices: how a step is run.
+        script: what the engine follows, operation by operation.
+        prediction: what a step will take.
+        signature: the batch it is for (nothing in a run may be larger).
+        model: identity of the model's structure.
+        device: what it was made for.
+        torch_version: with which it was made.
+        clip_norm: gradient clipping that the prediction includes.
+        by_module: kept, dropped and rerun by module.
+        turned_down: choices weighed and not taken, each with its reason.
+        notes: what the reader should know.
+        source: how the bytes were captured.
+        changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
+        savings: of the techniques it uses, each taken away by itself.
+        frozen: what is not trained because the user said so.
+        runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
+    """
+
+    budget_bytes: int
+    choices: Choices
+    script: Script
+    prediction: Prediction
+    signature: str
+    model: str
+    device: str
+    torch_version: str
+    clip_norm: float | None = None
+    by_module: tuple[ModuleSaving, ...] = ()
+    turned_down: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    source: str = "fake"
+    changed_buffers: tuple[str, ...] = ()
+    savings: tuple[Saving, ...] = ()
+    frozen: tuple[FrozenPart, ...] = ()
+    format_version: int = FORMAT_VERSION
+    runtime: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """How far, at most, this plan is from the fastest one that fits, as a part of the step."""
+        if self.prediction.step_seconds <= 0:
+            return 0.0
+        return max(0.0, (self.prediction.step_seconds - self.prediction.bound_seconds) / self.prediction.step_seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """What a program wants to know of it: plain data, few."""
+        p = self.prediction
+        return {
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": p.peak_bytes,
+            "plain_peak_bytes": p.plain_peak_bytes,
+            "step_seconds": p.step_seconds,
+            "plain_step_seconds": p.plain_step_seconds,
+            "seconds_are": p.seconds_are,
+            "gap": self.gap,
+            "micro_batches": self.choices.micro_batches,
+            "reruns": self.script.reruns,
+            "peak_module": p.peak_module,
+            "peak_phase": p.peak_phase,
+            "notes": list(self.notes),
+            "turned_down": list(self.turned_down),
+        }
+
+    def explain(self) -> str:
+        """The plan in words, for a person."""
+        p = self.prediction
+        reference = "plain PyTorch"
+        if self.choices.precision != "full":
+            scaler = " and gradient scaler" if self.choices.precision == "fp16" else ""
+            reference = f"PyTorch's own {self.choices.precision} autocast{scaler}"
+        if self.choices.frozen:
+            reference += " with these parts frozen"
+        exact = f"the same numbers as {reference}, bit for bit"
+        if self.choices.micro_batches > 1 or self.choices.loss_chunks > 1:
+            rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
+            exact = f"the same step as {reference} up to the order of additions{rounding}"
+        lines = [
+            (
+                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
+                f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %)."
+            ),
+            (
+                f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
+                f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes with as many micro-batches "
+                f"can be more than {100 * self.gap:.1f} % faster."
+            ),
+            f"Numbers: {exact}.",
+            f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",
+        ]
+        share = ", ".join(
+            f"{name.replace('_', ' ')} {format_bytes(n)}"
+            for name, n in sorted(p.categories_at_peak.items(), key=lambda x: -x[1])
+            if n
+        )
+        if share:
+            lines.append(f"There: {share}.")
+        if self.choices.micro_batches > 1:
+            lines.append(f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights}.")
+        if self.script.plain:
+            lines.append("Nothing is dropped: the step runs as PyTorch runs it.")
+        else:
+            dropped = sum(m.dropped_bytes for m in self.by_module)
+            kept = sum(m.kept_bytes for m in self.by_module)
+            lines.append(
+                f"Of what backward needs, {format_bytes(kept)} are kept and {format_bytes(dropped)} dropped and rebuilt "
+                f"({self.script.reruns} operation{'s' if self.script.reruns != 1 else ''} run again"
+                f"{' per micro-batch' if self.choices.micro_batches > 1 else ''}). Most is dropped in:"
+            )
+            for m in sorted(self.by_module, key=lambda m: -m.dropped_bytes)[:8]:
+                if m.dropped_bytes:
+                    lines.append(
+                        f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
+                        f"{format_seconds(m.rerun_seconds)} again"
+                    )
+        if self.script.swaps:
+            swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
+            where = "the tier below" if len(p.tiers) < 2 else "two tiers below"
+            lines.append(f"Swapped: {swapped} go to {where} and come back.")
+        if p.copy_seconds:
+            where = "the tier below" if len(p.tiers) < 2 else "the tiers below"
+            lines.append(
+                f"Copying to and from {where}: {format_seconds(p.copy_seconds)} a step, of which {100 * p.hidden_share:.0f} % hide behind computing."
+            )
+        if len(p.tiers) > 1:
+            lines += [
+                f"  the {tier.tier}: {format_bytes(tier.bytes)}, {format_seconds(tier.copy_seconds)} a step, of which {100 * tier.hidden_share:.0f} % hide"
+                for tier in p.tiers
+            ]
+        if self.frozen:
+            count = sum(part.parameters for part in self.frozen)
+            held = format_bytes(sum(part.bytes for part in self.frozen))
+            paths = ", ".join(part.path for part in self.frozen[:MOST_PATHS])
+            more = f" and {len(self.frozen) - MOST_PATHS} more" if len(self.frozen) > MOST_PATHS else ""
+            lines.append(f"Frozen: {count:,} parameters ({held}) in {paths}{more}.")
+        lines += [
+            f"{saving.technique}: takes {format_bytes(saving.predicted_bytes)} off the peak before anything is dropped "
+            f"({saving.claim or 'its formula'}: {format_bytes(saving.claimed_bytes)}), and {'adds' if saving.seconds >= 0 else 'takes off'} "
+            f"{format_seconds(abs(saving.seconds))} a step."
+            for saving in self.savings
+        ]
+        lines += [f"Turned down: {text}" for text in self.turned_down]
+        lines += [f"Note: {text}" for text in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Versioned JSON of everything but `runtime`."""
+        return {
+            "memfit": "plan",
+            "format_version": self.format_version,
+            "budget_bytes": self.budget_bytes,
+            "choices": asdict(self.choices),
+            "prediction": asdict(self.prediction),
+            "signature": self.signature,
+            "model": self.model,
+            "device": self.device,
+            "torch_version": self.torch_version,
+            "clip_norm": self.clip_norm,
+            "by_module": [asdict(m) for m in self.by_module],
+            "turned_down": list(self.turned_down),
+            "notes": list(self.notes),
+            "source": self.source,
+            "changed_buffers": list(self.changed_buffers),
+            "savings": [asdict(s) for s in self.savings],
+            "frozen": [asdict(f) for f in self.frozen],
+            "script": self.script.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """Inverse of `to_json`.
+
+        Raises:
+            PlanFileError: not a plan, another format version, or edited into something that cannot be followed.
+        """
+        if not isinstance(data, Mapping) or data.get("memfit") != "plan":
+            raise PlanFileError(
+                "this is not a memfit plan: make one with memfit.plan(...).save(path) or `memfit plan --save path`"
+            )
+        if data.get("format_version") != FORMAT_VERSION:
+            raise PlanFileError(
+                f"this plan has format {data.get('format_version')!r} and this memfit reads {FORMAT_VERSION}: plan again"
+            )
+        try:
+            prediction = dict(data["prediction"])
+            for name in ("moments", "phases", "plain_curve"):
+                prediction[name] = tuple(prediction[name])
+            prediction["tiers"] = tuple(TierUse(**use) for use in prediction["tiers"])
+            prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
+            choices = Choices.from_json(data["choices"])
+            budget = data["budget_bytes"]
+            if not isinstance(budget, int) or budget <= 0:
+                raise ValueError(f"budget_bytes is {budget!r}")
+            clip_norm = data["clip_norm"]
+            if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+                raise ValueError(f"clip_norm is {clip_norm!r}")
+            plan = cls(
+                budget,
+                choices,
+                Script.from_json(data["script"]),
+                Prediction(**prediction),
+                str(data["signature"]),
+                str(data["model"]),
+                str(data["device"]),
+                str(data["torch_version"]),
+                data["clip_norm"],
+                tuple(ModuleSaving(**m) for m in data["by_module"]),
+                tuple(data["turned_down"]),
+                tuple(data["notes"]),
+                str(data["source"]),
+                tuple(str(name) for name in data["changed_buffers"]),
+                tuple(Saving(**s) for s in data["savings"]),
+                tuple(FrozenPart(**f) for f in data["frozen"]),
+            )
+            check_prediction(plan.prediction)
+            if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:
+                raise ValueError(f"predicted peak {plan.prediction.peak_bytes} does not fit the budget {budget}")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise PlanFileError(
+                f"this plan file cannot be followed ({error}); if it was edited by hand, plan again"
+            ) from error
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanFileError: the file is not there, not JSON, or not a plan that can be followed.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanFileError(f"cannot read the plan {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise PlanFileError(f"{path} is not JSON ({error}): plan again") from error
+        return cls.from_json(data)

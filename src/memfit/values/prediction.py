@@ -1,0 +1,160 @@
+"""What a step will take: bytes over time, seconds, copies; and what single modules and techniques have to do with it. Values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memfit.values.script import TIERS
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What is swapped to one tier, and what that takes.
+
+    Attributes:
+        tier: which, "host" or "disk".
+        bytes: that lie there when forward ends.
+        copy_seconds: the link to it is busy with them in a step.
+        exposed_seconds: of these, computing waits.
+    """
+
+    tier: str
+    bytes: int
+    copy_seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of the copying that hides behind computing."""
+        return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step will take.
+
+    Attributes:
+        peak_bytes: largest number of bytes held at once, of the budget's device.
+        plain_peak_bytes: the same without a plan.
+        step_seconds, plain_step_seconds: one optimizer step, with and without the plan.
+        bound_seconds: no plan in these bytes (with these micro-batches) takes less.
+        seconds_are: "measured" (operation by operation, on this device) or "estimated" (from a device's data sheet).
+        peak_phase, peak_module, peak_operation: where the peak is.
+        categories_at_peak: bytes by category there.
+        curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
+        copy_seconds: links to lower tiers are busy in a step, each for itself.
+        exposed_seconds: of these, computing waits; the rest hides behind it.
+        tiers: of what is swapped, by tier.
+        varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
+            is kept free above it.
+    """
+
+    peak_bytes: int
+    plain_peak_bytes: int
+    step_seconds: float
+    plain_step_seconds: float
+    bound_seconds: float
+    seconds_are: str
+    peak_phase: str = ""
+    peak_module: str = ""
+    peak_operation: str = ""
+    categories_at_peak: Mapping[str, int] = field(default_factory=dict)
+    moments: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ()
+    curve: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    plain_curve: tuple[int, ...] = ()
+    copy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    varies_bytes: int = 0
+    tiers: tuple[TierUse, ...] = ()
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds of a step against plain."""
+        return self.step_seconds / self.plain_step_seconds if self.plain_step_seconds else 1.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the seconds of copying, those that hide behind computing; 1 where nothing is copied."""
+        return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSaving:
+    """What a plan does in one module.
+
+    Attributes:
+        module: path.
+        kept_bytes, dropped_bytes: of what autograd saves there.
+        rerun_seconds: spent running operations of this module again, per micro-batch.
+        swapped_bytes: copied to lower tiers and back.
+    """
+
+    module: str
+    kept_bytes: int
+    dropped_bytes: int
+    rerun_seconds: float
+    swapped_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPart:
+    """A module or parameter that is not trained.
+
+    Attributes:
+        path: from the model's root.
+        parameters: numbers in it.
+        bytes: of these parameters.
+    """
+
+    path: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What one technique takes off the peak of a step in which nothing is dropped, beside what is commonly said of it, and what it costs.
+
+    Attributes:
+        technique: its name, as in `allow=` or as the argument that asks for it.
+        claimed_bytes: by the formula that is usually given for it.
+        predicted_bytes: the peak without it less the peak with it, all other techniques of the plan used in both.
+        claim: the formula, in words.
+        seconds: that a step takes longer for it, before anything is dropped; negative where it is faster.
+    """
+
+    technique: str
+    claimed_bytes: int
+    predicted_bytes: int
+    claim: str = ""
+    seconds: float = 0.0
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value read from JSON is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_prediction(prediction: Prediction) -> None:
+    """Raise ValueError where a prediction read from JSON cannot be one."""
+    for name in ("peak_bytes", "plain_peak_bytes"):
+        value = getattr(prediction, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{name} is {value!r}")
+    if not isinstance(prediction.varies_bytes, int) or prediction.varies_bytes < 0:
+        raise ValueError(f"varies_bytes is {prediction.varies_bytes!r}")
+    for name in ("step_seconds", "plain_step_seconds", "bound_seconds", "copy_seconds", "exposed_seconds"):
+        value = getattr(prediction, name)
+        if not is_number(value) or value < 0:
+            raise ValueError(f"{name} is {value!r}")
+    for use in prediction.tiers:
+        if use.tier not in TIERS or not all(is_number(n) for n in (use.bytes, use.copy_seconds, use.exposed_seconds)):
+            raise ValueError(f"{use!r} is among its tiers")
+    if not isinstance(prediction.categories_at_peak, Mapping) or not all(
+        is_number(n) for n in prediction.categories_at_peak.values()
+    ):
+        raise ValueError(f"categories_at_peak is {prediction.categories_at_peak!r}")

@@ -1,0 +1,198 @@
+"""What the engine follows in one micro-batch, in terms of the forward operations' order and autograd's saves. A value.
+
+Written so that it can be checked against the real run, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+TIERS: Final = ("host", "disk")  # below a device, the nearest first
+KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happens before autograd is given one saved tensor.
+
+    Attributes:
+        save: number of the save it asks for.
+        runs: recipes to run first; each is the operations to run, in order, or `~storage` alone where the copy of that storage back from its lower
+            tier begins.
+        releases: for each run, storages to let go after it.
+        after: storages to let go once the tensor has been handed over.
+    """
+
+    save: int
+    runs: tuple[tuple[int, ...], ...]
+    releases: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """How one storage goes to a lower tier.
+
+    Attributes:
+        offset, bytes: its place on that tier.
+        begin: forward operation after which its copy down begins.
+        gone_by: forward operation after which that copy is waited for and the storage let go.
+        tier: which, "host" or "disk".
+    """
+
+    offset: int
+    bytes: int
+    begin: int
+    gone_by: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the engine follows in one micro-batch.
+
+    Attributes:
+        operations: name of each forward operation, in order; checked against the run.
+        makes: for the operations that matter, (output position, storage, largest bytes or -1 when values decide) of
+            the storages to know by number.
+        held: storages the engine itself holds from when they are made.
+        recorded: operations whose arguments are noted for reruns -> storage of each tensor argument (-1: there anyway).
+        random: recorded operations that draw random numbers -> the step after which their generator state is let go.
+        saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
+        steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
+        wanted: of each forward operation, whether one of its arguments needs a gradient.
+        swaps: storages that go to a lower tier.
+        writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
+    """
+
+    operations: tuple[str, ...] = ()
+    makes: Mapping[int, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    recorded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    random: Mapping[int, int] = field(default_factory=dict)
+    saves: tuple[int, ...] = ()
+    steps: tuple[Step, ...] = ()
+    wanted: tuple[bool, ...] = ()
+    swaps: Mapping[int, Swap] = field(default_factory=dict)
+    writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to do: the step runs as PyTorch runs it."""
+        return not self.steps
+
+    @property
+    def reruns(self) -> int:
+        """Operations run again in one micro-batch."""
+        return sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
+
+    @property
+    def lower_bytes(self) -> Mapping[str, int]:
+        """Of each lower tier that is used, the bytes in which all places lie."""
+        out: dict[str, int] = {}
+        for swap in self.swaps.values():
+            out[swap.tier] = max(out.get(swap.tier, 0), swap.offset + swap.bytes)
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and strings; operation names are stored once each."""
+        names: dict[str, int] = {}
+        operations = [names.setdefault(n, len(names)) for n in self.operations]
+        return {
+            "names": list(names),
+            "operations": operations,
+            "makes": {str(k): [list(x) for x in v] for k, v in self.makes.items()},
+            "held": sorted(self.held),
+            "recorded": {str(k): list(v) for k, v in self.recorded.items()},
+            "random": {str(k): v for k, v in self.random.items()},
+            "saves": list(self.saves),
+            "steps": [
+                [s.save, [list(r) for r in s.runs], [list(r) for r in s.releases], list(s.after)] for s in self.steps
+            ],
+            "wanted": "".join("01"[w] for w in self.wanted),
+            "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by, s.tier] for k, s in self.swaps.items()},
+            "writes": {str(k): list(v) for k, v in self.writes.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Script:
+        """Inverse of `to_json`; checks that the numbers refer to something.
+
+        Raises:
+            ValueError: numbers out of range.
+        """
+        operations = tuple(data["names"][i] for i in data["operations"])
+        script = cls(
+            operations,
+            {int(k): tuple((int(a), int(b), int(c)) for a, b, c in v) for k, v in data["makes"].items()},
+            frozenset(int(s) for s in data["held"]),
+            {int(k): tuple(int(x) for x in v) for k, v in data["recorded"].items()},
+            {int(k): int(v) for k, v in data["random"].items()},
+            tuple(int(s) for s in data["saves"]),
+            tuple(
+                Step(
+                    int(save),
+                    tuple(tuple(int(x) for x in r) for r in runs),
+                    tuple(tuple(int(x) for x in r) for r in releases),
+                    tuple(int(x) for x in after),
+                )
+                for save, runs, releases, after in data["steps"]
+            ),
+            tuple(w == "1" for w in data["wanted"]),
+            {int(k): Swap(int(a), int(b), int(c), int(d), tier) for k, (a, b, c, d, tier) in data["swaps"].items()},
+            {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
+        )
+        count = len(operations)
+        if len(script.wanted) != count:
+            raise ValueError(f"{len(script.wanted)} operations are told whether they need gradients, of {count}")
+        known = {s for made in script.makes.values() for _, s, _ in made}
+        for operation in (*script.makes, *script.recorded, *script.random, *script.writes):
+            if not 0 <= operation < count:
+                raise ValueError(f"operation {operation} of {count}")
+        for step in script.steps:
+            if not 0 <= step.save < len(script.saves) or script.saves[step.save] == KEPT:
+                raise ValueError(f"step for save {step.save}, which autograd keeps or does not exist")
+            if len(step.releases) != len(step.runs):
+                raise ValueError(f"{len(step.releases)} releases for {len(step.runs)} runs at save {step.save}")
+            for run in step.runs:
+                for operation in run:
+                    if operation < 0 and (len(run) > 1 or ~operation not in script.swaps):
+                        raise ValueError(f"storage {~operation} is to come back, but was not copied down")
+                    if operation >= 0 and operation not in script.recorded:
+                        raise ValueError(f"operation {operation} is to run again but is not recorded")
+        answered = {s for s in script.saves if s != KEPT}
+        read = {s for places in script.recorded.values() for s in places if s >= 0}
+        written = {s for places in script.writes.values() for s in places if s >= 0}
+        for storage in (*script.held, *answered, *read, *written, *script.swaps):
+            if storage not in known:
+                raise ValueError(f"storage {storage} is made by no operation")
+        if answered and not script.steps:
+            raise ValueError("saves are answered for, but no step answers")
+        script._check_swaps()
+        rebuilt = {
+            s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
+        }
+        rebuilt |= {~op for step in script.steps for run in step.runs for op in run if op < 0}
+        unheld = (read | {script.saves[step.save] for step in script.steps}) - rebuilt - script.held
+        if unheld:
+            raise ValueError(
+                f"storage {min(unheld)} is read by a rerun or by backward, but neither held nor made again"
+            )
+        if not all(isinstance(name, str) for name in script.operations):
+            raise ValueError("operation names are words")
+        return script
+
+    def _check_swaps(self) -> None:
+        """Raise ValueError where places on a lower tier overlap, or a storage goes before it is made, or to no tier there is."""
+        made_by = {s: operation for operation, made in self.makes.items() for _, s, _ in made}
+        ends = dict.fromkeys(TIERS, 0)
+        for storage, swap in sorted(self.swaps.items(), key=lambda item: item[1].offset):
+            if swap.tier not in ends:
+                raise ValueError(f"storage {storage} is to go to {swap.tier!r}, tiers are {' and '.join(TIERS)}")
+            if swap.offset < ends[swap.tier] or swap.bytes < 0:
+                raise ValueError(f"the place of storage {storage} on the lower tier overlaps another")
+            ends[swap.tier] = swap.offset + swap.bytes
+            if not made_by[storage] <= swap.begin <= swap.gone_by < len(self.operations):
+                raise ValueError(f"storage {storage} cannot be copied down by operation {swap.gone_by}")

@@ -18,7 +18,7 @@ from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanF
 from memfit.planner.recipes import LAGS
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
 

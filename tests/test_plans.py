@@ -15,7 +15,7 @@ import torch
 import memfit
 import small
 from memfit.errors import InputError, MemfitError, PlanFileError
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import FORMAT_VERSION, Plan
 from memfit.values.prediction import Prediction
 from memfit.values.script import KEPT, Script, Step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import PlanFileError
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord

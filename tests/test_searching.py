@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.planner.at_best import at_best
+from memfit.planner.optimistic import optimistic_bound
 from memfit.planner.search import Search
 from memfit.searching import Runtime, search_for
+from memfit.techniques.choices import Choices
 from memfit.tracing import Tracing
-from memfit.values.choices import Choices
 from models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,11 +40,11 @@ def test_no_technique_does_better_than_its_bound() -> None:
     plain = search.solver(1)
     seen = set()
     for way in search.ways[1:]:
-        told = list(way.told_apart())
+        told = list(way.techniques)
         if len(told) > 1:
             continue
         ((name, _),) = told
-        bound = at_best(plain, name, search.lower_tier, search.layers)
+        bound = optimistic_bound(plain, name, search.lower_tier, search.layers)
         assert bound is not None
         alone = search.solver(1, way)
         assert alone.trace.plain_step_seconds >= plain.trace.plain_step_seconds + bound.seconds - 1e-9, name

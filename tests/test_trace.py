@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import PlanFileError
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.machine import Link
 from memfit.values.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces

@@ -53,7 +53,7 @@ def drawn(search: Any, budget: int, draws: int) -> tuple[int, float, str]:
 def seconds_of(search: Any, budget: int) -> tuple[float, str]:
     """Of the plan for a budget, and its name; infinite where nothing fits."""
     from memfit.errors import InfeasibleError, MemfitError
-    from memfit.values.choices import in_words
+    from memfit.techniques.choices import in_words
 
     try:
         made = search.plan(budget)

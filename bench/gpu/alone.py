@@ -14,9 +14,9 @@ from gpu.setting import Setting, adamw, bert
 from torch import nn
 
 import memfit
-from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram
-from memfit.values.choices import Choices
+from memfit.techniques.autocast.precision import Scaling
+from memfit.techniques.choices import Choices
 
 
 @dataclass(frozen=True)

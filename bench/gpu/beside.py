@@ -13,7 +13,7 @@ from gpu.setting import Setting, adamw, bert, llama
 from torch import nn
 
 import memfit
-from memfit.step.chunked import ChunkedOptimizer
+from memfit.optimizers.chunked import ChunkedOptimizer
 
 
 class Absent(Exception):  # noqa: N818 - an answer, not an error

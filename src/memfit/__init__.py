@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         SnapshotError,
         SplitError,
     )
-    from memfit.step.lion import Lion
-    from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
+    from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
+    from memfit.optimizers.lion import Lion
     from memfit.trackers import Tracker, tracker
     from memfit.values.machine import Machine
     from memfit.values.plan import Plan
@@ -77,10 +77,10 @@ __all__ = [
 
 _HOME: Final = {
     **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
-    **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.step.optimizers"),
+    **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.optimizers.eight_bit"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
-    "Lion": "memfit.step.lion",
+    "Lion": "memfit.optimizers.lion",
     "Machine": "memfit.values.machine",
     "Plan": "memfit.values.plan",
     "Trace": "memfit.values.trace",

@@ -21,16 +21,16 @@ from memfit.planner.by_hand import Placement, plan_by_hand
 from memfit.planner.search import Search
 from memfit.rehearsal import rehearse
 from memfit.searching import Budget, Runtime, parts_frozen, search_for
+from memfit.step.arranging import arranged
 from memfit.step.filling import Fill, reset
-from memfit.step.freeze import freeze as freeze_for_good
-from memfit.step.freeze import frozen
-from memfit.step.optimizers import arranged
 from memfit.step.program import OptimizerFactory
 from memfit.step.stream import LayerStream
 from memfit.step.tiers import tier_below
+from memfit.techniques.choices import Choices
+from memfit.techniques.freezing.freeze import freeze as freeze_for_good
+from memfit.techniques.freezing.freeze import frozen
 from memfit.tracing import Progress, Tracing, machine_of, tell
 from memfit.units import format_bytes, parse_bytes
-from memfit.values.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, StepRecord
@@ -76,7 +76,7 @@ def plan(
             nothing is moved there. A CPU has its disk right below it, where `host_budget` counts.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
             and "in_backward": the same results, but no gradients are there after a step.
-        freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.step.freeze`). The model is left as it
+        freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.techniques.freezing`). The model is left as it
             is; `apply` freezes it.
         fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.

@@ -17,22 +17,25 @@ from memfit.batches import LossFunction
 from memfit.engine.swap import STAGES_BYTES, swap_folder
 from memfit.errors import InputError, SplitError
 from memfit.planner.by_hand import Placement
-from memfit.planner.head import LossHead, head_of, sets_peak
+from memfit.planner.candidates import Offers, candidates, offers_to
+from memfit.planner.head import head_of, sets_peak
+from memfit.planner.optimistic import step_facts
 from memfit.planner.search import CANNOT_RUN, Search
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
-from memfit.planner.ways import Offers, ways
-from memfit.step.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
-from memfit.step.freeze import frozen, frozen_parts
-from memfit.step.optimizers import offered
-from memfit.step.precision import FORMATS, why_not_scaled
 from memfit.step.program import OptimizerFactory
+from memfit.techniques.autocast.precision import FORMATS
+from memfit.techniques.choices import Choices
+from memfit.techniques.freezing import FrozenPart
+from memfit.techniques.freezing.freeze import frozen, frozen_parts
+from memfit.techniques.layer_streaming.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.techniques.registry import BY_NAME
+from memfit.techniques.technique import Subject
 from memfit.tracing import Tracing
 from memfit.units import format_bytes, format_seconds, parse_bytes
-from memfit.values.choices import PLAIN, Choices, in_words
 from memfit.values.machine import Link
 from memfit.values.plan import Plan
-from memfit.values.prediction import FrozenPart, Saving
+from memfit.values.prediction import Saving
 from memfit.values.trace import Category, Trace
 
 Budget = str | int
@@ -71,7 +74,7 @@ def search_for(
     below = _below(tracing, host_budget, disk_budget)
     optimizers = _optimizer_offers(model, tracing.optimizer, freeze)
     # What the optimizer cannot have is said before anything is captured.
-    ways(optimizers, fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS})
+    candidates(optimizers, fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS})
     if micro_batches is not None and micro_batches > 1:
         how, reason = tracing.weights(freeze)
         if how is None:
@@ -95,8 +98,17 @@ def search_for(
             _check_room(host, below, lying, "optimizer state", "keep the state on the device")
         elif tier is not None:  # else nobody said how much of the disk may be used
             _check_room(f"disk_budget={disk_budget!r}", tier, lying, "optimizer state", "keep the state on the device")
-    offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
-    possible, refused = ways(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
+    subject = Subject(
+        model,
+        _made(model, tracing.optimizer, freeze),
+        fixed,
+        step_facts(timeline, below, layers),
+        head_sets_peak=head is not None and sets_peak(timeline, head),
+        capacity_bytes={link.tier: link.room_bytes for link in (below.chain if below is not None else ())},
+        streamed=(layers[0].path.rpartition(".")[0] or MODEL_ITSELF) if layers else "",
+    )
+    offers = offers_to(subject)
+    possible, refused = candidates(offers, allow=allow, freeze=freeze, fixed=fixed, clips=clip_norm is not None)
     given = host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
     if given and not any(way.streamed or way.state_place != "device" for way in possible):
         no_room = f"host_budget={host_budget!r} has no room for its {format_bytes(state)}"
@@ -205,62 +217,15 @@ def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: 
 
 
 def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Offers:
+    """What the optimizer alone decides; known before anything is captured."""
+    return offers_to(Subject(model, _made(model, make_optimizer, freeze)), OF_OPTIMIZERS)
+
+
+def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Any:
     if make_optimizer is None:
-        return Offers(why_not=dict.fromkeys(OF_OPTIMIZERS, "there is no optimizer"), on_request={"state_place": ()})
+        return None
     with frozen(model, freeze):
-        values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
-    # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
-    return Offers(values, why_not, {"state_place": values.pop("state_place", ())})
-
-
-def _offers(
-    model: nn.Module,
-    optimizers: Offers,
-    plain: Timeline,
-    head: LossHead | None,
-    fixed: Mapping[str, Any],
-    below: Link | None,
-    layers: Sequence[StreamedLayer],
-) -> Offers:
-    """What a step could have besides running as it does.
-
-    Args:
-        model: as for `plan`.
-        optimizers: what the optimizer could have.
-        plain: the step as it is.
-        head: its loss head.
-        fixed: choices that the user fixed.
-        below: link to the lower tier.
-        layers: that could be streamed.
-    """
-    values = dict(optimizers.values)
-    why_not = dict(optimizers.why_not)
-    on_request = dict(optimizers.on_request)
-    state = plain.trace.bytes_of(Category.OPTIMIZER_STATE)
-    roomy = {
-        link.tier
-        for link in (below.chain if below is not None else ())
-        if link.room_bytes is None or state <= link.room_bytes
-    }
-    if state and roomy:
-        values["state_place"] = tuple(place for place in on_request["state_place"] if place in roomy)
-    if layers:
-        path = layers[0].path.rpartition(".")[0] or MODEL_ITSELF
-        (on_request if fixed.get("streamed") else values)["streamed"] = (path,)
-    values["precision"] = ("bf16", "fp16")
-    unscalable = why_not_scaled(model)
-    if unscalable is not None:
-        values["precision"], why_not["precision"] = ("bf16",), unscalable
-    if head is None:
-        why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
-    else:
-        chunks = fixed.get("loss_chunks", 1)
-        bits = fixed.get("micro_batches") == 1  # what adds up in another order is not on offer then
-        worth = head.chunks() if not bits and sets_peak(plain, head) else ()
-        own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
-        values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
-        why_not["loss_chunks"] = f"its loss head has {head.rows} rows"
-    return Offers(values, why_not, on_request)
+        return make_optimizer(p for p in model.parameters() if p.requires_grad)
 
 
 def _micro_batches(fixed: Mapping[str, Any], samples: int) -> int | None:
@@ -321,15 +286,16 @@ class Runtime:
     def _savings(self, plan: Plan) -> Iterator[Saving]:
         """Of each technique the plan uses: what the step would take without it, all others kept and nothing dropped."""
         chosen = plan.choices
-        way = replace(chosen, micro_batches=1, micro_batch_size=0, weights="whole", unforced=())
+        way = chosen.but(micro_batches=1, micro_batch_size=0, weights="whole", unforced=())
         trace, peak = self._plain(way)
-        for name, value in way.told_apart():
-            without = replace(way, **{name: getattr(PLAIN, name)})
+        for name, setting in way.techniques:
+            technique = BY_NAME[name]
             with suppress(*CANNOT_RUN):
-                other, other_peak = self._plain(without)
-                claimed, claim = _claimed(name, other, trace)
+                other, other_peak = self._plain(way.but(**{name: technique.baseline}))
+                facts = step_facts(Timeline(other)), step_facts(Timeline(trace))
+                claimed, claim = technique.claim(*facts, setting)
                 seconds = trace.plain_step_seconds - other.plain_step_seconds
-                yield Saving(_technique(name, value), claimed, other_peak - peak, claim, seconds)
+                yield Saving(technique.asked_by(setting), claimed, other_peak - peak, claim, seconds)
         number = chosen.micro_batches
         if number > 1 and self.search.fixed_micro_batches is None:
             parts = self.search.solver(number, way)
@@ -351,41 +317,9 @@ class Runtime:
                 continue
             with suppress(*CANNOT_RUN):
                 seconds = self._plain(way)[0].plain_step_seconds
-                full = self._plain(replace(way, precision="full"))[0].plain_step_seconds
+                full = self._plain(way.but(precision="full"))[0].plain_step_seconds
                 if seconds > full:
                     yield (
                         f"{precision} is slower than full precision on this device: {format_seconds(seconds)} a step against {format_seconds(full)} "
                         "before anything is dropped; what it may save is bytes"
                     )
-
-
-def _technique(name: str, value: Any) -> str:
-    """As the user would ask for it."""
-    if name == "frozen":
-        return "freeze"
-    return str(value) if name == "precision" else in_words(replace(PLAIN, **{name: value}))
-
-
-def _claimed(name: str, without: Trace, used: Trace) -> tuple[int, str]:
-    """Bytes that are commonly said to be saved, and the formula in words."""
-
-    def lost(*categories: Category) -> int:
-        return without.bytes_of(*categories) - used.bytes_of(*categories)
-
-    if name == "frozen":
-        return lost(Category.GRADIENT, Category.OPTIMIZER_STATE), "gradients and optimizer state of what is frozen"
-    if name == "precision":
-        return without.bytes_of(Category.ACTIVATION) // 2, "half of what is saved for backward"
-    if name == "state_format":
-        return without.bytes_of(Category.OPTIMIZER_STATE) * 3 // 4, "three quarters of the optimizer's state"
-    if name == "state_place":
-        return without.bytes_of(Category.OPTIMIZER_STATE), "all of the optimizer's state"
-    if name == "update":
-        return without.bytes_of(Category.GRADIENT), "all gradients"
-    if name == "loss_chunks":
-        head = head_of(Timeline(without))
-        whole = head.bytes if head is not None else 0
-        return whole - whole // used.choices.loss_chunks, "all but one chunk of what is as large as the logits"
-    return lost(
-        Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE
-    ), "parameters, gradients and state of all layers but two"

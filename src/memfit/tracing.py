@@ -19,10 +19,10 @@ from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.swap import swap_folder
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
-from memfit.step.blocks import blocks_at, own_parameters
-from memfit.step.freeze import frozen
 from memfit.step.program import OptimizerFactory
-from memfit.values.choices import Choices, in_words
+from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.freezing.freeze import frozen
+from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
 from memfit.values.machine import Link, Machine, known_machine
 from memfit.values.trace import Category, Trace
 

@@ -15,7 +15,7 @@ from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
 from memfit.errors import CaptureError
 from memfit.planner.timeline import Timeline
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 from models import case
 

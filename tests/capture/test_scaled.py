@@ -16,7 +16,7 @@ from memfit.capture import scaled as module
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.scaled import rows_of, scaled, trustworthy
 from memfit.errors import CaptureError
-from memfit.values.choices import PLAIN, Choices
+from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
 from models import case
 
@@ -79,7 +79,7 @@ def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypa
 def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample = ThroughNumpy(), thirteen()
-    found = scaled(model, sample, small.squared_error, None, clip_norm=None, choices=PLAIN, why="")
+    found = scaled(model, sample, small.squared_error, None, clip_norm=None, choices=BASELINE, why="")
     direct = capture_real(model, sample, small.squared_error, None)
     assert set(found.calls) == {op.key for op in found.trace.operations}
     for one, other in zip(found.trace.operations, direct.trace.operations, strict=True):
@@ -92,13 +92,15 @@ def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPa
 def test_models_that_need_no_scaling_agree_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample, loss_fn = case(name).build()
-    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, choices=PLAIN, why="")
+    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, choices=BASELINE, why="")
     direct = capture_real(model, sample, loss_fn, small.adamw)
     assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
 
 
 def test_a_small_step_is_captured_whole() -> None:
-    found = scaled(ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, choices=PLAIN, why="a test")
+    found = scaled(
+        ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, choices=BASELINE, why="a test"
+    )
     assert found.trace.source == "real"
     assert found.trace.notes[-1] == "captured for real: a test"
 
@@ -107,7 +109,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model = ThroughNumpy()
     before = small.state_of(model)
-    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, choices=PLAIN, why="")
+    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, choices=BASELINE, why="")
     assert small.same(small.state_of(model), before)
     assert all(p.grad is None for p in model.parameters())
 
@@ -128,7 +130,7 @@ def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypa
     with pytest.raises(
         CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"
     ):
-        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, choices=PLAIN, why="why")
+        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, choices=BASELINE, why="why")
 
 
 class Squares(nn.Module):
@@ -147,7 +149,7 @@ def test_bytes_that_are_not_affine_are_noted(monkeypatch: pytest.MonkeyPatch) ->
     everywhere_small(monkeypatch)
     monkeypatch.setattr(module, "SMALL_SIZES", (20, 40, 30))
     sample = small.rows(60)
-    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, choices=PLAIN, why="")
+    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, choices=BASELINE, why="")
     assert any("storages are not affine in the number of samples" in note for note in found.trace.notes)
 
 

@@ -15,7 +15,7 @@ import memfit
 from dialects.record import asked
 from memfit.dialects.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
 from memfit.errors import ConfigError
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.script import Script, Swap
 from train.fakes import plan as made

@@ -324,7 +324,7 @@ def test_8_bit_state_is_given_to_trainer_and_saved_with_it(trainer: Make, tmp_pa
     )
     inside.train()
 
-    assert isinstance(inside.optimizer.optimizer, memfit.step.chunked.ChunkedOptimizer)
+    assert isinstance(inside.optimizer.optimizer, memfit.optimizers.chunked.ChunkedOptimizer)
     assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
     saved = torch.load(tmp_path / "out" / "checkpoint-4" / "optimizer.pt", weights_only=False)
     assert saved["state"]

@@ -13,7 +13,7 @@ import memfit
 import small
 from memfit import api
 from memfit.errors import InputError
-from memfit.step.freeze import freeze, frozen, frozen_parts, watching
+from memfit.techniques.freezing.freeze import freeze, frozen, frozen_parts, watching
 from models import case
 from models.outcome import measured_peak
 

@@ -14,10 +14,10 @@ import small
 from memfit import api, batches
 from memfit.capture.scaled import trustworthy
 from memfit.errors import NonFiniteLossError
-from memfit.step.precision import FORMATS, MOST_SKIPPED, Scaling
 from memfit.step.program import StepProgram
+from memfit.techniques.autocast.precision import FORMATS, MOST_SKIPPED, Scaling
+from memfit.techniques.choices import Choices
 from memfit.units import format_bytes
-from memfit.values.choices import Choices
 from memfit.values.report import Report
 from models import case
 from models.outcome import same

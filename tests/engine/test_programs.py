@@ -27,16 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit
 from memfit import batches
 from memfit.meter import metered
+from memfit.optimizers.eight_bit import eight_bit
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.search import SLACK_BYTES
 from memfit.planner.timeline import Timeline
-from memfit.step.loss import chunked_head
-from memfit.step.optimizers import eight_bit
-from memfit.step.precision import FORMATS
 from memfit.step.program import StepProgram, state_tensors
-from memfit.values.choices import PLAIN, Choices, conflict, in_words
+from memfit.techniques.autocast.precision import FORMATS
+from memfit.techniques.choices import BASELINE, Choices, conflict, in_words
+from memfit.techniques.chunked_loss.head import chunked_head
 from memfit.values.machine import Link
 from memfit.values.trace import Category
 from models.outcome import measured_peak, outcome_of, plans_between, same
@@ -182,7 +182,7 @@ class Technique:
         frozen_by: seed of what is frozen; None for nothing.
     """
 
-    choices: Choices = PLAIN
+    choices: Choices = BASELINE
     frozen_by: int | None = None
 
     def frozen(self, model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ from memfit.errors import InfeasibleError
 from memfit.planner.baselines import Chain, Stage, revolve_cost, rotor_schedule, smallest_chain_bytes
 from memfit.planner.prices import Solver
 from memfit.planner.timeline import Timeline
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
 
 UNIT = 1 << 20

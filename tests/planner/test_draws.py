@@ -10,7 +10,7 @@ from memfit.errors import InfeasibleError
 from memfit.planner.draws import Draws
 from memfit.planner.search import Search
 from memfit.planner.timeline import Timeline
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import Trace
 from planner.traces import layers
 

@@ -9,7 +9,7 @@ import pytest
 
 from memfit.errors import InfeasibleError
 from memfit.planner.search import SLACK_BYTES, Search
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.script import KEPT
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage, Trace
 
 

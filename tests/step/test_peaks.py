@@ -15,9 +15,9 @@ import torch
 import memfit
 import small
 from memfit import api
-from memfit.step.chunked import CHUNK
-from memfit.step.lion import Lion
-from memfit.values.choices import Choices, in_words
+from memfit.optimizers.chunked import CHUNK
+from memfit.optimizers.lion import Lion
+from memfit.techniques.choices import Choices, in_words
 from models import build_gpt, case
 from step import ways
 
@@ -98,7 +98,7 @@ HARD_LIMIT = """
 import resource, sys
 import torch
 from torch import nn
-from memfit.step.chunked import ChunkedOptimizer
+from memfit.optimizers.chunked import ChunkedOptimizer
 torch.set_num_threads(1)
 weights = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(16)]  # 64 MiB, and 128 MiB of state
 def step(optimizer, own):

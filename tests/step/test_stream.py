@@ -22,11 +22,11 @@ from memfit.capture.capture import capture
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
-from memfit.step.blocks import blocks_at
 from memfit.step.filling import filled, from_tensors, reset
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.stream import LayerStream, Watch
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
+from memfit.techniques.layer_streaming.blocks import blocks_at
 from models import huggingface
 from models.built import Built
 from models.transformer import build_gpt

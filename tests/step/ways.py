@@ -11,11 +11,11 @@ from torch import nn
 
 import memfit
 from memfit import batches
-from memfit.step.freeze import freeze
-from memfit.step.loss import chunked_head
-from memfit.step.optimizers import arranged
-from memfit.step.precision import FORMATS
-from memfit.values.choices import Choices
+from memfit.step.arranging import arranged
+from memfit.techniques.autocast.precision import FORMATS
+from memfit.techniques.choices import Choices
+from memfit.techniques.chunked_loss.head import chunked_head
+from memfit.techniques.freezing.freeze import freeze
 
 
 def planned(

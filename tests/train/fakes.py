@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memfit.errors import NonFiniteLossError
 from memfit.step.program import StepProgram
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import Report, StepRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord

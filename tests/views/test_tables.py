@@ -7,8 +7,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from memfit.techniques.choices import Choices
 from memfit.units import format_bytes, format_seconds
-from memfit.values.choices import Choices
 from memfit.values.prediction import ModuleSaving, Saving
 from memfit.views import frontier_table, modules_table, plan_table, records_table
 from memfit.views.tables import frontier_cells, modules_cells, plan_cells, records_cells, savings_cells

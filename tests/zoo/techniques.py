@@ -22,9 +22,9 @@ from memfit.errors import InfeasibleError, MemfitError
 from memfit.planner.head import head_of
 from memfit.planner.recipes import Recipes
 from memfit.planner.search import Search
-from memfit.step.blocks import repeated_blocks
 from memfit.step.program import StepProgram
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
+from memfit.techniques.layer_streaming.blocks import repeated_blocks
 from step import ways
 
 from .building import Specimen, in_short

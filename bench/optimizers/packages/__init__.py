@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from memfit.step.lion import Lion
+from memfit.optimizers.lion import Lion
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Steps = Callable[[torch.nn.Module, Any, Any], Callable[[], object]]

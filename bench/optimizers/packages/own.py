@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from optimizers.packages import DECAY, RATES, REFERENCES, Setting
 
-from memfit.step.chunked import ChunkedOptimizer
-from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit
 
 NAME = "memfit"
 PACKAGE = INSTALL = None

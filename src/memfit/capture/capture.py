@@ -22,12 +22,12 @@ from memfit.capture.standins import lent
 from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
-from memfit.step.chunked import ChunkedOptimizer
-from memfit.step.freeze import Forced, watching
-from memfit.step.optimizers import arranged
-from memfit.step.precision import Scaling
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.step.arranging import arranged
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
-from memfit.values.choices import PLAIN, Choices
+from memfit.techniques.autocast.precision import Scaling
+from memfit.techniques.choices import BASELINE, Choices
+from memfit.techniques.freezing.freeze import Forced, watching
 from memfit.values.trace import Category, Phase, Trace, digest
 
 
@@ -70,7 +70,7 @@ def capture(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    choices: Choices = PLAIN,
+    choices: Choices = BASELINE,
     device: torch.device | None = None,
     after: Captured | None = None,
     layouts: Mapping[str, Layouts] | None = None,
@@ -129,7 +129,7 @@ def capture_real(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    choices: Choices = PLAIN,
+    choices: Choices = BASELINE,
     loader_batches: int = 1,
 ) -> Captured:
     """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
@@ -185,7 +185,7 @@ def _record(
     trainable = program.trainable()
     if make_optimizer is not None:
         program.optimizer = arranged(make_optimizer(iter(trainable)), choices, model)
-    if choices.precision == "fp16" and program.optimizer is not None:
+    if choices.scales_gradients and program.optimizer is not None:
         program.scaling = Scaling(device_of(model))
     forced: Forced | None = None
     inside = program.updates_in_backward

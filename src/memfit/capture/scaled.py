@@ -25,7 +25,7 @@ from memfit.capture.recorder import CallSpec, Layouts, TensorSpec
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError
 from memfit.step.program import OptimizerFactory, StepProgram
-from memfit.values.choices import PLAIN, Choices
+from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class _Names(TorchDispatchMode):
 
 
 def real_forward_names(
-    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN, *, twice: bool = False
+    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = BASELINE, *, twice: bool = False
 ) -> list[str]:
     """Operations of a real forward and loss (the second one, for models that build things once); nothing of the model is changed."""
 
@@ -105,7 +105,7 @@ def real_forward_names(
 
 
 def looked_at(
-    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN
+    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = BASELINE
 ) -> tuple[Batch, list[str]]:
     """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
     few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
@@ -261,7 +261,9 @@ def _scaled_call(a: CallSpec, b: CallSpec, small: int, big: int, target: int) ->
     return CallSpec(a.func, at(a.args, b.args), kwargs, tuple(made), at(a.layouts, b.layouts), a.written)
 
 
-def refused_by_torch(model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = PLAIN) -> None:
+def refused_by_torch(
+    model: nn.Module, sample: Batch, loss_fn: LossFunction | None, choices: Choices = BASELINE
+) -> None:
     """Run a few samples plainly, so that a step torch refuses is refused by torch, with its own words and the user's traceback.
 
     Saved-tensor hooks switch autograd's check for writes off; this one run has none.
@@ -329,7 +331,7 @@ def trustworthy(
     optimizer: OptimizerFactory | None,
     *,
     clip_norm: float | None = None,
-    choices: Choices = PLAIN,
+    choices: Choices = BASELINE,
     believed: Captured | None = None,
     layouts: Mapping[str, Layouts] | None = None,
     others: Iterable[Captured] = (),

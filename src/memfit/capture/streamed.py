@@ -20,7 +20,7 @@ from memfit.garbage import uncollected
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.step.stream import LayerStream, Watch
 from memfit.step.tiers import NoTier
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Phase, Save, Storage, Trace
 
 

@@ -28,7 +28,7 @@ from memfit import api
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.engine.engine import Engine
 from memfit.errors import InputError
-from memfit.step.optimizers import alike
+from memfit.optimizers.alike import alike
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
 

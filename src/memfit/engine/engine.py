@@ -33,9 +33,9 @@ from memfit.errors import (
     NonFiniteLossError,
 )
 from memfit.meter import Reading, metered
-from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
+from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
@@ -168,7 +168,7 @@ class Engine:
                 )
             if name not in self._changed:
                 self._changed[name] = buffers[name].clone()
-        if plan.choices.precision == "fp16" and self.optimizer is not None and self.scaling is None:
+        if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
             self.scaling = Scaling(self.device)
         self._plans[plan.signature] = plan
         self._compiled[plan.signature] = CompiledScript(plan.script)

@@ -32,9 +32,9 @@ from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.lightning.logged import Calls, unlogged
 from memfit.lightning.refused import refuse, why_not_divided
 from memfit.meter import metered
+from memfit.optimizers.alike import alike
 from memfit.planner.search import doubled_up_to
 from memfit.searching import Budget
-from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train import state
 from memfit.train.window import FIXED, largest_samples, plan_window

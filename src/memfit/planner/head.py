@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from memfit.planner.timeline import Timeline
+from memfit.techniques.technique import LossHead
 from memfit.values.trace import Phase, Trace
 
 PRODUCTS: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.linear.default"})
 LOSSES: Final = frozenset({"aten.nll_loss_forward.default"})
-CHUNKS: Final = (8, 64)  # worth weighing: the first saves most of what there is to save
-FEWEST_ROWS: Final = 16  # of a chunk: smaller products take longer
-
-
-@dataclass(frozen=True, slots=True)
-class LossHead:
-    """Logits of many classes and the cross entropy of them.
-
-    Attributes:
-        rows, classes: shape of the logits.
-        bytes: of everything as large as the logits that is made on the way, there and back.
-        first, last: events between which any of it lives, where autograd keeps what it saves.
-        seconds: of one pass's operations that make or read any of it, the products among them.
-    """
-
-    rows: int
-    classes: int
-    bytes: int
-    first: int
-    last: int
-    seconds: float
-
-    def chunks(self) -> tuple[int, ...]:
-        """In how many chunks the rows may be taken with profit."""
-        return tuple(number for number in CHUNKS if self.rows >= number * FEWEST_ROWS)
 
 
 def head_of(timeline: Timeline) -> LossHead | None:

@@ -15,15 +15,16 @@ from typing import Final
 
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError, Remedy
 from memfit.garbage import uncollected
-from memfit.planner.at_best import AtBest, at_best, least_bytes
+from memfit.planner.optimistic import least_bytes, optimistic_bound
 from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
 from memfit.planner.script import compile_script
 from memfit.planner.swapping import SwapSolver, why_nothing_swaps
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
+from memfit.techniques.choices import BASELINE, Choices, in_words
+from memfit.techniques.technique import OptimisticBound
 from memfit.units import format_bytes, format_seconds
-from memfit.values.choices import PLAIN, Choices, in_words
 from memfit.values.machine import Link
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction, TierUse
@@ -65,7 +66,7 @@ class Search:
     samples: int
     weights: Callable[[], tuple[str | None, str]]
     fixed_micro_batches: int | None = None
-    ways: Sequence[Choices] = (PLAIN,)
+    ways: Sequence[Choices] = (BASELINE,)
     refused: Sequence[str] = ()
     lower_tier: Link | None = None
     state_bytes: int = 0
@@ -142,7 +143,7 @@ class Search:
         """Why a way need not be captured; None where it may give the fastest plan."""
         if way == self.ways[0]:
             return None
-        saved = [self._at_best(name, value).saved_bytes for name, value in _added(way, self.ways[0])]
+        saved = [self._bound(name, value).saved_bytes for name, value in _added(way, self.ways[0])]
         if all(size is not None for size in saved):
             least = least_bytes(self._plain()) - sum(size or 0 for size in saved) + self.extra_bytes
             if least > budget:
@@ -207,7 +208,7 @@ class Search:
         for other in {replace(choices, micro_batches=1) for choices in self._solvers} - {way}:
             if not _adds_to(other, way):
                 continue
-            added = [self._at_best(*technique) for technique in _added(way, other)]
+            added = [self._bound(*technique) for technique in _added(way, other)]
             saved = [each.saved_bytes for each in added]
             bounds = [
                 solver.trace.plain_step_seconds
@@ -223,14 +224,14 @@ class Search:
             least = max(least, min(bounds))
         return least
 
-    def _at_best(self, name: str, value: object) -> AtBest:
+    def _bound(self, name: str, value: object) -> OptimisticBound:
         """What this technique can do at best; as it did alone, where it was captured alone."""
-        bound = at_best(self._plain(), name, self.lower_tier, self.layers)
-        alone = replace(self.ways[0], **{name: value}, micro_batches=self.fixed_micro_batches or 1)  # type: ignore[arg-type]
+        bound = optimistic_bound(self._plain(), name, self.lower_tier, self.layers)
+        alone = self.ways[0].but(**{name: value}, micro_batches=self.fixed_micro_batches or 1)
         if bound is not None and name != "streamed" and alone in self._solvers:
             seconds = self._solvers[alone].trace.plain_step_seconds - self._plain().trace.plain_step_seconds
             return replace(bound, seconds=seconds)
-        return bound if bound is not None else AtBest(None, -inf)
+        return bound if bound is not None else OptimisticBound(None, -inf)
 
     def smallest(self) -> tuple[int, Found]:
         """Bytes and plan of the smallest plan found."""
@@ -408,13 +409,13 @@ class Found:
 
 def _adds_to(known: Choices, way: Choices) -> bool:
     """Whether a way takes over every technique of a known one."""
-    own = dict(way.told_apart())
-    return all(own.get(name) == value for name, value in known.told_apart())
+    own = way.used
+    return all(own.get(name) == value for name, value in known.techniques)
 
 
 def _added(way: Choices, known: Choices) -> list[tuple[str, object]]:
     """Techniques that a way has and a known one has not."""
-    return sorted(set(way.told_apart()) - set(known.told_apart()), key=str)
+    return sorted(set(way.techniques) - set(known.techniques), key=str)
 
 
 def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:

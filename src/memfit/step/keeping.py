@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memfit.step.formats import blocks
+from memfit.optimizers.formats import blocks
 from memfit.step.state_file import StateFile
 
 

@@ -14,11 +14,10 @@ import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
-from memfit.step import in_backward
-from memfit.step.freeze import unforced
-from memfit.step.loss import chunked_head
-from memfit.step.precision import Scaling, autocast
-from memfit.values.choices import PLAIN, Choices
+from memfit.techniques.autocast.precision import Scaling
+from memfit.techniques.choices import BASELINE, Choices, regions
+from memfit.techniques.freezing.freeze import unforced
+from memfit.techniques.update_in_backward import updating as in_backward
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -46,7 +45,7 @@ class StepProgram:
     loss_fn: LossFunction | None
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
-    choices: Choices = PLAIN
+    choices: Choices = BASELINE
     scaling: Scaling | None = None
     backward: Callable[[torch.Tensor, torch.Tensor | None], object] = torch.Tensor.backward
 
@@ -55,11 +54,7 @@ class StepProgram:
         """Forward and loss of one micro-batch run inside: autocast, the loss head in chunks, no gradients forced through what is frozen."""
         first = next(self.model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
-        with (
-            unforced(self.model, self.choices.unforced),
-            autocast(self.choices.precision, device_type),
-            chunked_head(self.model, self.choices.loss_chunks),
-        ):
+        with unforced(self.model, self.choices.unforced), regions(self.choices, self.model, device_type):
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from memfit import dispatch
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
-from memfit.step.blocks import Blocks, blocks_at, own_parameters, own_to
-from memfit.step.elementwise import MOMENTS
+from memfit.optimizers.elementwise import MOMENTS
 from memfit.step.filling import Fill, filled, reset
 from memfit.step.gates import Pass
 from memfit.step.hiding import Hiding, Measured, hiding
@@ -44,6 +43,7 @@ from memfit.step.program import StepProgram
 from memfit.step.slots import Layout, Slot, Worker
 from memfit.step.strands import Strands
 from memfit.step.tiers import NoTier, Tier, tier_below
+from memfit.techniques.layer_streaming.blocks import Blocks, blocks_at, own_parameters, own_to
 
 STAYS_BYTES: Final = 64  # state tensors up to this size (step counts) are not worth moving
 

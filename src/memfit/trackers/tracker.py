@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +171,7 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     """What a plan is about, for comparing runs."""
     return {
         **plan.summary(),
-        "choices": {k: v for k, v in asdict(plan.choices).items() if v not in ((), "")},
+        "choices": plan.choices.to_json(),
         "device": plan.device,
         "model": plan.model,
         "torch": plan.torch_version,

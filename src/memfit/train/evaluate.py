@@ -15,7 +15,7 @@ import torch
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
-from memfit.step.precision import autocast
+from memfit.techniques.autocast.precision import autocast
 from memfit.train import state
 from memfit.train.data import Batches
 

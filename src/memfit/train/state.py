@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from memfit.step.precision import Scaling
+from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 
 

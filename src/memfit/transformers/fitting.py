@@ -23,8 +23,8 @@ from memfit.batches import Batch
 from memfit.engine import Engine
 from memfit.errors import BatchError, InputError
 from memfit.meter import metered
+from memfit.optimizers.alike import alike
 from memfit.searching import Budget
-from memfit.step.optimizers import alike
 from memfit.tracing import Progress
 from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
 from memfit.transformers.refused import refuse

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import PlanFileError
+from memfit.techniques.choices import Choices
+from memfit.techniques.freezing import FrozenPart
+from memfit.techniques.registry import BY_NAME
 from memfit.units import format_bytes, format_seconds
-from memfit.values.choices import Choices
-from memfit.values.prediction import FrozenPart, ModuleSaving, Prediction, Saving, TierUse, check_prediction, is_number
+from memfit.values.prediction import ModuleSaving, Prediction, Saving, TierUse, check_prediction, is_number
 from memfit.values.script import Script
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
 
 
@@ -90,14 +92,13 @@ class Plan:
     def explain(self) -> str:
         """The plan in words, for a person."""
         p = self.prediction
-        reference = "plain PyTorch"
-        if self.choices.precision != "full":
-            scaler = " and gradient scaler" if self.choices.precision == "fp16" else ""
-            reference = f"PyTorch's own {self.choices.precision} autocast{scaler}"
+        used = [(BY_NAME[name], setting) for name, setting in self.choices.techniques]
+        changed = [technique.results(setting) for technique, setting in used]
+        reference = " and ".join(text for text in changed if text) or "plain PyTorch"
         if self.choices.frozen:
             reference += " with these parts frozen"
         exact = f"the same numbers as {reference}, bit for bit"
-        if self.choices.micro_batches > 1 or self.choices.loss_chunks > 1:
+        if self.choices.micro_batches > 1 or any(technique.reorders for technique, _ in used):
             rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
             exact = f"the same step as {reference} up to the order of additions{rounding}"
         lines = [
@@ -174,7 +175,7 @@ class Plan:
             "memfit": "plan",
             "format_version": self.format_version,
             "budget_bytes": self.budget_bytes,
-            "choices": asdict(self.choices),
+            "choices": self.choices.to_json(),
             "prediction": asdict(self.prediction),
             "signature": self.signature,
             "model": self.model,

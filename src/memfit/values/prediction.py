@@ -101,21 +101,6 @@ class ModuleSaving:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenPart:
-    """A module or parameter that is not trained.
-
-    Attributes:
-        path: from the model's root.
-        parameters: numbers in it.
-        bytes: of these parameters.
-    """
-
-    path: str
-    parameters: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Saving:
     """What one technique takes off the peak of a step in which nothing is dropped, beside what is commonly said of it, and what it costs.
 

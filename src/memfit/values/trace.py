@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 from memfit.values.machine import Link
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 BEFORE_STEP: Final = -1
 
 
@@ -235,7 +235,7 @@ class Trace:
         apart = {"operations", "storages", "saves", "choices", "lower_tier"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         tier = None if self.lower_tier is None else asdict(self.lower_tier)
-        return {**scalars, "choices": asdict(self.choices), "lower_tier": tier, **rows, "names": list(names)}
+        return {**scalars, "choices": self.choices.to_json(), "lower_tier": tier, **rows, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from memfit import __version__
 from memfit.units import format_bytes, format_seconds
@@ -302,8 +302,8 @@ def reproducing_call(plan: Plan) -> str:
     choices = plan.choices
     if choices.frozen:
         lines.append(f"    freeze={json.dumps(list(choices.frozen))},")
-    fixed = {"micro_batches": choices.micro_batches}
-    fixed |= {name: value for name, value in choices.told_apart() if name != "frozen"}
+    fixed: dict[str, Any] = {"micro_batches": choices.micro_batches}
+    fixed |= {name: value for name, value in choices.techniques if name != "frozen"}
     lines.append(f"    fixed={json.dumps(fixed)},  # what this plan uses, pinned or found")
     if plan.prediction.copy_seconds:
         lines.append("    host_budget=...,  # as before")

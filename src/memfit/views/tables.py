@@ -11,8 +11,8 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from memfit.techniques.choices import in_words
 from memfit.units import format_bytes, format_seconds
-from memfit.values.choices import in_words
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, StepRecord
 from memfit.views.drawing import TIMES, counted

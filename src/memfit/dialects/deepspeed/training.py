@@ -24,11 +24,11 @@ from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION
 from memfit.dialects.deepspeed.sections import Optimizer, Scheduler
 from memfit.engine.engine import Engine
 from memfit.errors import ConfigError, InputError
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.optimizers.lion import Lion
 from memfit.searching import Budget
-from memfit.step.chunked import ChunkedOptimizer
-from memfit.step.lion import Lion
-from memfit.step.precision import ScaleRule
 from memfit.step.program import OptimizerFactory
+from memfit.techniques.autocast.precision import ScaleRule
 from memfit.tracing import Progress
 from memfit.values.plan import Plan
 

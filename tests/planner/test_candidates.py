@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from memfit.errors import InputError
-from memfit.planner.ways import Offers, ways
-from memfit.values.choices import VALUES, Choices, conflict, in_words
+from memfit.planner.candidates import Offers, candidates
+from memfit.techniques.choices import Choices, conflict, in_words
+from memfit.techniques.registry import BY_NAME
 
 EVERYTHING = Offers(
     {
@@ -24,49 +25,54 @@ EVERYTHING = Offers(
 
 
 def test_with_nothing_on_offer_there_is_the_plain_step() -> None:
-    assert ways(Offers()) == ((Choices(),), ())
+    assert candidates(Offers()) == ((Choices(),), ())
 
 
 def test_what_changes_results_is_weighed_only_where_it_is_named() -> None:
-    found, _ = ways(EVERYTHING)
+    found, _ = candidates(EVERYTHING)
     assert {w.precision for w in found} == {"full"}
     assert {w.state_format for w in found} == {"32bit"}
     assert {w.update for w in found} == {"after"}
-    found, _ = ways(EVERYTHING, allow=["bf16", "8bit", "in_backward"])
+    found, _ = candidates(EVERYTHING, allow=["bf16", "8bit", "in_backward"])
     assert {w.update for w in found} == {"after", "in_backward"}
     assert {w.precision for w in found} == {"full", "bf16"}
     assert {w.state_format for w in found} == {"32bit", "8bit"}
 
 
 def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
-    found, _ = ways(EVERYTHING, allow=["bf16", "fp16", "8bit", "in_backward"])
+    found, _ = candidates(EVERYTHING, allow=["bf16", "fp16", "8bit", "in_backward"])
     assert len(found) == len(set(found))
     every = [
         Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunks=c, streamed=b)
         for p, f, s, u, c, b in product(
-            VALUES["precision"], VALUES["state_format"], ("device", "disk"), VALUES["update"], (1, 8), ("", "layers")
+            BY_NAME["precision"].settings,
+            BY_NAME["state_format"].settings,
+            ("device", "disk"),
+            BY_NAME["update"].settings,
+            (1, 8),
+            ("", "layers"),
         )
     ]
     assert set(found) == {w for w in every if conflict(w) is None}
-    counts = [sum(1 for _ in w.told_apart()) for w in found]
+    counts = [len(w.techniques) for w in found]
     assert counts == sorted(counts)
     assert found[0] == Choices()
 
 
 def test_what_cannot_stand_together_is_told_once_with_its_reason() -> None:
-    found, refused = ways(EVERYTHING, allow=["in_backward"], clips=True)
+    found, refused = candidates(EVERYTHING, allow=["in_backward"], clips=True)
     assert {w.update for w in found} == {"after"}
     (about_clipping,) = [text for text in refused if "clipping" in text]
     assert about_clipping.startswith("update inside backward: ")
 
 
 def test_what_is_allowed_and_cannot_be_is_named_with_the_reason() -> None:
-    _, refused = ways(Offers(why_not={"state_format": "the optimizer is a Muon"}), allow=["8bit", "bf16"])
+    _, refused = candidates(Offers(why_not={"state_format": "the optimizer is a Muon"}), allow=["8bit", "bf16"])
     assert refused == ("bf16: this step cannot have it", "8bit: the optimizer is a Muon")
 
 
 def test_what_is_fixed_is_in_every_way() -> None:
-    found, _ = ways(
+    found, _ = candidates(
         EVERYTHING, freeze=["embeddings"], fixed={"precision": "fp16", "micro_batches": 3, "state_format": "8bit"}
     )
     assert {(w.precision, w.frozen, w.state_format) for w in found} == {("fp16", ("embeddings",), "8bit")}
@@ -92,7 +98,7 @@ def test_what_is_fixed_is_in_every_way() -> None:
 )
 def test_bad_wishes_are_refused_in_one_sentence(named: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ways(EVERYTHING, **named)
+        candidates(EVERYTHING, **named)
 
 
 def test_a_way_is_put_into_words() -> None:

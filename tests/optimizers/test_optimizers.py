@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import EngineError, InputError
-from memfit.step import chunked
-from memfit.step.chunked import ChunkedOptimizer
-from memfit.step.formats import BLOCK, blocks, dequantise, quantise
-from memfit.step.lion import Lion
-from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
+from memfit.optimizers import chunked
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
+from memfit.optimizers.formats import BLOCK, blocks, dequantise, quantise
+from memfit.optimizers.lion import Lion
 from memfit.step.program import state_tensors
 from models import build_gpt
 

@@ -15,7 +15,7 @@ import memfit
 from memfit import batches, dispatch
 from memfit.planner.head import head_of, sets_peak
 from memfit.planner.timeline import Timeline
-from memfit.step.loss import Logits, chunked_head
+from memfit.techniques.chunked_loss.head import Logits, chunked_head
 from models import build_gpt
 from models.outcome import measured_peak
 from small import adamw, chain, rows, squared_error

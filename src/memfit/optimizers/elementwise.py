@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from memfit.step.formats import SIGNED, UNSIGNED
-from memfit.step.lion import Lion
+from memfit.optimizers.formats import SIGNED, UNSIGNED
+from memfit.optimizers.lion import Lion
 
 Group = dict[str, Any]
 Kind = type[torch.optim.Optimizer]

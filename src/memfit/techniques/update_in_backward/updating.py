@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from memfit.errors import InputError
-from memfit.step.chunked import ChunkedOptimizer
-from memfit.step.elementwise import MOMENTS, own_step
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.optimizers.elementwise import MOMENTS, own_step
 
 Around = Callable[[torch.Tensor], AbstractContextManager[object]]
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.errors import InputError
-from memfit.values.prediction import FrozenPart
+from memfit.techniques.freezing import FrozenPart
 
 
 def frozen_parts(model: nn.Module, patterns: Sequence[str]) -> tuple[FrozenPart, ...]:

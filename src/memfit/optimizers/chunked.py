@@ -22,12 +22,17 @@ from torch import Tensor, nn
 
 from memfit import dispatch
 from memfit.errors import InputError
-from memfit.step.elementwise import CODES, MOMENTS, Group, own_step, why_no_8bit, why_not_there
-from memfit.step.formats import BLOCK, blocks, dequantise, quantise
+from memfit.optimizers.elementwise import CODES, MOMENTS, Group, own_step, why_no_8bit, why_not_there
+from memfit.optimizers.formats import BLOCK, blocks, dequantise, quantise
 from memfit.step.keeping import Keeping, Part, Stretch, Workspace, flat, shaped
 
 # Elements updated at a time. On the CPU the workspace stays in the cache; on a GPU each chunk costs some twenty launches.
 CHUNK: Final[Mapping[str, int]] = {"cpu": 1 << 18, "cuda": 1 << 22}
+
+
+def kind_and_groups(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], list[Group]]:
+    """Of an optimizer, or of the one that a `ChunkedOptimizer` runs."""
+    return (optimizer.kind if isinstance(optimizer, ChunkedOptimizer) else type(optimizer)), optimizer.param_groups
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):

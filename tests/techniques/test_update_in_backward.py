@@ -16,9 +16,9 @@ import memfit
 import small
 from memfit import api
 from memfit.errors import EngineError, InputError, NonFiniteLossError
-from memfit.step.in_backward import why_not_in_backward
-from memfit.step.lion import Lion
-from memfit.values.choices import Choices
+from memfit.optimizers.lion import Lion
+from memfit.techniques.choices import Choices
+from memfit.techniques.update_in_backward.updating import why_not_in_backward
 from models import case
 from step import ways
 

@@ -1,0 +1,59 @@
+"""Optimizers like one that is there already, over other parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.optimizers.chunked import ChunkedOptimizer
+
+
+def alike(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes optimizers like this one over other parameters of the model (placeholders): the same kind, groups and settings, no state.
+
+    For front doors, whose users have made an optimizer already, as Hugging Face's Trainer does: a plan wants a function.
+
+    Args:
+        optimizer: over parameters of the model.
+        model: whose trainable parameters tell which is which.
+
+    Raises:
+        InputError: the optimizer updates something else than the model's trainable parameters.
+    """
+    place = {id(p): index for index, p in enumerate(p for p in model.parameters() if p.requires_grad)}
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any(id(p) not in place for p in own):
+        raise InputError(
+            "the optimizer updates parameters that are not the model's, so the plan would not count them: make it over the parameters of the model that is "
+            "trained"
+        )
+
+    def made(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        others = list(parameters)
+        groups = [
+            {**group, "params": [others[place[id(p)]] for p in group["params"] if id(p) in place]}
+            for group in optimizer.param_groups
+        ]
+        if not isinstance(optimizer, ChunkedOptimizer):
+            return _with_groups(optimizer, groups)
+        inner = _with_groups(optimizer.inner, groups)
+        form, place_of_state = optimizer.state_format, optimizer.state_place
+        return ChunkedOptimizer(inner, state_format=form, state_place=place_of_state, in_32bit=optimizer.in_32bit)
+
+    return made
+
+
+def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    twin = copy.copy(optimizer)
+    # A copy goes the way of pickling, which leaves out what a subclass may have besides.
+    twin.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name not in twin.__dict__})
+    twin.state, twin.param_groups = defaultdict(dict), groups
+    return twin

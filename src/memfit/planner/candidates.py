@@ -1,0 +1,124 @@
+"""What the user set, what the step can have, and what conflicts -> the candidates: ways to run the step that are to be weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from memfit.errors import InputError
+from memfit.techniques.choices import Choices, conflict, in_words
+from memfit.techniques.registry import ALLOWED, BY_NAME, TECHNIQUES
+from memfit.techniques.technique import CANNOT_HAVE_IT, Offer, Subject, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What this step could have besides running as it is, by the name of the technique.
+
+    Attributes:
+        values: settings worth weighing besides the baseline.
+        why_not: why there are no others.
+        on_request: further settings that are taken where the user pins them, and not weighed otherwise.
+    """
+
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    on_request: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def offers_to(subject: Subject, names: Sequence[str] | None = None) -> Offers:
+    """What all techniques, or those of these names, could do for a step."""
+    made: dict[str, Offer] = {t.name: t.offer(subject) for t in TECHNIQUES if names is None or t.name in names}
+    return Offers(
+        {name: offer.values for name, offer in made.items() if offer.values},
+        {name: offer.why_not for name, offer in made.items() if offer.why_not},
+        {name: offer.on_request for name, offer in made.items() if offer.on_request},
+    )
+
+
+def candidates(
+    offers: Offers,
+    *,
+    allow: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+    clips: bool = False,
+) -> tuple[tuple[Choices, ...], tuple[str, ...]]:
+    """Every way to run the step that respects what the user set, the plainest first; and what was asked for and cannot be, each with its reason.
+
+    Args:
+        offers: what could be.
+        allow: words of techniques.
+        freeze: patterns of modules that are not trained.
+        fixed: names of techniques and their settings; the number of micro-batches is not looked at.
+        clips: whether the step clips the global gradient norm.
+
+    Raises:
+        InputError: a name or setting there is not, or one that this step cannot have.
+    """
+    if isinstance(allow, str):
+        raise InputError(f"allow={allow!r} is a word: give a list of them, allow=[{allow!r}]")
+    allow = tuple(dict.fromkeys(allow))
+    for name in allow:
+        if name not in ALLOWED:
+            raise InputError(
+                f"allow={list(allow)!r}: {name!r} is nothing that can be allowed; there is {listed(ALLOWED)}"
+            )
+    pinned = _pinned(fixed or {}, offers)
+    refused: list[str] = []
+    settings: dict[str, tuple[Any, ...]] = {}
+    asks_leave = set(ALLOWED.values())
+    for technique in TECHNIQUES:
+        name = technique.name
+        if not technique.pinned:
+            continue
+        if name in pinned:
+            settings[name] = (pinned[name],)
+            continue
+        others = [value for value in offers.values.get(name, ()) if (name, value) not in asks_leave]
+        for word in allow:
+            if word not in technique.allow:
+                continue
+            if technique.allow[word] in offers.values.get(name, ()):
+                others.append(technique.allow[word])
+            else:
+                refused.append(f"{word}: {offers.why_not.get(name, CANNOT_HAVE_IT)}")
+        settings[name] = (technique.baseline, *others)
+    found: list[Choices] = []
+    reasons: list[tuple[int, str, str]] = []  # techniques in it, the reason, both in words
+    for chosen in product(*settings.values()):
+        candidate = Choices(frozen=tuple(freeze), **dict(zip(settings, chosen, strict=True)))
+        reason = conflict(candidate, clips=clips)
+        if reason is None:
+            found.append(candidate)
+        else:
+            reasons.append((len(candidate.techniques), reason, f"{in_words(candidate)}: {reason}"))
+    if not found:
+        raise InputError(f"fixed={dict(fixed or {})!r} cannot be honoured: {reasons[0][2]}")
+    found.sort(key=lambda candidate: len(candidate.techniques))
+    # Of what conflicts, the smallest sets say it all.
+    told: dict[str, str] = {}
+    for _, reason, sentence in sorted(reasons, key=lambda each: each[0]):
+        told.setdefault(reason, sentence)
+    return tuple(found), (*refused, *told.values())
+
+
+def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
+    known = ["micro_batches", *(technique.name for technique in TECHNIQUES if technique.pinned)]
+    pinned: dict[str, Any] = {}
+    for name, value in fixed.items():
+        if name == "micro_batches":
+            continue
+        if name not in BY_NAME:
+            raise InputError(f"fixed={dict(fixed)!r}: {name!r} is no choice; there is {listed(known)}")
+        technique = BY_NAME[name]
+        technique.check(value)
+        possible = tuple(dict.fromkeys((*offers.values.get(name, ()), *offers.on_request.get(name, ()))))
+        if value != technique.baseline and value not in possible:
+            why = offers.why_not.get(name, CANNOT_HAVE_IT)
+            have = f"; there is {listed((technique.baseline, *possible))}" if possible else ""
+            raise InputError(f"fixed {name}={value!r} cannot be honoured: {why}{have}")
+        pinned[name] = value
+    return pinned

@@ -1,0 +1,65 @@
+"""Optimistic bounds: the most a technique could save and the least it could cost, so that hopeless candidates are never captured.
+
+Each technique says its own (`Technique.bound`), from numbers that are worked out here from a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.planner.head import head_of
+from memfit.planner.prices import Solver
+from memfit.planner.timeline import Timeline
+from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
+from memfit.techniques.registry import BY_NAME
+from memfit.techniques.technique import OptimisticBound, StepFacts, StreamingFacts
+from memfit.values.machine import Link
+from memfit.values.trace import Category, Phase, Trace
+
+
+def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[StreamedLayer] = ()) -> StepFacts:
+    """What a trace says of its step in the numbers that techniques ask for.
+
+    Args:
+        timeline: of the trace.
+        link: to the nearest tier below the device; None for none.
+        layers: that could be streamed, and last what is in no block.
+    """
+    trace = timeline.trace
+    state_bytes = trace.bytes_of(Category.OPTIMIZER_STATE)
+    return StepFacts(
+        micro_batches=trace.micro_batches,
+        parameter_bytes=trace.bytes_of(Category.PARAMETER),
+        gradient_bytes=trace.bytes_of(Category.GRADIENT),
+        state_bytes=state_bytes,
+        activation_bytes=trace.bytes_of(Category.ACTIVATION),
+        step_seconds=trace.plain_step_seconds,
+        update_seconds=sum(o.seconds for o in trace.operations if o.phase is Phase.OPTIMIZER),
+        head=head_of(timeline),
+        state_transfer_seconds=None if link is None else state_transfers(state_bytes, link).waited_seconds,
+        streaming=None if link is None or not layers else _streaming(trace, link, layers),
+    )
+
+
+def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> StreamingFacts:
+    again = trace.micro_batches * sum(block_seconds(trace, [layer.path for layer in layers[:-1]])[0])
+    weights = sum(layer.weight_bytes for layer in layers)
+    moved = sum(layer.state_bytes for layer in layers)
+    busy = link.in_seconds(2 * weights + moved) + link.out_seconds(weights + moved)
+    # The two last layers need not come twice; with two layers none does.
+    once = link.in_seconds(sum(sorted(layer.weight_bytes for layer in layers)[-2:]))
+    return StreamingFacts(again, busy - once)
+
+
+def optimistic_bound(
+    baseline: Solver, name: str, link: Link | None, layers: Sequence[StreamedLayer] = ()
+) -> OptimisticBound | None:
+    """The bound of a technique for the baseline step, whatever its setting; None where nobody knows. Arguments as for `step_facts`."""
+    return BY_NAME[name].bound(step_facts(baseline.timeline, link, layers))
+
+
+def least_bytes(baseline: Solver) -> int:
+    """Bytes that are held when the optimizer updates, whatever is recomputed and however the batch is split."""
+    trace = baseline.trace
+    floor = baseline.timeline.floor()[trace.pass_events :]
+    return int(floor.max()) if len(floor) else trace.bytes_before_step

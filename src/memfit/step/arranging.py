@@ -1,0 +1,41 @@
+"""The optimizer as the choices have it: capture and engine both train with what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.techniques.choices import Choices
+from memfit.techniques.registry import BY_NAME
+
+
+def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that runs under these choices.
+
+    Args:
+        optimizer: as the user's factory made it. What a `ChunkedOptimizer` of the user's own has besides the choices, it keeps.
+        choices: whose techniques may ask for state elsewhere or otherwise.
+        model: tells the parameters' names.
+
+    Raises:
+        InputError: as for `ChunkedOptimizer`; or the optimizer cannot be used under a technique.
+    """
+    settings: dict[str, Any] = {}
+    for name, setting in choices.techniques:
+        reason = BY_NAME[name].why_no_optimizer(optimizer, setting)
+        if reason is not None:
+            raise InputError(reason)
+        settings.update(BY_NAME[name].optimizer_settings(setting))
+    if isinstance(optimizer, ChunkedOptimizer):
+        have = {"state_format": optimizer.state_format, "state_place": optimizer.state_place}
+        optimizer.rearrange(**{**have, **settings})
+    elif not settings:
+        return optimizer
+    else:
+        optimizer = ChunkedOptimizer(optimizer, **settings)
+    optimizer.name(dict(model.named_parameters(remove_duplicate=False)))
+    return optimizer

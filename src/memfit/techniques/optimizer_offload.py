@@ -1,0 +1,59 @@
+"""Optimizer-state offloading: the state is kept in host memory or on disk, and comes to the device for the update, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from memfit.techniques.technique import DialectKey, Offer, OptimisticBound, StepFacts, Subject, Technique
+
+
+class OptimizerOffload(Technique):
+    """Settings: "device", "host", "disk"."""
+
+    name = "state_place"
+    baseline = "device"
+    settings = ("device", "host", "disk")
+    page = "techniques/state-below.md"
+    dialect_keys: ClassVar[Sequence[DialectKey]] = (
+        DialectKey("deepspeed", "zero_optimization.offload_optimizer.device"),
+    )
+
+    def words(self, setting: str) -> str:
+        """As in: optimizer state on the disk."""
+        return f"optimizer state on the {setting}"
+
+    def claim(self, without: StepFacts, used: StepFacts, setting: str) -> tuple[int, str]:
+        """All of the state."""
+        del used, setting
+        return without.state_bytes, "all of the optimizer's state"
+
+    def offer(self, subject: Subject) -> Offer:
+        """Weighed where the user opened a tier with room for all of it; elsewhere on request, as on a machine without a GPU that tier is the disk."""
+        if subject.optimizer is None:
+            return Offer(why_not="there is no optimizer")
+        from memfit.optimizers import elementwise
+        from memfit.optimizers.chunked import kind_and_groups
+
+        kind, groups = kind_and_groups(subject.optimizer)
+        reasons = {place: elementwise.why_not_there(kind, groups, place) for place in ("disk", "host")}
+        places = tuple(place for place, reason in reasons.items() if reason is None)
+        # Of two places the disk first: what is said of it holds for both.
+        why_not = next((reason for reason in reasons.values() if reason is not None), "")
+        state_bytes = 0 if subject.facts is None else subject.facts.state_bytes
+        roomy = {tier for tier, free in subject.capacity_bytes.items() if free is None or state_bytes <= free}
+        weighed = tuple(place for place in places if place in roomy) if state_bytes else ()
+        return Offer(weighed, places, why_not)
+
+    def bound(self, facts: StepFacts) -> OptimisticBound | None:
+        """All of the state; its copies cannot be overlapped with anything."""
+        if facts.state_transfer_seconds is None:
+            return None
+        return OptimisticBound(facts.state_bytes, facts.state_transfer_seconds - facts.update_seconds)
+
+    def optimizer_settings(self, setting: str) -> Mapping[str, Any]:
+        """The chunked optimizer keeps its state there."""
+        return {"state_place": setting}
+
+
+OPTIMIZER_OFFLOAD = OptimizerOffload()

@@ -24,6 +24,7 @@ from memfit.planner.search import CANNOT_RUN, Search
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.step.program import OptimizerFactory
+from memfit.techniques.accumulation import ACCUMULATION
 from memfit.techniques.autocast.precision import FORMATS
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing import FrozenPart
@@ -299,15 +300,10 @@ class Runtime:
         number = chosen.micro_batches
         if number > 1 and self.search.fixed_micro_batches is None:
             parts = self.search.solver(number, way)
-            claimed = trace.bytes_of(Category.ACTIVATION) * (number - 1) // number
+            facts = step_facts(Timeline(trace)), step_facts(parts.timeline)
+            claimed, claim = ACCUMULATION.claim(*facts, number)
             seconds = parts.trace.plain_step_seconds - trace.plain_step_seconds
-            yield Saving(
-                f"{number} micro-batches",
-                claimed,
-                peak - parts.plain.peak,
-                "all that forward makes, divided by their number",
-                seconds,
-            )
+            yield Saving(ACCUMULATION.words(number), claimed, peak - parts.plain.peak, claim, seconds)
 
     def _slow_precisions(self) -> Iterator[str]:
         """Of 16-bit ways that were weighed, those whose operations take longer than in full precision."""

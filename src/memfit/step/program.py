@@ -15,6 +15,7 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
 from memfit.step import in_backward
+from memfit.step.device import device_of
 from memfit.step.freeze import unforced
 from memfit.step.loss import chunked_head
 from memfit.step.precision import Scaling, autocast
@@ -53,11 +54,9 @@ class StepProgram:
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
         """Forward and loss of one micro-batch run inside: autocast, the loss head in chunks, no gradients forced through what is frozen."""
-        first = next(self.model.parameters(), None)
-        device_type = "cpu" if first is None else first.device.type
         with (
             unforced(self.model, self.choices.unforced),
-            autocast(self.choices.precision, device_type),
+            autocast(self.choices.precision, device_of(self.model).type),
             chunked_head(self.model, self.choices.loss_chunks),
         ):
             yield

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from memfit.step.generators import of_process, put_back_in_process
 from memfit.step.precision import Scaling
 from memfit.values.plan import Plan
 
@@ -31,24 +32,6 @@ class Trained(Protocol):
     @property
     def scaling(self) -> Scaling | None:
         """Of the gradients; None where they are not scaled."""
-
-
-def further_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that `state_dict` leaves out: a forward pass may still have changed them."""
-    there = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in there}
-
-
-def set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `further_buffers`."""
-    for path, saved in buffers.items():
-        owner, _, name = path.rpartition(".")
-        module = model.get_submodule(owner)
-        there = getattr(module, name)
-        if isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (saved.shape, saved.dtype):
-            there.copy_(saved)  # in place: others may look at the same tensor
-        else:
-            setattr(module, name, saved.to(there.device if isinstance(there, torch.Tensor) else "cpu"))
 
 
 def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -78,8 +61,7 @@ def generators() -> dict[str, Any]:
     """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **of_process(),
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
     }
@@ -87,9 +69,7 @@ def generators() -> dict[str, Any]:
 
 def set_generators(states: Mapping[str, Any]) -> None:
     """Inverse of `generators`."""
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    put_back_in_process(states)
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = states["numpy"]

@@ -17,7 +17,6 @@ from torch import nn
 
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import device_of
 from memfit.dialects.deepspeed import DeepSpeedConfig, read
 from memfit.dialects.deepspeed import schedules as own_schedules
 from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION
@@ -26,6 +25,7 @@ from memfit.engine.engine import Engine
 from memfit.errors import ConfigError, InputError
 from memfit.searching import Budget
 from memfit.step.chunked import ChunkedOptimizer
+from memfit.step.device import device_of
 from memfit.step.lion import Lion
 from memfit.step.precision import ScaleRule
 from memfit.step.program import OptimizerFactory

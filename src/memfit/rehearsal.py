@@ -7,15 +7,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from memfit import dispatch
 from memfit.batches import Batch
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
 from memfit.step.guard import Guard
+from memfit.step.optimizer_state import set_optimizer
 from memfit.values.report import Rehearsal, StepRecord
 
 CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
@@ -82,7 +84,7 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
                 if fresh:
                     optimizer.state.clear()
                 else:
-                    optimizer.load_state_dict(saved["optimizer"])
+                    _set_from_file(optimizer, saved["optimizer"])
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -105,6 +107,22 @@ def _unchanged(engine: Engine) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         engine.steps, engine.records, engine.schedule = steps, records, schedule
+
+
+def _set_from_file(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put back state that is mapped from a file which is about to go: torch adopts such tensors, and the blocks of the file would stay."""
+    mapped = {_address(value) for state in saved["state"].values() for value in state.values()} - {None}
+    set_optimizer(optimizer, saved)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if _address(value) in mapped:
+                state[name] = value.clone()
+
+
+def _address(value: Any) -> int | None:
+    """Where the memory of a dense tensor begins; None for what is none."""
+    dense = isinstance(value, torch.Tensor) and dispatch.has_storage(value)
+    return value.untyped_storage().data_ptr() if dense else None
 
 
 def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, meter: bool = False) -> StepRecord:

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.errors import SnapshotError
 from memfit.step.buffers import further_buffers, set_buffers
+from memfit.step.optimizer_state import set_optimizer
 from memfit.train import state
 from memfit.train.data import Position
 from memfit.units import format_bytes
@@ -399,7 +400,7 @@ def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
         trained.model.load_state_dict(saved["state"])
         set_buffers(trained.model, saved["buffers"])
         if trained.optimizer is not None:
-            state.set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
+            set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
     except (RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, SnapshotError):
             raise

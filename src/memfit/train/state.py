@@ -34,29 +34,6 @@ class Trained(Protocol):
         """Of the gradients; None where they are not scaled."""
 
 
-def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put saved state back; learning rates and other settings stay those of the optimizer as it is now."""
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    # torch adopts tensors that need no conversion; these come fresh from the file, so nothing else holds them.
-    optimizer.load_state_dict(saved)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    # torch casts state to the parameter's type; what was saved in another (8-bit state, float32 beside bfloat16) goes
-    # back as it was.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in saved["state"].items():
-        there = optimizer.state.get(parameters[index], {})
-        for name, value in state.items():
-            now = there.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-                and now.shape == value.shape
-            ):
-                there[name] = value.to(now.device)
-
-
 def generators() -> dict[str, Any]:
     """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one

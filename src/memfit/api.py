@@ -13,15 +13,17 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import device_of, model_digest
+from memfit.capture.capture import model_digest
 from memfit.engine import fabric as through_fabric
-from memfit.engine.engine import Engine, norm_statistics
+from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.planner.by_hand import Placement, plan_by_hand
 from memfit.planner.search import Search
 from memfit.rehearsal import rehearse
 from memfit.searching import Budget, Runtime, parts_frozen, search_for
 from memfit.step.arranging import arranged
+from memfit.step.buffers import norm_statistics
+from memfit.step.device import device_of
 from memfit.step.filling import Fill, reset
 from memfit.step.program import OptimizerFactory
 from memfit.step.stream import LayerStream

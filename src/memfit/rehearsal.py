@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch import nn
 
+from memfit import dispatch
 from memfit.batches import Batch
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
+from memfit.step.guard import Guard
+from memfit.step.optimizer_state import set_optimizer
 from memfit.values.report import Rehearsal, StepRecord
+
+CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
 
 
 def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:
@@ -22,17 +30,38 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
         engine: whose step it is.
         sample: the batch of a step, or one of its batches.
         loader_batches: batches like the sample that a step takes one after the other.
+
+    Raises:
+        SnapshotError: the copy on disk could not be written; nothing was run.
     """
-    model, optimizer = engine.model, engine.optimizer
-    # Streamed layers lie on the lower tier, which puts them back by itself.
-    tensors = [*(engine.stream.resident if engine.stream is not None else model.parameters()), *model.buffers()]
-    grads = [p.grad for p in model.parameters()]
-    state = torch.default_generator.clone_state()
-    cuda_state = torch.cuda.get_rng_state() if engine.device.type == "cuda" else None
-    training = [(m, m.training) for m in model.modules()]
-    scaling = engine.scaling.state() if engine.scaling is not None else None
+    # Streamed layers are offloaded, and the stream puts them back by itself.
+    kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
+    with ExitStack() as stack:
+        stack.enter_context(_copied_to_disk([*kept, *engine.model.buffers()], engine.optimizer))
+        stack.enter_context(_unchanged(engine))
+        for parameter in engine.model.parameters():
+            parameter.grad = None
+        if engine.stream is not None:
+            stack.enter_context(engine.stream.undone())
+        _step_taken(engine, sample, loader_batches)
+        record = _step_taken(engine, sample, loader_batches, meter=True)
+        reading = engine.reading
+    return Rehearsal(
+        engine.plan_for(sample).prediction.peak_bytes,
+        record.peak_bytes or 0,
+        record.seconds,
+        1,
+        record.departures,
+        () if reading is None else _curve(reading.base_bytes, reading.changes),
+    )
+
+
+@contextmanager
+def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """What is in these tensors and in the optimizer is, after the block, what was in them before."""
     handle, name = tempfile.mkstemp(prefix="memfit-rehearsal-")
     os.close(handle)
+    fresh = optimizer is not None and not optimizer.state
     try:
         try:
             torch.save(
@@ -44,16 +73,8 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
                 f"the rehearsal keeps a copy of the model in {Path(name).parent} and could not write it ({error}): free some disk space, set TMPDIR, or use "
                 "memfit.plan and memfit.apply, which do not rehearse"
             ) from error
-        fresh = optimizer is not None and not optimizer.state
-        steps, records = engine.steps, list(engine.records)
-        schedule, engine.schedule = engine.schedule, None
         try:
-            for parameter in model.parameters():
-                parameter.grad = None
-            with engine.stream.undone() if engine.stream is not None else nullcontext():
-                _step_taken(engine, sample, loader_batches)
-                record = _step_taken(engine, sample, loader_batches, meter=True)
-                reading = engine.reading
+            yield
         finally:
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
             with torch.no_grad():
@@ -63,36 +84,45 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
                 if fresh:
                     optimizer.state.clear()
                 else:
-                    optimizer.load_state_dict(saved["optimizer"])
-            del saved
-            for parameter, grad in zip(model.parameters(), grads, strict=True):
-                parameter.grad = grad
-            torch.default_generator.set_state(state.get_state())
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state)
-            for module, mode in training:
-                module.training = mode
-            if engine.scaling is not None and scaling is not None:
-                engine.scaling.set_state(scaling)
-            engine.steps, engine.records, engine.schedule = steps, records, schedule
+                    _set_from_file(optimizer, saved["optimizer"])
     finally:
         Path(name).unlink(missing_ok=True)
-    curve: list[int] = []
-    if reading is not None and reading.changes:
-        level, levels = reading.base_bytes, []
-        for change in reading.changes:
-            level += change
-            levels.append(level)
-        stride = max(1, len(levels) // 400)
-        curve = [max(levels[i : i + stride]) for i in range(0, len(levels), stride)]
-    return Rehearsal(
-        engine.plan_for(sample).prediction.peak_bytes,
-        record.peak_bytes or 0,
-        record.seconds,
-        1,
-        record.departures,
-        tuple(curve),
-    )
+
+
+@contextmanager
+def _unchanged(engine: Engine) -> Iterator[None]:
+    """All else that a step changes is as before after the block: buffers, generators, scale, gradients, modes, and the engine's own record."""
+    model: nn.Module = engine.model
+    guard = Guard(model, scaling=engine.scaling)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    steps, records = engine.steps, list(engine.records)
+    schedule, engine.schedule = engine.schedule, None
+    try:
+        yield
+    finally:
+        guard.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        engine.steps, engine.records, engine.schedule = steps, records, schedule
+
+
+def _set_from_file(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put back state that is mapped from a file which is about to go: torch adopts such tensors, and the blocks of the file would stay."""
+    mapped = {_address(value) for state in saved["state"].values() for value in state.values()} - {None}
+    set_optimizer(optimizer, saved)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if _address(value) in mapped:
+                state[name] = value.clone()
+
+
+def _address(value: Any) -> int | None:
+    """Where the memory of a dense tensor begins; None for what is none."""
+    dense = isinstance(value, torch.Tensor) and dispatch.has_storage(value)
+    return value.untyped_storage().data_ptr() if dense else None
 
 
 def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, meter: bool = False) -> StepRecord:
@@ -105,3 +135,13 @@ def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, meter: bo
     while (record := step()).skipped:
         pass
     return record
+
+
+def _curve(level: int, changes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes after each allocation or release, thinned to the largest of each stretch."""
+    levels = []
+    for change in changes:
+        level += change
+        levels.append(level)
+    stride = max(1, len(levels) // CURVE_POINTS)
+    return tuple(max(levels[i : i + stride]) for i in range(0, len(levels), stride))

@@ -13,12 +13,13 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture import costs as cost_tables
-from memfit.capture.capture import Captured, device_of
+from memfit.capture.capture import Captured
 from memfit.capture.recorder import Layouts
 from memfit.capture.scaled import trustworthy, without_forced_gradients
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.swap import swap_folder
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
+from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen

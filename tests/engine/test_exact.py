@@ -9,7 +9,7 @@ import torch
 
 import memfit
 from memfit import batches
-from memfit.engine.engine import parts_of
+from memfit.engine.accumulation import micro_batches_of
 from models import CASES, Case
 from models.outcome import measured_peak, outcome_of, plans_between, same
 
@@ -73,7 +73,7 @@ def test_micro_batches_add_up_to_the_whole_batch(case: Case) -> None:
     model.eval() if case.name.startswith(("bert", "t5")) else None
     made = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 3})
     whole = outcome_of(model, sample, loss_fn).gradients
-    parts = parts_of(made, sample)
+    parts = micro_batches_of(made, sample)
     assert len(parts) == 3
     shares = batches.shares(parts, made.choices.weights)
     assert shares is not None

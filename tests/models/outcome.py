@@ -82,7 +82,7 @@ def outcome_of(
         gradients,
         buffers,
         follower.departure if follower is not None else None,
-        follower.tape.reruns if follower is not None else 0,
+        follower.tape.recomputations if follower is not None else 0,
     )
 
 

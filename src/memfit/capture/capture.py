@@ -24,6 +24,8 @@ from memfit.errors import CaptureError, InputError, MemfitError
 from memfit.garbage import uncollected
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.step.arranging import arranged
+from memfit.step.device import device_of
+from memfit.step.generators import forked_generators
 from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices
@@ -149,18 +151,6 @@ def _parts(sample: Batch, micro_batches: int, loader_batches: int) -> list[Batch
     # Split before any mode is on: the parts are views of the user's tensors, as in the step.
     sizes = batches.micro_batch_sizes(batches.size(sample), micro_batches // loader_batches)
     return batches.split(sample, sizes) * loader_batches
-
-
-def forked_generators() -> contextlib.AbstractContextManager[None]:
-    """Random numbers drawn inside leave the default generators as they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices=devices)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Device of the first parameter; the CPU for a meta model or one without parameters."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,10 +24,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memfit import dispatch
-from memfit.capture.capture import Captured, forked_generators
+from memfit.capture.capture import Captured
 from memfit.capture.recorder import GENERATOR_STATE, CallSpec, Layout, Layouts, TensorSpec, layout_of
 from memfit.errors import InputError
 from memfit.meter import profiled, spans_and_changes
+from memfit.step.generators import forked_generators
 from memfit.values.machine import Link, Machine
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace, digest
 
@@ -468,7 +469,7 @@ def present_machine(device: torch.device) -> Machine:
         return min(times)
 
     n = 512 if device.type == "cpu" else 4096
-    with torch.random.fork_rng(devices=[]):
+    with forked_generators(device):
         a = torch.rand(n, n, device=device)
         source = torch.rand((1 << 23) if device.type == "cpu" else (1 << 27), device=device)
     target = torch.empty_like(source)

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import Captured, capture, capture_real, forked_generators
+from memfit.capture.capture import Captured, capture, capture_real
 from memfit.capture.recorder import CallSpec, Layouts, TensorSpec
 from memfit.capture.standins import lent
 from memfit.errors import CaptureError
+from memfit.step.generators import forked_generators
 from memfit.step.program import OptimizerFactory, StepProgram
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace

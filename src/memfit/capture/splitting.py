@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import forked_generators
 from memfit.capture.scaled import rows_of, shortened
 from memfit.capture.standins import lent
+from memfit.step.generators import forked_generators
 
 SAMPLES: Final = 4
 # Above this many parameters a comparison takes seconds, and copies in float64 gigabytes.

@@ -1,97 +1,42 @@
-"""Run optimizer steps as a plan says. The engine decides nothing; it splits, follows, accumulates, updates once and reports.
+"""The public face of training under a plan: a model, its optimizer and a plan become steps. The engine decides nothing.
 
-A step either happens whole or not at all: when anything fails before the update (the model, a NaN loss, an interrupt), gradients, batch-norm statistics,
-generators and the gradient scaler are put back, and an interrupt during the update waits for its end.
+What it is made of: the plans by signature (`plan_table`), forward and backward of a micro-batch as a script says (`executor`, `follower`, `tape`), what
+makes a step whole or not at all (`transaction`), how micro-batches add up (`accumulation`), streamed layers (`streamed`), and what happened (`history`).
 """
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.engine.saved import CompiledScript, Follower
+from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches
+from memfit.engine.executor import Executor
+from memfit.engine.follower import Follower
+from memfit.engine.history import History
+from memfit.engine.plan_table import PlanTable
+from memfit.engine.streamed import StreamedStep
 from memfit.engine.swap import LowerTiers, Makers, tiers_below
+from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import (
-    BatchError,
-    CaptureError,
     EngineError,
-    InfeasibleError,
     InputError,
-    MemfitError,
-    NonFiniteLossError,
 )
-from memfit.meter import Reading, metered
+from memfit.meter import Reading
+from memfit.step.device import device_of
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
+from memfit.step.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
 
-def norm_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Names of the running statistics of normalisation layers in training: what is known to change in forward without a capture."""
-    return tuple(
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.training
-        for name, _ in module.named_buffers(recurse=False)
-    )
-
-
-def parts_of(plan: Plan, batch: Batch) -> list[Batch]:
-    """The micro-batches that a plan runs a batch in; a smaller batch than planned may be fewer."""
-    if plan.choices.micro_batches == 1:
-        return [batch]
-    total = batches.size(batch)
-    count = -(-total // plan.choices.micro_batch_size)
-    return batches.split(batch, batches.micro_batch_sizes(total, count))
-
-
-def counting_parts(plan: Plan, batch: Batch) -> list[tuple[Batch, float]] | None:
-    """The micro-batches of a batch and the share of each in its loss; None where it is run whole.
-
-    A part in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
-    """
-    parts = parts_of(plan, batch)
-    if len(parts) == 1:
-        return None
-    shares = batches.shares(parts, plan.choices.weights) or [1.0 / len(parts)] * len(parts)
-    return [(part, share) for part, share in zip(parts, shares, strict=True) if share != 0.0]
-
-
-@dataclass(slots=True)
-class _Sum:
-    """What the micro-batches of a step have come to so far.
-
-    Attributes:
-        loss: weighted.
-        parts: micro-batches run.
-        last: loss of the last one, a tensor as in the capture; must not lie beside the next one's activations.
-        unit, counted: where the whole is not known before: what the first micro-batch counts for, and all so far.
-    """
-
-    loss: float = 0.0
-    parts: int = 0
-    reruns: int = 0
-    departures: list[str] = field(default_factory=list)
-    last: torch.Tensor | None = None
-    unit: int = 0
-    counted: int = 0
-
-
-class Schedule(Protocol):
+class LearningRateSchedule(Protocol):
     """What moves the learning rate: torch's schedulers, or whatever else has a `step`."""
 
     def step(self) -> Any:
@@ -111,7 +56,7 @@ class Engine:
 
     Attributes:
         stream: of a plan that streams layers; None else.
-        planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
+        planner: makes a plan for a batch whose forward diverged from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
         backward: of a loss, where it is somebody else's (Fabric's); None for the loss's own.
@@ -128,28 +73,25 @@ class Engine:
         below: Makers | None = None,
     ) -> None:
         self.model = model
-        self.stream = stream
+        self.plan = plan
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.rehearsal: Rehearsal | None = None
-        self.reading: Reading | None = None
-        self.frontier: tuple[FrontierPoint, ...] = ()
-        self.records: list[StepRecord] = []
-        self.steps = 0
-        self.plan = plan
-        self._compiled: dict[str, CompiledScript] = {}
-        self._plans: dict[str, Plan] = {}
-        self._warned: set[str] = set()
-        self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
-        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
+        self.stream = stream
         self.planner: Callable[[Batch], Plan] | None = None
-        self._departed: set[str] = set()
-        self._halfway = ""  # why no step can go on from here
         self.scaling: Scaling | None = None
-        self.schedule: Schedule | None = None
+        self.schedule: LearningRateSchedule | None = None
         self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
         self.fabric_model: nn.Module | None = None
+        self.rehearsal: Rehearsal | None = None
+        self.frontier: tuple[FrontierPoint, ...] = ()
+        self._plans = PlanTable()
+        self._history = History()
+        self._transactions = Transactions(model)
+        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
+        self._executor = Executor(self._lower_tiers)
         self.add(plan)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------------
 
     def add(self, plan: Plan) -> None:
         """Plan for one more signature of batch; the first one stays `plan`.
@@ -160,23 +102,14 @@ class Engine:
         """
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
-        buffers = dict(self.model.named_buffers())
-        for name in plan.changed_buffers:
-            if name not in buffers:
-                raise EngineError(
-                    f"the plan says that forward writes the buffer {name!r}, which this model does not have: plan again for it"
-                )
-            if name not in self._changed:
-                self._changed[name] = buffers[name].clone()
+        self._transactions.buffers.add(plan.changed_buffers)
         if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
             self.scaling = Scaling(self.device)
-        self._plans[plan.signature] = plan
-        self._compiled[plan.signature] = CompiledScript(plan.script)
+        self._plans.add(plan)
 
     def replace_plan(self, plan: Plan) -> None:
         """Follow another plan from now on (the repair after a rehearsal)."""
         self._plans.clear()
-        self._compiled.clear()
         if self.stream is not None and plan.choices.streamed != self.stream.blocks.path:
             self.stream.close()
             self.stream = None
@@ -227,12 +160,11 @@ class Engine:
             NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
             EngineError: an update failed half way, now or before; nothing can go on from there.
         """
-        if self._halfway:
-            raise EngineError(self._halfway)
+        self._transactions.check()
         signature = batches.signature(batch)
-        plan = self._plan_for(signature)
-        if signature in self._departed and signature not in self._plans:
-            plan = self._planned_anew(batch, signature, plan)
+        plan = self._plans.plan_for(signature, self.plan)
+        if self.planner is not None and self._plans.wants_own_plan(signature):
+            plan = self._own_plan(batch, signature, plan, self.planner)
         return self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
@@ -253,8 +185,7 @@ class Engine:
                 parameters inside backward.
             NonFiniteLossError, EngineError: as for `step`.
         """
-        if self._halfway:
-            raise EngineError(self._halfway)
+        self._transactions.check()
         if self.plan.choices.micro_batches == 1:
             raise InputError(
                 "this plan runs the batch whole, so it keeps no room for gradients between micro-batches and has not found how they are weighted: "
@@ -270,237 +201,90 @@ class Engine:
         return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
 
     def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
-        """Run a step and finish its record; tell of departures, each once."""
-        started = time.perf_counter()
-        self.reading = None
-        if meter:
-            with metered(self.present(batch), self.device) as self.reading:
-                run()
-        else:
-            run()
-        record = replace(
-            self.records[-1],
-            seconds=time.perf_counter() - started,
-            peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
-        )
-        self.records[-1] = record
+        """Run a step, move the schedule, and tell of divergences."""
+        history, device = self._history, self.device
+        record = history.metered(run, lambda: self.present(batch), device) if meter else history.timed(run)
         if self.schedule is not None and not record.skipped:
             self.schedule.step()
-        if record.departures and self.planner is not None and signature not in self._plans:
-            self._departed.add(signature)
-        again = "; the next batch of this shape gets a plan of its own" if signature in self._departed else ""
-        for departure in record.departures:
-            self.tell_departure(departure, again, stacklevel=4)
+        if record.departures and self.planner is not None:
+            self._plans.note_divergence(signature)
+        again = "; the next batch of this shape gets a plan of its own" if self._plans.wants_own_plan(signature) else ""
+        for divergence in record.departures:
+            self.tell_departure(divergence, again, stacklevel=4)
         return record
 
     def tell_departure(self, departure: str, more: str = "", *, stacklevel: int) -> None:
-        """Warn that a forward was not as planned, once for each departure; for front doors whose loop is somebody else's, too.
+        """Warn that a forward was not as planned, once for each divergence; for integrations whose loop is somebody else's, too.
 
         Args:
             departure: where and why.
             more: what happens now.
             stacklevel: of `warnings.warn`, from here.
         """
-        if departure not in self._warned:
-            self._warned.add(departure)
-            warnings.warn(
-                f"a forward differed from the plan and was kept plain from there on: {departure}. Its results are right, its peak may be larger"
-                + more,
-                stacklevel=stacklevel,
-            )
+        self._history.tell_divergence(departure, more, stacklevel=stacklevel + 1)
 
-    def _planned_anew(self, batch: Batch, signature: str, known: Plan) -> Plan:
-        """A plan for this very shape, whose forward runs other operations than the plan it would fall under; the known plan where none can be made."""
-        self._departed.discard(signature)
-        assert self.planner is not None
-        try:
-            with self.gathered():
-                made = self.planner(batch)
-        except (CaptureError, InfeasibleError) as error:
-            warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=3)
-            made = replace(known, signature=signature)
+    def _own_plan(self, batch: Batch, signature: str, known: Plan, planner: Callable[[Batch], Plan]) -> Plan:
+        with self.gathered():
+            made = self._plans.own_plan(batch, signature, known, planner)
         self.add(made)
         return made
-
-    def _step(self, plan: Plan, batch: Batch) -> None:
-        counting: Sequence[tuple[Batch, float | None]] = counting_parts(plan, batch) or [(batch, None)]
-        if self.stream is not None:
-            self._streamed_step(self.stream, self._program(plan), counting)
-            return
-        done = _Sum()
-        with self._all_or_nothing() as keep, ExitStack() as whole:
-            for index, (part, weight) in enumerate(counting):
-                inside = self._program(plan).updates_in_backward and index == len(counting) - 1
-                if inside:
-                    whole.enter_context(self._updating())
-                self._forward_backward(plan, part, weight, done, updates=inside)
-            self._finish(plan, done, keep, whole)
-
-    def _streamed_step(
-        self, stream: LayerStream, program: StepProgram, counted: Sequence[tuple[Batch, float | None]]
-    ) -> None:
-        watch = _Metered(self.reading) if self.reading is not None else WATCHED_BY_NOBODY
-        with self._all_or_nothing() as keep, ExitStack() as stack:
-            try:
-                losses = stream.step(
-                    program,
-                    [part for part, _ in counted],
-                    [weight for _, weight in counted],
-                    check_finite=True,
-                    watch=watch,
-                    changing=lambda: stack.enter_context(_interrupts_wait()),
-                )
-            except BaseException as error:
-                if not stream.updating:
-                    raise
-                halfway = _halfway(error)
-                self._halfway = str(halfway)
-                raise halfway from error
-            finally:
-                program.clear()
-            loss = sum(
-                float(value) * (1.0 if weight is None else weight)
-                for value, (_, weight) in zip(losses, counted, strict=True)
-            )
-            keep()
-            self.steps += 1
-            self.records.append(StepRecord(self.steps, loss, 0.0, len(counted), None, 0, ()))
-
-    def _accumulate(self, micro_batches: Iterable[Batch]) -> None:
-        how = self.plan.choices.weights
-        done = _Sum()
-        with self._all_or_nothing() as keep, ExitStack() as whole:
-            for micro_batch in micro_batches:
-                self._add(micro_batch, how, done)
-                del micro_batch  # before the loader makes the next one
-            if not done.counted:
-                raise BatchError(
-                    f"{done.parts or 'no'} micro-batches were handed over, and nothing in them counts for the loss (it is weighted by {how}): "
-                    "nothing was changed"
-                )
-            # A sum stays a sum; a mean was added up in units of the first micro-batch.
-            share = 1.0 if how == "sum" else done.unit / done.counted
-            done.loss *= share
-            if share != 1.0:
-                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], share)
-            self._finish(self.plan, done, keep, whole)
-
-    def _add(self, micro_batch: Batch, how: str, done: _Sum) -> None:
-        here = batches.map_tensors(lambda t: t.to(self.device), micro_batch)
-        plan = self._plan_for(batches.signature(here))
-        for part in parts_of(plan, here):
-            count = batches.counted(part, how)
-            done.unit = done.unit or count
-            done.counted += count
-            if count:
-                self._forward_backward(plan, part, count / done.unit, done)
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
         return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
 
-    def _forward_backward(
-        self, plan: Plan, part: Batch, weight: float | None, done: _Sum, *, updates: bool = False
-    ) -> None:
-        """One micro-batch, followed as the plan says; parameters are updated inside its backward or not at all."""
-        compiled = self._compiled[plan.signature]
+    def _step(self, plan: Plan, batch: Batch) -> None:
+        weighted: Sequence[tuple[Batch, float | None]] = weighted_micro_batches(plan, batch) or [(batch, None)]
         program = self._program(plan)
-        done.last = None
-        follower = None if compiled.script.plain else Follower(compiled, lower_tiers=self._lower_tiers)
-        try:
-            # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
-            done.last = program.forward_backward(
-                part,
-                weight,
-                follower.following() if follower is not None else None,
-                check_finite=self.scaling is None,
-                around_backward=program.updating() if updates else None,
-            )
-        finally:
-            if follower is not None:
-                follower.tape.end()
-        done.loss += float(done.last) * (1.0 if weight is None else weight)
-        done.parts += 1
-        if follower is not None:
-            done.reruns += follower.tape.reruns
-            if follower.departure is not None:
-                done.departures.append(follower.departure)
+        with self._transactions.begin(self.scaling) as transaction:
+            if self.stream is not None:
+                record = StreamedStep(self.stream, self._transactions, self.reading).run(program, weighted, transaction)
+                transaction.commit()
+                self._history.add(record)
+                return
+            total, compiled = Accumulated(), self._plans.compiled(plan)
+            for index, (micro_batch, weight) in enumerate(weighted):
+                inside = program.updates_in_backward and index == len(weighted) - 1
+                if inside:
+                    transaction.begin_update(self._updated())
+                self._executor.forward_backward(program, compiled, micro_batch, weight, total, updates=inside)
+            self._finish(program, total, transaction)
 
-    def _finish(self, plan: Plan, done: _Sum, keep: Callable[[], None], whole: ExitStack) -> None:
+    def _accumulate(self, loaded: Iterable[Batch]) -> None:
+        how, total, program = self.plan.choices.weights, Accumulated(), self._program(self.plan)
+        with self._transactions.begin(self.scaling) as transaction:
+            for batch in loaded:
+                self._add(batch, how, total)
+                del batch  # before the loader makes the next one
+            total.divide(self.model, how)
+            self._finish(program, total, transaction)
+
+    def _add(self, batch: Batch, how: str, total: Accumulated) -> None:
+        here = batches.map_tensors(lambda t: t.to(self.device), batch)
+        plan = self.plan_for(here)
+        program, compiled = self._program(plan), self._plans.compiled(plan)
+        total.add_uncounted(
+            micro_batches_of(plan, here),
+            how,
+            lambda part, weight: self._executor.forward_backward(program, compiled, part, weight, total),
+        )
+
+    def _finish(self, program: StepProgram, total: Accumulated, transaction: Transaction) -> None:
         """The rest of the step: the update, where none began in backward, and the record."""
-        program = self._program(plan)
         if not program.updates_in_backward:
-            whole.enter_context(self._updating())
+            transaction.begin_update(self._updated())
         taken = program.update()
         program.clear()
         if self.scaling is not None:
             self.scaling.check_hope()
-        keep()
-        self.steps += 1
-        record = StepRecord(self.steps, done.loss, 0.0, done.parts, None, done.reruns, tuple(done.departures))
-        self.records.append(replace(record, skipped=not taken))
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """The update, and with it the step, happens inside: whole, before a waiting interrupt is heard, or the engine knows that it did not."""
-        before = [(tensor, tensor._version) for tensor in self._updated()]
-        with _interrupts_wait():
-            try:
-                yield
-            except NonFiniteLossError:
-                raise  # noticed before an update or in place of one; fused optimizers count a skipped step as a write
-            except BaseException as error:
-                if any(tensor._version != version for tensor, version in before):
-                    halfway = _halfway(error)
-                    self._halfway = str(halfway)
-                    raise halfway from error
-                raise
+        transaction.commit()
+        self._history.add(total.record(skipped=not taken))
 
     def _updated(self) -> list[torch.Tensor]:
         """What an update writes."""
         if self.optimizer is None:
             return []
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *state_tensors(self.optimizer)]
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[Callable[[], None]]:
-        """Put back buffers, gradients, generators and the scaler when the block fails before it has called what it is given."""
-        kept = False
-
-        def keep() -> None:
-            nonlocal kept
-            kept = True
-
-        before = [
-            (f"{path}.{name}" if path else name, module, name, buffer)
-            for path, module in self.model.named_modules()
-            for name, buffer in module._buffers.items()
-        ]
-        buffers = {path: buffer for path, _, _, buffer in before}
-        for path, copy in self._changed.items():
-            copy.copy_(buffers[path])
-        generators = [torch.default_generator.clone_state()]
-        if self.device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self.device.index or 0].clone_state())
-        scaling = None if self.scaling is None else self.scaling.state()
-        try:
-            yield keep
-        except BaseException:
-            if kept:
-                raise
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            for _, module, name, buffer in before:
-                module._buffers[name] = buffer  # where forward put another tensor in its place
-            with torch.no_grad():
-                for path, copy in self._changed.items():
-                    buffers[path].copy_(copy)
-            torch.default_generator.set_state(generators[0].get_state())
-            if self.device.type == "cuda":
-                torch.cuda.default_generators[self.device.index or 0].set_state(generators[1].get_state())
-            if self.scaling is not None and scaling is not None:
-                self.scaling.set_state(scaling)
-            raise
 
     @contextmanager
     def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | None]:
@@ -520,14 +304,9 @@ class Engine:
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
-        compiled = self._compiled[self.plan.signature]
         program = self._program(self.plan)
-        if compiled.script.plain:
-            with program.as_chosen():
-                yield None
-            return
-        follower = Follower(compiled, retain=retain_graph, lower_tiers=self._lower_tiers)
-        with follower.following(), program.as_chosen():
+        follower = self._executor.follower(self._plans.compiled(self.plan), retain=retain_graph)
+        with follower.following() if follower is not None else nullcontext(), program.as_chosen():
             yield follower
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------
@@ -538,66 +317,50 @@ class Engine:
         Raises:
             BatchError: no plan is for such a batch.
         """
-        return self._plan_for(batches.signature(batch))
-
-    def _plan_for(self, signature: str) -> Plan:
-        if signature in self._plans:
-            return self._plans[signature]
-        fitting = [p for s, p in self._plans.items() if batches.fits_within(signature, s)]
-        if not fitting:
-            raise BatchError(
-                f"the batch is [{signature}], the plan is for batches up to [{self.plan.signature}]: "
-                "plan again with a sample of the largest shape, or cut the batch down to it; nothing was changed"
-            )
-        return min(fitting, key=lambda p: p.prediction.peak_bytes)
+        return self._plans.plan_for(batches.signature(batch), self.plan)
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        first = next(self.model.parameters(), None)
-        return first.device if first is not None else torch.device("cpu")
+        return device_of(self.model)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """What happened, step by step."""
+        return self._history.records
+
+    @records.setter
+    def records(self, records: list[StepRecord]) -> None:
+        self._history.records = records
+
+    @property
+    def steps(self) -> int:
+        """Steps that happened; where the loop is another trainer's, it sets its own count."""
+        return self._history.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._history.steps = steps
+
+    @property
+    def reading(self) -> Reading | None:
+        """Of the meter, for the last step; None where it was not metered. Where the loop is another trainer's, it sets its own."""
+        return self._history.reading
+
+    @reading.setter
+    def reading(self, reading: Reading | None) -> None:
+        self._history.reading = reading
 
     def present(self, batch: Batch) -> list[torch.Tensor]:
         """Tensors that are there before a step and count against the budget."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        beside = [*self.model.buffers(), *self._changed.values(), *batches.leaves(batch), *model_tensors(self.model)]
+        copies = self._transactions.buffers.copies.values()
+        others = [*self.model.buffers(), *copies, *batches.leaves(batch), *model_tensors(self.model)]
         scaling = self.scaling.tensors() if self.scaling is not None else []
         streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
         state = state_tensors(self.optimizer) if self.optimizer is not None else []
-        return [*self.model.parameters(), *state, *beside, *gradients, *scaling, *streamed]
+        return [*self.model.parameters(), *state, *others, *gradients, *scaling, *streamed]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""
         return Report(title, self.plan, self.rehearsal, tuple(self.records), self.frontier, tuple(facts))
-
-
-class _Metered(Watch):
-    """Takes the meter along from thread to thread."""
-
-    def __init__(self, reading: Reading) -> None:
-        self.leave_thread = reading.leave_thread  # type: ignore[method-assign]
-        self.enter_thread = reading.enter_thread  # type: ignore[method-assign]
-
-
-def _halfway(error: BaseException) -> EngineError:
-    reason = str(error).partition(": ")[0] if isinstance(error, MemfitError) else type(error).__name__
-    return EngineError(
-        f"the optimizer's update failed half way ({reason}), so parameters and optimizer state lie between two steps: "
-        "load the last snapshot (memfit resume does) and make an engine anew"
-    )
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: half an update is no state to stop in."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[tuple[int, Any]] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if pending and callable(previous):
-        previous(*pending[0])

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
-from memfit.engine.engine import counting_parts
+from memfit.engine.accumulation import weighted_micro_batches
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.lightning.logged import Calls, unlogged
 from memfit.lightning.refused import refuse, why_not_divided
@@ -229,7 +229,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
                 f"a batch is [{have}], the plan is for batches up to [{plan.signature}]: give FitToMemory a "
                 "sample of the largest shape that will come, or cut the data down to it"
             )
-        counting = counting_parts(plan, batch)
+        counting = weighted_micro_batches(plan, batch)
         calls = Calls()
 
         def ran(part: Batch) -> Any:

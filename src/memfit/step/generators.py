@@ -1,12 +1,36 @@
-"""States of the default generators: taken, put back, and made for the micro-batches that do not draw from the process's own."""
+"""States of the default generators: of the CPU and of the device that computes, or of all devices.
+
+A state as a tensor (`taken`) is memory of the step, and a capture counts it. A state as a generator of its own (`GeneratorStates`) is not, so what only
+guards a step against its own failure adds nothing to its peak.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 States = tuple[torch.Tensor, ...]
+
+
+def of_device(device: torch.device) -> torch.Generator:
+    """The default generator that operations on a device draw from."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _drawn_from(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The CPU's, and that of the device where it has one: a step on a GPU may draw from both."""
+    cpu, own = torch.default_generator, of_device(device)
+    return (cpu,) if own is cpu else (cpu, own)
+
+
+# -- as tensors, which a capture counts ----------------------------------------------------------------------------------------
 
 
 def taken(device: torch.device) -> States:
@@ -18,9 +42,74 @@ def taken(device: torch.device) -> States:
 
 def put_back(states: States, device: torch.device) -> None:
     """Set the default generators to what `taken` gave."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+    for generator, state in zip(_drawn_from(device), states, strict=True):
+        generator.set_state(state)
+
+
+@contextmanager
+def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Draw from an earlier state of a device's default generator, then go on as if nothing had been drawn."""
+    generator = of_device(device)
+    present = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(present)
+
+
+# -- as generators, which nothing counts ---------------------------------------------------------------------------------------
+
+
+class GeneratorStates:
+    """The states that the default generators have now, to be put back later.
+
+    Args:
+        device: the one that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = [(generator, generator.clone_state()) for generator in _drawn_from(device)]
+
+    def put_back(self) -> None:
+        """Have the default generators draw what they would have drawn."""
+        for generator, state in self._states:
+            generator.set_state(state.get_state())
+
+
+@contextmanager
+def forked_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Random numbers drawn inside leave the default generators as they were.
+
+    Args:
+        device: the one that computes; None for the current CUDA device, or the CPU where there is none.
+    """
+    before = GeneratorStates(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+# -- of the whole process ------------------------------------------------------------------------------------------------------
+
+
+def of_process() -> dict[str, Any]:
+    """States of the CPU's default generator (`torch`) and of those of all CUDA devices (`cuda`), as uint8 tensors: for a file."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def put_back_in_process(states: Mapping[str, Any]) -> None:
+    """Inverse of `of_process`; states of CUDA devices are left out where there are more or fewer devices now."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+# -- of micro-batches that do not draw from the process's own ------------------------------------------------------------------
 
 
 def derived_seed(states: States, index: int) -> int:
@@ -34,7 +123,5 @@ def derived_seed(states: States, index: int) -> int:
 
 def seed(number: int, device: torch.device) -> None:
     """Seed the CPU's default generator and the device's, and no other device's."""
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(number)
+    for generator in _drawn_from(device):
+        generator.manual_seed(number)

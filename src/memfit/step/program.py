@@ -14,6 +14,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
+from memfit.step.device import device_of
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.techniques.freezing.freeze import unforced
@@ -52,9 +53,7 @@ class StepProgram:
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
         """Forward and loss of one micro-batch run inside: autocast, the loss head in chunks, no gradients forced through what is frozen."""
-        first = next(self.model.parameters(), None)
-        device_type = "cpu" if first is None else first.device.type
-        with unforced(self.model, self.choices.unforced), regions(self.choices, self.model, device_type):
+        with unforced(self.model, self.choices.unforced), regions(self.choices, self.model, device_of(self.model).type):
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -30,6 +30,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memfit.errors import SnapshotError
+from memfit.step.buffers import further_buffers, set_buffers
+from memfit.step.optimizer_state import set_optimizer
 from memfit.train import state
 from memfit.train.data import Position
 from memfit.units import format_bytes
@@ -118,7 +120,7 @@ def write(
     final = out / f"step-{step:06d}"
     partial = out / f".{final.name}.partial"
     content = {
-        "model.pt": {"state": trained.model.state_dict(), "buffers": state.further_buffers(trained.model)},
+        "model.pt": {"state": trained.model.state_dict(), "buffers": further_buffers(trained.model)},
         "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
         "loop.pt": {**loop, "scaling": None if trained.scaling is None else trained.scaling.state()},
     }
@@ -396,9 +398,9 @@ def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
     try:
         saved = snapshot.load("model.pt")
         trained.model.load_state_dict(saved["state"])
-        state.set_buffers(trained.model, saved["buffers"])
+        set_buffers(trained.model, saved["buffers"])
         if trained.optimizer is not None:
-            state.set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
+            set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
     except (RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, SnapshotError):
             raise

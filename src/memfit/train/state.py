@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from memfit.step.generators import of_process, put_back_in_process
 from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 
@@ -33,53 +34,11 @@ class Trained(Protocol):
         """Of the gradients; None where they are not scaled."""
 
 
-def further_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that `state_dict` leaves out: a forward pass may still have changed them."""
-    there = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in there}
-
-
-def set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `further_buffers`."""
-    for path, saved in buffers.items():
-        owner, _, name = path.rpartition(".")
-        module = model.get_submodule(owner)
-        there = getattr(module, name)
-        if isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (saved.shape, saved.dtype):
-            there.copy_(saved)  # in place: others may look at the same tensor
-        else:
-            setattr(module, name, saved.to(there.device if isinstance(there, torch.Tensor) else "cpu"))
-
-
-def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put saved state back; learning rates and other settings stay those of the optimizer as it is now."""
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    # torch adopts tensors that need no conversion; these come fresh from the file, so nothing else holds them.
-    optimizer.load_state_dict(saved)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    # torch casts state to the parameter's type; what was saved in another (8-bit state, float32 beside bfloat16) goes
-    # back as it was.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in saved["state"].items():
-        there = optimizer.state.get(parameters[index], {})
-        for name, value in state.items():
-            now = there.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-                and now.shape == value.shape
-            ):
-                there[name] = value.to(now.device)
-
-
 def generators() -> dict[str, Any]:
     """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **of_process(),
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
     }
@@ -87,9 +46,7 @@ def generators() -> dict[str, Any]:
 
 def set_generators(states: Mapping[str, Any]) -> None:
     """Inverse of `generators`."""
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    put_back_in_process(states)
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = states["numpy"]

@@ -17,7 +17,6 @@ from torch import nn
 
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import device_of
 from memfit.dialects.deepspeed import DeepSpeedConfig, read
 from memfit.dialects.deepspeed import schedules as own_schedules
 from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION
@@ -27,6 +26,7 @@ from memfit.errors import ConfigError, InputError
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.optimizers.lion import Lion
 from memfit.searching import Budget
+from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.autocast.precision import ScaleRule
 from memfit.tracing import Progress

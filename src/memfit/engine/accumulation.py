@@ -1,0 +1,101 @@
+"""Micro-batches: how a plan splits a batch, how much each counts for in the loss, and what those of a step have come to so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.batches import Batch
+from memfit.errors import BatchError
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
+
+
+def micro_batches_of(plan: Plan, batch: Batch) -> list[Batch]:
+    """The micro-batches that a plan runs a batch in; a smaller batch than planned may be fewer."""
+    if plan.choices.micro_batches == 1:
+        return [batch]
+    total = batches.size(batch)
+    count = -(-total // plan.choices.micro_batch_size)
+    return batches.split(batch, batches.micro_batch_sizes(total, count))
+
+
+def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]] | None:
+    """The micro-batches of a batch and the share of each in its loss; None where it is run whole.
+
+    One in which nothing counts (all its labels are masked) is left out: its own mean is 0/0.
+    """
+    split = micro_batches_of(plan, batch)
+    if len(split) == 1:
+        return None
+    shares = batches.shares(split, plan.choices.weights) or [1.0 / len(split)] * len(split)
+    return [(micro_batch, share) for micro_batch, share in zip(split, shares, strict=True) if share != 0.0]
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """What the micro-batches of a step have come to so far.
+
+    Attributes:
+        loss: weighted.
+        micro_batches: run.
+        recomputations: operations run again.
+        divergences: of forwards from the plan.
+        last: loss of the last one, a tensor as in the capture; must not be there together with the next one's activations.
+        unit, counted: where the whole is not known before: what the first micro-batch counts for, and all so far.
+    """
+
+    loss: float = 0.0
+    micro_batches: int = 0
+    recomputations: int = 0
+    divergences: list[str] = field(default_factory=list)
+    last: torch.Tensor | None = None
+    unit: int = 0
+    counted: int = 0
+
+    def add_uncounted(self, micro_batches: Iterable[Batch], how: str, run: Callable[[Batch, float], None]) -> None:
+        """Run micro-batches in units of the first one, as nobody knows yet what all will count for; those in which nothing counts are left out.
+
+        Args:
+            micro_batches: those of one batch of a loader.
+            how: what the loss averages over (`Choices.weights`).
+            run: forward and backward of a micro-batch, with its weight.
+        """
+        for micro_batch in micro_batches:
+            count = batches.counted(micro_batch, how)
+            self.unit = self.unit or count
+            self.counted += count
+            if count:
+                run(micro_batch, count / self.unit)
+
+    def divide(self, model: nn.Module, how: str) -> None:
+        """All have been run in units of the first one: divide loss and gradients by what they count for, once.
+
+        Raises:
+            BatchError: nothing in them counts.
+        """
+        if not self.counted:
+            raise BatchError(
+                f"{self.micro_batches or 'no'} micro-batches were handed over, and nothing in them counts for the loss (it is weighted by {how}): "
+                "nothing was changed"
+            )
+        share = 1.0 if how == "sum" else self.unit / self.counted  # a sum stays a sum
+        self.loss *= share
+        if share != 1.0:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], share)
+
+    def record(self, *, skipped: bool) -> StepRecord:
+        """Of the step; its number and its seconds are not known here."""
+        return StepRecord(
+            0,
+            self.loss,
+            0.0,
+            self.micro_batches,
+            reruns=self.recomputations,
+            departures=tuple(self.divergences),
+            skipped=skipped,
+        )

@@ -1,0 +1,64 @@
+"""A script with its operation names resolved, laid out by the number of an operation in forward: what is looked up while a forward runs."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+
+from memfit.values.script import Script
+
+
+class CompiledScript:
+    """A script, ready to be followed.
+
+    Attributes:
+        script: what was compiled.
+        functions: of each operation of forward; None for one that is not installed.
+        count: operations of forward.
+        outputs: of each operation, the storages of the plan that it makes: (output, storage, bytes).
+        recorded: of each operation that runs again, the storages that its arguments are in; None for the others.
+        leaving: by operation, the storages whose copy to another tier begins after it.
+        gone: by operation, the storages that are on the other tier alone from it on.
+        acts: whether anything is to be done at an operation but to run it.
+        states_ending: (step, position among its runs) -> operations whose generator states nothing needs afterwards.
+        recipe_of: by storage, the operations that make it again.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.functions: list[OpOverload | None] = [_resolve(name) for name in script.operations]
+        self.count = len(self.functions)
+        self.outputs: list[tuple[tuple[int, int, int], ...]] = [script.makes.get(i, ()) for i in range(self.count)]
+        self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
+        self.leaving: dict[int, list[int]] = {}
+        self.gone: dict[int, list[int]] = {}
+        for number, swap in script.swaps.items():
+            self.leaving.setdefault(swap.begin, []).append(number)
+            self.gone.setdefault(swap.gone_by, []).append(number)
+        self.acts = [
+            bool(o) or r is not None or i in self.leaving or i in self.gone or i in script.writes
+            for i, (o, r) in enumerate(zip(self.outputs, self.recorded, strict=True))
+        ]
+        self.makes = dict(script.makes)
+        # Generator states go right after the recipe that needs them last.
+        last: dict[int, tuple[int, int]] = {}
+        for number, step in enumerate(script.steps):
+            for position, run in enumerate(step.runs):
+                last.update((operation, (number, position)) for operation in run if operation in script.random)
+        self.states_ending: dict[tuple[int, int], list[int]] = {}
+        for operation, where in last.items():
+            self.states_ending.setdefault(where, []).append(operation)
+        self.recipe_of: dict[int, tuple[int, ...]] = {}
+        for step in script.steps:
+            for run in step.runs:
+                for operation in run:
+                    for _, storage, _ in script.makes.get(operation, ()):
+                        self.recipe_of[storage] = run
+
+
+def _resolve(name: str) -> OpOverload | None:
+    parts = name.split(".")
+    if len(parts) != 3:
+        return None
+    packet = getattr(getattr(torch.ops, parts[0], None), parts[1], None)
+    return getattr(packet, parts[2], None)

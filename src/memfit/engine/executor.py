@@ -1,0 +1,71 @@
+"""Forward and backward of one micro-batch, as a plan's script says."""
+
+from __future__ import annotations
+
+from memfit.batches import Batch
+from memfit.engine.accumulation import Accumulated
+from memfit.engine.compiled import CompiledScript
+from memfit.engine.follower import Follower
+from memfit.engine.swap import LowerTiers
+from memfit.step.program import StepProgram
+
+
+class Executor:
+    """Runs micro-batches.
+
+    Args:
+        lower_tiers: where to offload to, for plans that do.
+    """
+
+    def __init__(self, lower_tiers: LowerTiers) -> None:
+        self._lower_tiers = lower_tiers
+
+    def follower(self, compiled: CompiledScript, *, retain: bool = False) -> Follower | None:
+        """What follows a script through a forward; None where the script drops nothing.
+
+        Args:
+            compiled: the script.
+            retain: backward may run more than once.
+        """
+        return None if compiled.script.plain else Follower(compiled, retain=retain, lower_tiers=self._lower_tiers)
+
+    def forward_backward(
+        self,
+        program: StepProgram,
+        compiled: CompiledScript,
+        micro_batch: Batch,
+        weight: float | None,
+        total: Accumulated,
+        *,
+        updates: bool = False,
+    ) -> None:
+        """One micro-batch.
+
+        Args:
+            program: the step.
+            compiled: the script to follow.
+            micro_batch: on the device.
+            weight: its share of the loss; None for the whole.
+            total: of the step so far, added to.
+            updates: parameters are updated inside its backward.
+        """
+        total.last = None
+        follower = self.follower(compiled)
+        try:
+            # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
+            total.last = program.forward_backward(
+                micro_batch,
+                weight,
+                follower.following() if follower is not None else None,
+                check_finite=program.scaling is None,
+                around_backward=program.updating() if updates else None,
+            )
+        finally:
+            if follower is not None:
+                follower.tape.end()
+        total.loss += float(total.last) * (1.0 if weight is None else weight)
+        total.micro_batches += 1
+        if follower is not None:
+            total.recomputations += follower.tape.recomputations
+            if follower.departure is not None:
+                total.divergences.append(follower.departure)

@@ -1,0 +1,217 @@
+"""Follow a script through an eager forward of any module: keep, drop or offload what autograd saves.
+
+A dispatch mode counts the operations of forward and compares each with the script; saved-tensor hooks give autograd a `Handle` for each tensor whose
+storage the plan drops. At the first operation that differs, a *divergence*, the rest of the forward keeps what autograd saves, as plain PyTorch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import dispatch
+from memfit.engine.compiled import CompiledScript
+from memfit.engine.geometry import Argument, Handle
+from memfit.engine.swap import LowerTiers
+from memfit.engine.tape import Tape
+from memfit.step import generators
+from memfit.values.script import KEPT
+
+_wants_gradient = dispatch.wants_gradient
+
+
+class Follower(TorchDispatchMode):
+    """The dispatch mode and saved-tensor hooks of one followed forward.
+
+    Args:
+        compiled: what to follow.
+        retain: backward may run more than once; nothing is let go early.
+        lower_tiers: where to offload to, for a script that does.
+
+    Attributes:
+        tape: what backward goes by.
+        departure: where and why the forward differed from the script; None where it did not.
+    """
+
+    def __init__(
+        self, compiled: CompiledScript, *, retain: bool = False, lower_tiers: LowerTiers | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compiled = compiled
+        self.tape = Tape(compiled, retain=retain, lower_tiers=lower_tiers)
+        self.index = 0
+        self.save = 0
+        self.departure: str | None = None
+        self._functions: list[Any] = list(compiled.functions)
+        self._acts = compiled.acts
+        self._count = compiled.count
+        self._wanted = compiled.script.wanted
+        if compiled.script.swaps and self.tape.storages.arenas is None:
+            self._diverge(
+                "an earlier forward, whose backward has not run yet, still has what it swapped on the lower tier"
+            )
+
+    @contextmanager
+    def following(self) -> Iterator[Follower]:
+        """Run forward and loss inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self:
+            yield self
+        if self.departure is None and self.index != self._count:
+            self._diverge(f"forward ended after {self.index} operations, the plan has {self._count}")
+        if self.departure is None and self.save != len(self.compiled.script.saves):
+            self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
+        self.tape.storages.forward_ends()
+
+    # -- operations ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        index = self.index
+        if index < self._count and func is self._functions[index] and self.departure is None:
+            self.index = index + 1
+            if _wants_gradient(*args) is not self._wanted[index]:
+                more = "no gradient" if self._wanted[index] else "a gradient"
+                self._diverge(f"operation {index} ({func}) needs {more} for what it reads, unlike in the plan")
+                return self._unplanned(func, args, kwargs or {})
+            if not self._acts[index]:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return self._act(index, func, args, kwargs or {})
+        if self.departure is None:
+            if not dispatch.is_operation(func):
+                return func(*args, **kwargs) if kwargs else func(*args)
+            planned = str(self._functions[index]) if index < self._count else "the end of forward"
+            self._diverge(f"operation {index} is {func}, the plan has {planned}")
+        return self._unplanned(func, args, kwargs or {})
+
+    def _diverge(self, why: str) -> None:
+        self.departure = why
+        self.tape.diverge()
+
+    def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is not in the plan. Recomputations of what was dropped before may read what it writes into: they are left the value of now."""
+        for tensor in dispatch.written(func, args, kwargs):
+            if tensor.layout is torch.strided:
+                self.tape.storages.preserve(tensor.untyped_storage())
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the plan and do what the script says of it."""
+        compiled, storages = self.compiled, self.tape.storages
+        writes = compiled.script.writes.get(index)
+        if writes is not None and writes != tuple(
+            dict.fromkeys(
+                storages.number_of(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t)
+            )
+        ):
+            self._diverge(f"operation {index} ({func}) writes into another tensor than in the plan")
+            return self._unplanned(func, args, kwargs)
+        places = compiled.recorded[index]
+        if places is not None and not self._note(index, func, args, kwargs, places):
+            self._diverge(f"operation {index} ({func}) reads other tensors than in the plan")
+            return self._unplanned(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if compiled.outputs[index] and not self._keep_outputs(index, func, result):
+            return result
+        for number in compiled.leaving.get(index, ()):
+            storages.begin_leaving(number)
+        for number in compiled.gone.get(index, ()):
+            storages.finish_leaving(number)
+        return result
+
+    def _keep_outputs(self, index: int, func: OpOverload, result: Any) -> bool:
+        """Know the storages that an operation made; false where they are not as the plan says."""
+        script, storages = self.compiled.script, self.tape.storages
+        results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
+        for output, number, size in self.compiled.outputs[index]:
+            if output >= len(results):
+                self._diverge(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
+                return False
+            storage = results[output].untyped_storage()
+            if storage.nbytes() > size >= 0:
+                self._diverge(
+                    f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
+                )
+                return False
+            storages.know(number, storage)
+            if number in script.held or number in script.swaps:
+                storages.keep(number, results[output])
+        return True
+
+    def _note(
+        self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]
+    ) -> bool:
+        """Write down what a recomputation would read; false where it is not what the plan says."""
+        made = self.tape.storages.made
+        position = 0
+        as_planned = True
+
+        def noted(value: Any) -> Any:
+            nonlocal position, as_planned
+            if isinstance(value, torch.Tensor):
+                place = places[position] if position < len(places) else -1
+                position += 1
+                if place >= 0:
+                    known = made.get(place)
+                    if known is None or known() is not value.untyped_storage():
+                        as_planned = False
+                return Argument(value, place)
+            if type(value) in (list, tuple):
+                return type(value)(noted(v) for v in value)
+            return value
+
+        noted_args = [noted(a) for a in args]
+        noted_kwargs = {k: noted(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if not as_planned:
+            return False
+        for statistics in dispatch.batch_norm_statistics(func, args):
+            noted_args[statistics] = None  # a recomputation must not update the running statistics a second time
+        self.tape.noted[index] = (func, tuple(noted_args), noted_kwargs)
+        if index in self.compiled.script.random:
+            device = next((t.device for t in dispatch.tensors_in((args, kwargs))), torch.device("cpu"))
+            if kwargs.get("device") is not None:
+                device = torch.device(kwargs["device"])
+            self.tape.states[index] = (generators.of_device(device).get_state(), device)
+        return True
+
+    # -- what autograd saves -------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        save = self.save
+        self.save = save + 1
+        if self.departure is None:
+            saves = self.compiled.script.saves
+            if save >= len(saves):
+                self._diverge(f"autograd saved more than the {len(saves)} tensors of the plan")
+            else:
+                number = saves[save]
+                if number != KEPT:
+                    known = self.tape.storages.made.get(number)
+                    if known is not None and tensor.layout is torch.strided and known() is tensor.untyped_storage():
+                        return Handle(self.tape, save, tensor)
+                    self._diverge(f"save {save} is not the tensor of the plan")
+        # With hooks on, autograd leaves the check for writes between forward and backward to them.
+        if tensor.is_leaf:
+            return tensor, tensor._version
+        if type(tensor) is not torch.Tensor:
+            return tensor.detach(), tensor._version
+        with torch._C._DisableTorchDispatch():  # else this very mode would be asked, in Python
+            return tensor.detach(), tensor._version
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if type(packed) is Handle:
+        return packed.tape.saved_tensor(packed)
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    found: torch.Tensor = tensor
+    return found

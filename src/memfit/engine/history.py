@@ -1,0 +1,83 @@
+"""What happened: a record for each step, its time and measured peak, and warnings, each told once."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from memfit.meter import Reading, metered
+from memfit.values.report import StepRecord
+
+
+class History:
+    """The steps of an engine.
+
+    Attributes:
+        records: of each step that happened.
+        steps: their number; what another trainer counts may be set here.
+        reading: of the step that is metered or was the last one to be; None where the last step was not.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.steps = 0
+        self.reading: Reading | None = None
+        self._told: set[str] = set()
+
+    def add(self, record: StepRecord) -> None:
+        """A step has happened; the record gets its number here."""
+        self.steps += 1
+        self.records.append(replace(record, step=self.steps))
+
+    def timed(self, run: Callable[[], None]) -> StepRecord:
+        """Run a step that adds its record, and put its time there."""
+        return self._completed(run)
+
+    def metered(
+        self, run: Callable[[], None], present: Callable[[], Iterable[torch.Tensor]], device: torch.device
+    ) -> StepRecord:
+        """As `timed`, with the peak of the step measured.
+
+        Args:
+            run: the step.
+            present: gives the tensors that are there before it, and count; none is held here, as what the step lets go must be able to die.
+            device: to measure.
+        """
+
+        def measured() -> None:
+            with metered(present(), device) as self.reading:
+                run()
+
+        return self._completed(measured)
+
+    def _completed(self, run: Callable[[], None]) -> StepRecord:
+        self.reading = None
+        started = time.perf_counter()
+        run()
+        record = replace(
+            self.records[-1],
+            seconds=time.perf_counter() - started,
+            peak_bytes=self.reading.peak_bytes if self.reading is not None else None,
+        )
+        self.records[-1] = record
+        return record
+
+    def tell_divergence(self, divergence: str, more: str = "", *, stacklevel: int) -> None:
+        """Warn that a forward was not as planned, once for each divergence.
+
+        Args:
+            divergence: where and why.
+            more: what happens now.
+            stacklevel: of `warnings.warn`, from here.
+        """
+        if divergence not in self._told:
+            self._told.add(divergence)
+            warnings.warn(
+                f"a forward differed from the plan and was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
+                + more,
+                stacklevel=stacklevel,
+            )

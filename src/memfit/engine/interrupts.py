@@ -1,0 +1,25 @@
+"""Ctrl-C while parameters are updated: heard when the update is done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: half an update is no state to stop in. Outside the main thread Python hears no signals anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[int, Any]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pending and callable(previous):
+        previous(*pending[0])

@@ -1,0 +1,162 @@
+"""The storages of the plan that are kept between forward and backward: on the device, on their way to another tier or back, or on that tier alone.
+
+A copy to another tier begins after the operation that writes a storage last and is waited for where the script says, and so is the copy back. Bytes
+follow the script alone that way, however fast the copies are (`swap`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from memfit.engine.compiled import CompiledScript
+from memfit.engine.geometry import WriteCheck
+from memfit.engine.swap import Arena, Copy, LowerTiers
+from memfit.errors import EngineError
+
+LET_GO: Final = (
+    "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
+    "`with engine.forward(retain_graph=True)`"
+)
+
+
+class KeptStorages:
+    """Of one followed forward, until its backward is done.
+
+    Args:
+        compiled: the script.
+        lower_tiers: where to offload to, for a script that does.
+
+    Attributes:
+        live: kept on the device, by their number in the plan.
+        made: those that forward has made, kept or not. Weak: an address may be used again once a storage is gone, the storage itself may not.
+        offloaded: what has been copied to another tier: bytes, and the device it is from.
+        arenas: free space on the other tiers, for as long as it is lent; None where the script needs none or another forward has it.
+    """
+
+    def __init__(self, compiled: CompiledScript, lower_tiers: LowerTiers | None) -> None:
+        self._script = compiled.script
+        self.live: dict[int, torch.UntypedStorage] = {}
+        self.made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.offloaded: dict[int, tuple[int, torch.device]] = {}
+        self._number_at: dict[int, int] = {}  # by address
+        self._checks: dict[int, WriteCheck] = {}
+        self._leaving: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
+        self._returning: dict[int, Copy] = {}
+        self.arenas: Mapping[str, Arena] | None = None
+        self._lower_tiers: LowerTiers | None = None
+        if self._script.swaps:
+            assert lower_tiers is not None, "an engine whose plan offloads has tiers to offload to"
+            self._lower_tiers, self.arenas = lower_tiers, lower_tiers.lend(self)
+
+    # -- on the device -------------------------------------------------------------------------------------------------------
+
+    def know(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Forward has made a storage of the plan."""
+        self.made[number] = weakref.ref(storage)
+        self._number_at[storage._cdata] = number
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, -1 where it is none of the plan."""
+        storage = tensor.untyped_storage()
+        number = self._number_at.get(storage._cdata, -1)
+        return number if number >= 0 and self.made[number]() is storage else -1
+
+    def keep(self, number: int, tensor: torch.Tensor) -> None:
+        """Keep what forward has made, and notice when somebody writes into it after forward."""
+        self.live[number] = tensor.untyped_storage()
+        if not tensor.is_inference():  # nobody writes into those where gradients are wanted
+            self._checks[number] = WriteCheck(tensor)
+
+    def forward_ends(self) -> None:
+        """From here on nobody writes into what is kept, and every copy to another tier that was begun is waited for."""
+        for check in self._checks.values():
+            check.begin()
+        for number in list(self._leaving):  # after a divergence
+            self.finish_leaving(number)
+
+    def put(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Keep another storage under this number: a copy, or a recomputed one."""
+        self.live[number] = storage
+        self._checks.pop(number, None)
+
+    def release(self, number: int) -> None:
+        """Keep a storage no longer."""
+        self.finish_returning(number)
+        self.live.pop(number, None)
+        self._checks.pop(number, None)
+
+    def read(self, number: int) -> torch.UntypedStorage:
+        """What is kept under this number, complete.
+
+        Raises:
+            RuntimeError: somebody has written into it since forward.
+        """
+        self.finish_returning(number)
+        if number in self._checks:
+            self._checks[number].check()
+        return self.live[number]
+
+    def preserve(self, storage: torch.UntypedStorage) -> None:
+        """Keep what is in a storage now: it is about to be written, and not by the plan."""
+        for number in [n for n, (leaving, _) in self._leaving.items() if leaving is storage]:
+            self.finish_leaving(number)
+        for number in [n for n, kept in self.live.items() if kept is storage]:
+            self.put(number, storage.clone())
+
+    # -- on another tier -----------------------------------------------------------------------------------------------------
+
+    def begin_leaving(self, number: int) -> None:
+        """Begin to copy a storage to its tier, where the space planned there is enough; else keep it."""
+        swap = self._script.swaps[number]
+        storage = self.made[number]()
+        assert storage is not None, "the operation that has just run wrote it"
+        assert self.arenas is not None
+        arena = self.arenas[swap.tier]
+        if number not in self._script.held:
+            self.live.pop(number, None)
+            self._checks.pop(number, None)
+        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == arena.device_type:
+            self.offloaded[number] = storage.nbytes(), storage.device
+            self._leaving[number] = storage, arena.copy_down(storage, swap.offset)
+        else:
+            self.put(number, storage)
+
+    def finish_leaving(self, number: int) -> None:
+        """Wait for a copy to another tier, and keep its storage no longer for it."""
+        if number in self._leaving:
+            self._leaving[number][1].wait()
+            del self._leaving[number]
+
+    def begin_returning(self, number: int) -> None:
+        """Allocate an offloaded storage on the device again, and begin to fill it.
+
+        Raises:
+            EngineError: the space on the other tier was given back.
+        """
+        if number not in self.offloaded:
+            return  # it was kept
+        if self.arenas is None:
+            raise EngineError(LET_GO)
+        self.finish_leaving(number)
+        self.finish_returning(number)
+        size, device = self.offloaded[number]
+        storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        self.put(number, storage)
+        swap = self._script.swaps[number]
+        self._returning[number] = self.arenas[swap.tier].copy_up(storage, swap.offset)
+
+    def finish_returning(self, number: int) -> None:
+        """Wait for the copy that fills a storage."""
+        copy = self._returning.pop(number, None)
+        if copy is not None:
+            copy.wait()
+
+    def end(self) -> None:
+        """Nothing will be asked for any more: give the other tiers back."""
+        if self._lower_tiers is not None:
+            self._lower_tiers.give_back(self)
+            self.arenas = None

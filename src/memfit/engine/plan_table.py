@@ -1,0 +1,90 @@
+"""The plans that an engine follows, by the signature of the batches that they are for.
+
+A batch falls under the plan of its own signature, or under the tightest one that it fits within. A shape whose forward diverged from the plan it fell
+under gets a plan of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+from memfit import batches
+from memfit.batches import Batch
+from memfit.engine.compiled import CompiledScript
+from memfit.errors import BatchError, CaptureError, InfeasibleError
+from memfit.values.plan import Plan
+
+
+class PlanTable:
+    """Plans by signature, each with its script compiled."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, Plan] = {}
+        self._compiled: dict[str, CompiledScript] = {}
+        self._diverged: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def add(self, plan: Plan) -> None:
+        """From now on the plan for batches of its signature."""
+        self._plans[plan.signature] = plan
+        self._compiled[plan.signature] = CompiledScript(plan.script)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+        self._compiled.clear()
+
+    def compiled(self, plan: Plan) -> CompiledScript:
+        """The script of a plan that was added."""
+        return self._compiled[plan.signature]
+
+    def plan_for(self, signature: str, first: Plan) -> Plan:
+        """The plan that batches of this signature fall under; the one with the smallest peak when several do.
+
+        Args:
+            signature: of a batch.
+            first: named in the error.
+
+        Raises:
+            BatchError: no plan is for such a batch.
+        """
+        if signature in self._plans:
+            return self._plans[signature]
+        fitting = [plan for each, plan in self._plans.items() if batches.fits_within(signature, each)]
+        if not fitting:
+            raise BatchError(
+                f"the batch is [{signature}], the plan is for batches up to [{first.signature}]: "
+                "plan again with a sample of the largest shape, or cut the batch down to it; nothing was changed"
+            )
+        return min(fitting, key=lambda plan: plan.prediction.peak_bytes)
+
+    # -- shapes that diverge -------------------------------------------------------------------------------------------------
+
+    def note_divergence(self, signature: str) -> None:
+        """A forward of such a batch was not as planned: the next one gets a plan of its own, unless it has one."""
+        if signature not in self._plans:
+            self._diverged.add(signature)
+
+    def wants_own_plan(self, signature: str) -> bool:
+        """Whether the next batch of this signature is to get a plan of its own."""
+        return signature in self._diverged and signature not in self._plans
+
+    def own_plan(self, batch: Batch, signature: str, known: Plan, planner: Callable[[Batch], Plan]) -> Plan:
+        """A plan for this very shape; the one it falls under where none can be made. Not added yet.
+
+        Args:
+            batch: of the shape.
+            signature: of the batch.
+            known: the plan that it falls under.
+            planner: makes a plan for a batch.
+        """
+        self._diverged.discard(signature)
+        try:
+            return planner(batch)
+        except (CaptureError, InfeasibleError) as error:
+            warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=4)
+            return replace(known, signature=signature)

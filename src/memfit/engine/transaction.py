@@ -1,0 +1,109 @@
+"""A step happens whole or not at all.
+
+When anything fails before the update (the model, a NaN loss, an interrupt), gradients are let go and buffers, generators and the gradient scaler put
+back. An interrupt during the update waits for its end. An update that fails half way cannot be undone, as nobody has a copy of the parameters: then no
+further step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from memfit.engine.interrupts import interrupts_wait
+from memfit.errors import EngineError, MemfitError, NonFiniteLossError
+from memfit.step.buffers import BufferCopies
+from memfit.step.guard import Guard
+from memfit.techniques.autocast.precision import Scaling
+
+
+class Transaction:
+    """One step on its way.
+
+    Attributes:
+        committed: the step has happened; nothing is put back any more.
+    """
+
+    def __init__(self, transactions: Transactions, rest: ExitStack) -> None:
+        self.committed = False
+        self._transactions = transactions
+        self._rest = rest
+
+    def commit(self) -> None:
+        """The step has happened: what fails from here on does not undo it."""
+        self.committed = True
+
+    def begin_update(self, written: Sequence[torch.Tensor]) -> None:
+        """What follows, to the end of the transaction, writes these tensors: whole, before a waiting interrupt is heard, or no step goes on from it."""
+        self._rest.enter_context(self._transactions.updating(written))
+
+    def interrupts_wait(self) -> None:
+        """Hear of Ctrl-C at the end of the transaction."""
+        self._rest.enter_context(interrupts_wait())
+
+
+class Transactions:
+    """The steps of one model.
+
+    Args:
+        model: being trained.
+
+    Attributes:
+        buffers: copies of those that forward writes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.buffers = BufferCopies(model)
+        self._stuck = ""
+
+    def check(self) -> None:
+        """Raise EngineError where an update has failed half way: nothing can go on from there."""
+        if self._stuck:
+            raise EngineError(self._stuck)
+
+    @contextmanager
+    def begin(self, scaling: Scaling | None) -> Iterator[Transaction]:
+        """One step runs inside; when it fails before `commit`, everything is put back.
+
+        Args:
+            scaling: of the gradients, where they are scaled.
+        """
+        guard = Guard(self._model, self.buffers.copies, scaling)
+        rest = ExitStack()
+        transaction = Transaction(self, rest)
+        try:
+            with rest:  # ends first: an interrupt that waited for the update is heard here
+                yield transaction
+        except BaseException:
+            if not transaction.committed:
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+                guard.put_back()
+            raise
+
+    @contextmanager
+    def updating(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """An update of these tensors happens inside."""
+        before = [(tensor, tensor._version) for tensor in written]
+        with interrupts_wait():
+            try:
+                yield
+            except NonFiniteLossError:
+                raise  # noticed before an update or in place of one; fused optimizers count a skipped step as a write
+            except BaseException as error:
+                if any(tensor._version != version for tensor, version in before):
+                    raise self.failed_half_way(error) from error
+                raise
+
+    def failed_half_way(self, error: BaseException) -> EngineError:
+        """What to raise where an update has failed half way; no step is taken from here on."""
+        reason = str(error).partition(": ")[0] if isinstance(error, MemfitError) else type(error).__name__
+        self._stuck = (
+            f"the optimizer's update failed half way ({reason}), so parameters and optimizer state lie between two steps: "
+            "load the last snapshot (memfit resume does) and make an engine anew"
+        )
+        return EngineError(self._stuck)

@@ -1,0 +1,123 @@
+"""What a step that comes to nothing leaves: buffers, generators and the scale of gradients as they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import EngineError
+from memfit.step import generators
+from memfit.step.buffers import BufferCopies, Buffers
+from memfit.step.device import device_of
+from memfit.step.guard import Guard
+from memfit.techniques.autocast.precision import Scaling
+from memfit.train import state
+
+CPU = torch.device("cpu")
+
+
+class Statistics(nn.Module):
+    """One buffer written in place, one replaced, one that is None until forward."""
+
+    written: Tensor
+    replaced: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written += 1
+        self.replaced = self.replaced + x
+        self.absent = x
+        return torch.rand(3) * x
+
+
+def test_buffers_written_replaced_and_made_are_put_back() -> None:
+    model = nn.Sequential(Statistics())
+    copies = BufferCopies(model)
+    copies.add(("0.written",))
+    before = dict(model[0].named_buffers())
+    guard = Guard(model, copies.copies)
+    model(torch.ones(3))
+    guard.put_back()
+    after = dict(model[0].named_buffers())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert not model[0].written.any()
+    assert not model[0].replaced.any()
+
+
+def test_a_buffer_that_the_model_does_not_have_is_named() -> None:
+    with pytest.raises(EngineError, match="'0.other'"):
+        BufferCopies(nn.Sequential(Statistics())).add(("0.written", "0.other"))
+
+
+def test_what_is_drawn_in_a_guarded_step_is_drawn_again() -> None:
+    model = Statistics()
+    guard = Guard(model)
+    first = model(torch.ones(3))
+    guard.put_back()
+    assert torch.equal(model(torch.ones(3)), first)
+
+
+def test_the_scale_of_gradients_is_put_back() -> None:
+    scaling = Scaling(CPU)
+    before = scaling.state()
+    guard = Guard(nn.Linear(1, 1), scaling=scaling)
+    scaling.scaler.update(2.0)
+    scaling.skipped_in_a_row = 3
+    guard.put_back()
+    assert scaling.state() == before
+
+
+def test_noting_the_generators_allocates_no_tensor() -> None:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        generators.GeneratorStates(CPU)
+    assert not [event for event in profile.events() if event.self_cpu_memory_usage]
+
+
+def test_forked_generators_come_back_from_an_error_too() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="while drawing"), generators.forked_generators():
+        torch.rand(3)
+        raise ValueError("while drawing")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_from_an_earlier_state_leaves_the_present_one() -> None:
+    state_before = torch.get_rng_state()
+    first = torch.rand(3)
+    present = torch.get_rng_state()
+    with generators.drawing_from(state_before, CPU):
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), present)
+
+
+def test_a_snapshot_has_every_generator_of_the_process() -> None:
+    states = state.generators()
+    assert list(states) == ["torch", "cuda", "python", "numpy"]
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()  # noqa: NPY002 - the global one is what is saved
+    state.set_generators(states)
+    assert drawn == (torch.rand(2).tolist(), random.random(), np.random.rand())  # noqa: NPY002 - as above
+
+
+def test_a_model_on_the_meta_device_or_without_parameters_is_on_the_cpu() -> None:
+    assert device_of(nn.Linear(1, 1, device="meta")) == CPU
+    assert device_of(nn.ReLU()) == CPU
+
+
+def test_buffers_without_copies_are_the_same_tensors_again() -> None:
+    model = Statistics()
+    replaced = model.replaced
+    noted = Buffers(model, {})
+    model(torch.ones(3))
+    noted.put_back()
+    assert model.replaced is replaced
+    assert model.absent is None

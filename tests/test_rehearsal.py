@@ -1,0 +1,90 @@
+"""A rehearsal leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+from small import adamw, rows, squared_error
+
+
+class Averaging(nn.Module):
+    """Keeps a mean in a buffer that every forward replaces, and draws noise."""
+
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return functional.dropout(functional.gelu(self.layer(x)), 0.1)
+
+
+def engine_of(dtype: torch.dtype = torch.float32) -> tuple[memfit.Engine, Any]:
+    sample = tuple(each.to(dtype) for each in rows())
+    model = Averaging(sample[0].shape[1]).to(dtype)
+    made = memfit.plan(model, sample, squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
+    return memfit.apply(made, model, squared_error, adamw), sample
+
+
+def test_a_buffer_that_forward_replaces_is_as_before() -> None:
+    engine, sample = engine_of()
+    mean = engine.model.mean
+    memfit.api.rehearse(engine, sample)
+    assert engine.model.mean is mean
+    assert not mean.any()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_training_goes_on_as_without_a_rehearsal(steps: int) -> None:
+    torch.manual_seed(0)
+    engine, sample = engine_of()
+    for _ in range(steps):
+        engine.step(sample)
+    torch.manual_seed(1)
+    assert engine.optimizer is not None
+    before = copy.deepcopy((engine.model.state_dict(), engine.optimizer.state_dict()))
+    first = engine.step(sample).loss
+    engine.model.load_state_dict(before[0])
+    engine.optimizer.load_state_dict(before[1])
+    if not steps:
+        engine.optimizer.state.clear()
+    torch.manual_seed(1)
+    memfit.api.rehearse(engine, sample)
+    assert engine.step(sample).loss == first
+    assert engine.steps == len(engine.records) == steps + 2
+
+
+def test_optimizer_state_of_another_dtype_than_its_parameter_is_as_before() -> None:
+    engine, sample = engine_of(torch.bfloat16)
+    engine.step(sample)
+    assert engine.optimizer is not None
+    for kept in engine.optimizer.state.values():
+        kept["exp_avg"] = kept["exp_avg"].float()
+        kept["exp_avg_sq"] = kept["exp_avg_sq"].float()
+    before = {id(p): dict(kept) for p, kept in engine.optimizer.state.items()}
+    engine.optimizer.step = lambda *_: None  # type: ignore[method-assign] - torch's own has no such state
+    memfit.api.rehearse(engine, sample)
+    for parameter, kept in engine.optimizer.state.items():
+        for name, value in kept.items():
+            assert isinstance(value, Tensor)
+            assert value.dtype == before[id(parameter)][name].dtype
+            assert torch.equal(value, before[id(parameter)][name])
+
+
+def test_no_state_stays_in_the_file_of_the_rehearsal() -> None:
+    engine, sample = engine_of()
+    engine.step(sample)
+    memfit.api.rehearse(engine, sample)
+    assert "memfit-rehearsal-" not in Path("/proc/self/maps").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import nn
 
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import device_of
+from memfit.capture.source import device_of
 from memfit.dialects.deepspeed import DeepSpeedConfig, read
 from memfit.dialects.deepspeed import schedules as own_schedules
 from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION

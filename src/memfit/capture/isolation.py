@@ -1,4 +1,6 @@
-"""Lend a model other tensors for a while: fake ones (nothing is allocated) or private copies (the user's stay untouched).
+"""Run the user's model and leave nothing behind: the generators as they were, and other tensors lent to the model for a while.
+
+Fake tensors allocate nothing; private copies leave the user's own untouched.
 
 `torch.func.functional_call` does this for one call of one module; a step also holds closures over the model and an optimizer over its parameters, so the
 tensors are exchanged inside the modules and put back at the end, together with every attribute that forward may have set.
@@ -8,11 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def forked_generators() -> AbstractContextManager[None]:
+    """Random numbers drawn inside leave the default generators as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices=devices)
 
 
 @contextmanager

@@ -72,6 +72,16 @@ class CallSpec:
         return _specs_in((self.args, self.kwargs))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first tensor argument; empty where there is none."""
+        return next((spec.shape for spec in self.tensors), ())
+
+    @property
+    def same_layout(self) -> bool:
+        """Whether all tensor arguments have one dtype, one shape and the same strides."""
+        return len({(spec.dtype, spec.shape, spec.stride) for spec in self.tensors}) == 1
+
+    @property
     def input_bytes(self) -> int:
         """Bytes that the tensor arguments span."""
         spans: dict[int, tuple[int, int]] = {}

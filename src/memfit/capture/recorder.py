@@ -229,6 +229,8 @@ class Recorder(TorchDispatchMode):
                 tuple(outputs),
                 wanted,
                 dispatch.is_sized_by_values(func, args),
+                call.shape,
+                call.same_layout,
             )
         )
         return result

@@ -74,7 +74,9 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
             calls[keys[key]] = _scaled_call(first.calls[key], second.calls[other], target)
     trace = replace(
         first.trace,
-        operations=tuple(replace(op, key=keys[op.key]) for op in first.trace.operations),
+        operations=tuple(
+            replace(op, key=keys[op.key], shape=calls[keys[op.key]].shape) for op in first.trace.operations
+        ),
         storages=storages,
         choices=replace(choices, micro_batch_size=target),
         source="scaled",

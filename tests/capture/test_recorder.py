@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -272,6 +273,19 @@ def test_a_generator_state_counts_from_when_it_is_taken() -> None:
     assert again[0] <= kept.death < len(trace.events)
     levels = Timeline(trace).plain().levels
     assert levels[reached[0]] - levels[reached[0] - 1] == size + ROW
+
+
+def test_a_generator_state_of_another_thread_is_not_of_the_step() -> None:
+    taken: list[Tensor] = []
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: taken.append(torch.get_rng_state()))
+        other.start()
+        other.join()
+        return model(x).sum()  # type: ignore[no-any-return]
+
+    trace = capture(StepSource(tiny(), torch.randn(BATCH, WIDTH), loss_of)).trace
+    assert taken[-1].numel() not in {s.bytes for s in trace.storages}
 
 
 class Keeps(nn.Module):

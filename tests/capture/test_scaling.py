@@ -88,6 +88,7 @@ def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPa
         a, b = found.calls[one.key], direct.calls[other.key]
         assert (a.func, a.made_bytes, a.written) == (b.func, b.made_bytes, b.written)
         assert a.args == b.args
+        assert (one.shape, one.same_layout) == (other.shape, other.same_layout)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet"])

@@ -41,7 +41,7 @@ def machine(**more: Any) -> dict[str, Any]:
     """What the figures were taken on, and with which versions."""
     import torch
 
-    from memfit.capture.costs import device_name
+    from memfit.capture.present_machine import device_name
 
     versions = {}
     for package in ("torch", "transformers", "memfit"):

@@ -13,7 +13,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.capture import model_digest
+from memfit.capture.source import model_digest
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError, PlanFileError

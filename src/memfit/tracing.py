@@ -12,10 +12,15 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture import costs as cost_tables
-from memfit.capture.capture import Captured
-from memfit.capture.recorder import Layouts
-from memfit.capture.scaled import trustworthy, without_forced_gradients
+from memfit.capture.calls import ResultLayouts
+from memfit.capture.captured import Captured
+from memfit.capture.confirmation import trustworthy, without_forced_gradients
+from memfit.capture.cost_table import CostTable
+from memfit.capture.costs import lower_tier, other_bytes, with_costs
+from memfit.capture.layouts import wrong_layouts
+from memfit.capture.present_machine import present_machine
+from memfit.capture.roofline import estimated_costs
+from memfit.capture.source import StepSource
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.engine.swap import swap_folder
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
@@ -64,11 +69,11 @@ class Tracing:
     def __post_init__(self) -> None:
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
-        self._table = None if self.device is not None else cost_tables.CostTable(self.here)
+        self._table = None if self.device is not None else CostTable(self.here)
         self._traces: dict[Choices, Trace] = {}
         self._believed: dict[Choices, Captured] = {}  # by the way the step is run
         self._unforced: dict[Choices, tuple[str, ...]] = {}
-        self._layouts: dict[str, Layouts] = {}
+        self._layouts: dict[str, ResultLayouts] = {}
         self._splitting: dict[tuple[str, ...], Splitting] = {}
 
     def trace_of(self, choices: Choices) -> Trace:
@@ -90,24 +95,24 @@ class Tracing:
                 captured = self._captured_as(choices, self._believed.get(way))
             self._believed.setdefault(way, captured)
             if self._table is None:
-                costs, are = cost_tables.estimated_costs(captured.calls, self.machine), "estimated"
+                costs, are = estimated_costs(captured.calls, self.machine), "estimated"
                 break
             costs, are = self._table.measure(captured.calls, self.progress), "measured"
             known = len(self._layouts)
-            self._layouts.update(cost_tables.wrong_layouts(captured, costs))
+            self._layouts.update(wrong_layouts(captured, costs))
             if len(self._layouts) == known:
                 break
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         present = [*model.parameters(), *model.buffers(), *batches.leaves(self.sample), *gradients]
-        trace = cost_tables.with_costs(
+        trace = with_costs(
             captured,
             costs,
             seconds_are=are,
             device=self.machine.name,
             allocation_bytes=self.machine.allocation_bytes,
-            beside_bytes=cost_tables.beside_bytes(self.here, present) if self.device is None else 0,
+            other_bytes=other_bytes(self.here, present) if self.device is None else 0,
         )
         return replace(
             trace,
@@ -118,19 +123,11 @@ class Tracing:
         )
 
     def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
+        source = StepSource(self.model, self.sample, self.loss_fn, self.optimizer, self.clip_norm, self.loader_batches)
+
         def run(way: Choices) -> Captured:
-            return trustworthy(
-                self.model,
-                self.sample,
-                self.loss_fn,
-                self.optimizer,
-                clip_norm=self.clip_norm,
-                choices=way,
-                believed=known,
-                layouts=self._layouts,
-                others=self._believed.values(),
-                loader_batches=self.loader_batches,
-            )
+            others = self._believed.values()
+            return trustworthy(source, way, believed=known, layouts=self._layouts, others=others)
 
         way = replace(choices, micro_batches=1)
         if way in self._unforced:
@@ -188,12 +185,12 @@ class Tracing:
         """To the tier below."""
         if self.device is not None:
             return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
-        return cost_tables.lower_tier(self.here, swap_folder())
+        return lower_tier(self.here, swap_folder())
 
     @cached_property
     def disk(self) -> Link:
         """To the disk below a GPU's host, through which all of it passes; this computer's disk, also for a GPU that is not here."""
-        own = cost_tables.lower_tier(torch.device("cpu"), swap_folder())
+        own = lower_tier(torch.device("cpu"), swap_folder())
         return replace(
             own,
             out_bandwidth=min(own.out_bandwidth, self.link.out_bandwidth),
@@ -226,4 +223,4 @@ def tell(progress: Progress | None, what: str, share: float) -> None:
 
 def machine_of(model: nn.Module, device: str | None) -> Machine:
     """The device of this name, or the one that the model lies on."""
-    return known_machine(device) if device is not None else cost_tables.present_machine(device_of(model))
+    return known_machine(device) if device is not None else present_machine(device_of(model))

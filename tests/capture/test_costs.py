@@ -14,10 +14,15 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.capture import costs
-from memfit.capture.capture import Captured, capture, capture_real
-from memfit.capture.costs import Cost, CostTable, cache_folder, estimated_costs, with_costs
-from memfit.capture.recorder import CallSpec
+from memfit.capture import timing
+from memfit.capture.arguments import build
+from memfit.capture.calls import CallSpec
+from memfit.capture.capture import capture, capture_real
+from memfit.capture.captured import Captured
+from memfit.capture.cost_table import CostTable
+from memfit.capture.costs import Cost, cache_folder, with_costs
+from memfit.capture.roofline import estimated_costs
+from memfit.capture.source import StepSource
 from memfit.meter import metered
 from memfit.values.machine import known_machine
 from models import case
@@ -33,7 +38,7 @@ pytestmark = [
 
 
 def captured_chain() -> Captured:
-    return capture(small.chain(1), small.rows(16), small.squared_error, small.adamw)
+    return capture(StepSource(small.chain(1), small.rows(16), small.squared_error, small.adamw))
 
 
 def cost_of(captured: Captured, name: str, folder: Path) -> Cost:
@@ -66,7 +71,7 @@ def test_a_loss_that_keeps_its_summands_is_put_right(tmp_path: Path) -> None:
     """Torch's mean squared error lies in the storage of what was averaged; its fake kernel gives four bytes."""
     captured = captured_chain()
     trace = with_costs(captured, CostTable(CPU, tmp_path).measure(captured.calls), seconds_are="measured", device="")
-    real = capture_real(small.chain(1), small.rows(16), small.squared_error, small.adamw).trace
+    real = capture_real(StepSource(small.chain(1), small.rows(16), small.squared_error, small.adamw)).trace
     assert [s.bytes for s in trace.storages] == [s.bytes for s in real.storages]
     assert [s.bytes for s in captured.trace.storages] != [s.bytes for s in real.storages]
     assert any("returns more memory than its fake kernel shows" in note for note in trace.notes)
@@ -87,7 +92,7 @@ class Convolution(nn.Module):
 def test_the_workspace_of_a_convolution_is_counted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 13, 20, 20)
-    cost = cost_of(capture(Convolution(), x, None, None), "convolution", tmp_path)
+    cost = cost_of(capture(StepSource(Convolution(), x)), "convolution", tmp_path)
     model = Convolution()
     with torch.no_grad():
         model.inner(x)
@@ -111,13 +116,13 @@ class Recurrent(nn.Module):
 
 def test_the_hidden_workspace_of_a_fused_rnn_is_counted(tmp_path: Path) -> None:
     x = torch.randn(6, 30, 24)
-    captured = capture(Recurrent(), x, None, None)
+    captured = capture(StepSource(Recurrent(), x))
     fused = [op for op in captured.trace.operations if op.name == "aten.mkldnn_rnn_layer.default"]
     if not fused:
         pytest.skip("this torch has no fused RNN on the CPU")
     table = CostTable(CPU, tmp_path).measure(captured.calls)
     trace = with_costs(captured, table, seconds_are="measured", device="")
-    real = capture_real(Recurrent(), x, None, None).trace
+    real = capture_real(StepSource(Recurrent(), x)).trace
     mine = {op.name: [trace.storages[s].bytes for s in op.makes] for op in trace.operations}
     theirs = {op.name: [real.storages[s].bytes for s in op.makes] for op in real.operations}
     assert mine["aten.mkldnn_rnn_layer.default"] == theirs["aten.mkldnn_rnn_layer.default"]
@@ -258,37 +263,42 @@ def test_products_are_predicted(name: str) -> None:
 # -- the file --------------------------------------------------------------------------------------------------------------
 
 
-class Counting(CostTable):
-    """Notes which calls it measures."""
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that are measured."""
+    names: list[str] = []
+    repeated = timing.KernelTimer._repeated
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.timed: list[str] = []
+    def noted(self: timing.KernelTimer, call: CallSpec, *arguments: Any) -> float:
+        names.append(str(call.func))
+        return repeated(self, call, *arguments)
 
-    def _repeated(self, *arguments: Any) -> float:
-        self.timed += [str(a.func) for a in arguments if isinstance(a, CallSpec)]
-        return super()._repeated(*arguments)
+    monkeypatch.setattr(timing.KernelTimer, "_repeated", noted)
+    return names
 
 
-def test_costs_are_measured_once_and_read_back(tmp_path: Path) -> None:
+def test_costs_are_measured_once_and_read_back(tmp_path: Path, timed: list[str]) -> None:
     captured = captured_chain()
-    first = Counting(CPU, tmp_path)
+    first = CostTable(CPU, tmp_path)
     measured = first.measure(captured.calls)
-    assert len(first.timed) == len(captured.calls)
+    assert len(timed) == len(captured.calls)
     assert first.measure(captured.calls) == measured
-    assert len(first.timed) == len(captured.calls)
-    second = Counting(CPU, tmp_path)
+    assert len(timed) == len(captured.calls)
+    timed.clear()
+    second = CostTable(CPU, tmp_path)
     assert second.measure(captured.calls) == measured
-    assert second.timed == []
+    assert timed == []
     assert sorted(p.suffix for p in first.path.parent.iterdir()) == [".json"]  # no half-written file
 
 
-def test_only_what_is_new_is_measured(tmp_path: Path) -> None:
+def test_only_what_is_new_is_measured(tmp_path: Path, timed: list[str]) -> None:
     CostTable(CPU, tmp_path).measure(captured_chain().calls)
-    wider = capture(nn.Sequential(small.chain(1), nn.Softplus()), small.rows(16), small.squared_error, small.adamw)
-    table = Counting(CPU, tmp_path)
-    table.measure(wider.calls)
-    assert table.timed == ["aten.softplus.default", "aten.softplus_backward.default"]
+    timed.clear()
+    wider = capture(
+        StepSource(nn.Sequential(small.chain(1), nn.Softplus()), small.rows(16), small.squared_error, small.adamw)
+    )
+    CostTable(CPU, tmp_path).measure(wider.calls)
+    assert timed == ["aten.softplus.default", "aten.softplus_backward.default"]
 
 
 def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
@@ -360,10 +370,10 @@ def test_a_full_disk_does_not_stop_a_plan(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_operations_too_large_to_run_alone_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "LARGEST_INPUT_BYTES", 2048)
+    monkeypatch.setattr(timing, "LARGEST_INPUT_BYTES", 2048)
     captured = captured_chain()
     table = CostTable(CPU, tmp_path).measure(captured.calls)
-    large = {k for k, call in captured.calls.items() if costs.input_bytes(call) > 2048}
+    large = {k for k, call in captured.calls.items() if call.input_bytes > 2048}
     assert large
     assert {k for k, c in table.items() if not c.measured} == large
     assert all(c.made_bytes is None for k, c in table.items() if k in large)
@@ -378,9 +388,9 @@ def test_inputs_made_up_for_a_run_have_the_right_places() -> None:
         h = model(x)
         return (h[:4] @ h[2:6].t()).sum()
 
-    captured = capture(nn.Linear(8, 8), torch.randn(8, 8), loss, None)
+    captured = capture(StepSource(nn.Linear(8, 8), torch.randn(8, 8), loss))
     call = next(c for k, c in captured.calls.items() if k.startswith("aten.mm.default") and "[4, 8]" in k and "@0" in k)
-    (a, b), _ = costs.build(call, CPU)
+    (a, b), _ = build(call, CPU)
     assert (a.shape, b.shape, b.stride()) == ((4, 8), (8, 4), (1, 8))
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     assert b.storage_offset() - a.storage_offset() == 16
@@ -395,11 +405,11 @@ def test_arguments_in_different_places_of_one_storage_span_both() -> None:
         first, second = model(x).view(-1).chunk(2)
         return (first * second).sum()
 
-    captured = capture(nn.Linear(8, 8), torch.randn(8, 8), loss, None)
+    captured = capture(StepSource(nn.Linear(8, 8), torch.randn(8, 8), loss))
     (call,) = {
         id(c): c for k, c in captured.calls.items() if k.startswith("aten.mul.Tensor") and "@1" not in k
     }.values()
-    assert costs.input_bytes(call) == 8 * 8 * 4
+    assert call.input_bytes == 8 * 8 * 4
 
 
 # -- a device that is not here ---------------------------------------------------------------------------------------------
@@ -410,7 +420,7 @@ def test_an_absent_gpu_is_estimated_by_its_roofline() -> None:
         y: Tensor = model(x)
         return y.sum()
 
-    captured = capture(nn.Linear(512, 2048, bias=False), torch.randn(1024, 512), loss, None)
+    captured = capture(StepSource(nn.Linear(512, 2048, bias=False), torch.randn(1024, 512), loss))
     gpu = known_machine("a100")
     table = estimated_costs(captured.calls, gpu)
     key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
@@ -441,7 +451,7 @@ def test_half_precision_takes_the_faster_units() -> None:
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.Linear(2048, 2048, bias=False, dtype=dtype, device="meta")
-        captured = capture(model, torch.empty(2048, 2048, dtype=dtype, device="meta"), loss, None)
+        captured = capture(StepSource(model, torch.empty(2048, 2048, dtype=dtype, device="meta"), loss))
         key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
         seconds.append(estimated_costs(captured.calls, gpu)[key].seconds)
     assert seconds[1] < seconds[0] / 4

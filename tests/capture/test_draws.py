@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import dispatch
-from memfit.capture import scaled
+from memfit.capture import confirmation
 from memfit.capture.capture import capture
-from memfit.capture.scaled import OTHER_DRAWS, trustworthy
+from memfit.capture.confirmation import trustworthy
+from memfit.capture.draws import OTHER_DRAWS
+from memfit.capture.source import StepSource
 from memfit.values.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +70,7 @@ def sample() -> tuple[Tensor, Tensor]:
 
 
 def traced(model: nn.Module) -> Trace:
-    return trustworthy(model, sample(), small.squared_error, small.adamw).trace
+    return trustworthy(StepSource(model, sample(), small.squared_error, small.adamw)).trace
 
 
 def test_sizes_that_draws_decide_are_seen() -> None:
@@ -107,7 +109,7 @@ def test_a_capture_under_other_draws_leaves_the_generator_alone() -> None:
     torch.manual_seed(0)
     model, batch = Jittered(), sample()
     before = torch.get_rng_state()
-    trustworthy(model, batch, small.squared_error, None)
+    trustworthy(StepSource(model, batch, small.squared_error))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -177,12 +179,12 @@ def test_a_forward_that_was_steady_in_one_way_is_not_drawn_for_in_another(monkey
         captures.append(None)
         return capture(*args, **named)
 
-    monkeypatch.setattr(scaled, "capture", counted)
-    first = trustworthy(model, sample(), small.squared_error, small.adamw)
+    monkeypatch.setattr(confirmation, "capture", counted)
+    first = trustworthy(StepSource(model, sample(), small.squared_error, small.adamw))
     assert first.steady
     alone = len(captures)
-    second = trustworthy(model, sample(), small.squared_error, None, others=[first])
+    second = trustworthy(StepSource(model, sample(), small.squared_error), others=[first])
     assert len(captures) < 2 * alone
     assert second.trace.notes == first.trace.notes
-    jittered = trustworthy(Jittered(), sample(), small.squared_error, small.adamw)
+    jittered = trustworthy(StepSource(Jittered(), sample(), small.squared_error, small.adamw))
     assert not jittered.steady

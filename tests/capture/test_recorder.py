@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import small
 from memfit.capture import recorder
 from memfit.capture.capture import capture, capture_real
+from memfit.capture.source import StepSource
 from memfit.errors import CaptureError
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices
@@ -49,7 +51,7 @@ def named(trace: Trace, name: str, phase: Phase = Phase.FORWARD) -> list[int]:
 
 @pytest.mark.parametrize("how", [capture, capture_real], ids=["fake", "real"])
 def test_a_known_model_is_written_down_to_the_byte(how: Any) -> None:
-    trace = how(tiny(), torch.randn(BATCH, WIDTH), mean, lambda p: torch.optim.SGD(p, lr=0.1)).trace
+    trace = how(StepSource(tiny(), torch.randn(BATCH, WIDTH), mean, lambda p: torch.optim.SGD(p, lr=0.1))).trace
     assert [op.name for op in trace.operations if op.phase is Phase.FORWARD] == [
         "aten.t.default",
         "aten.mm.default",
@@ -90,7 +92,7 @@ def test_a_known_model_is_written_down_to_the_byte(how: Any) -> None:
 
 @pytest.mark.parametrize("how", [capture, capture_real], ids=["fake", "real"])
 def test_unpacks_come_in_backward_and_are_let_go(how: Any) -> None:
-    trace = how(small.chain(2), small.rows(16), small.squared_error, small.adamw).trace
+    trace = how(StepSource(small.chain(2), small.rows(16), small.squared_error, small.adamw)).trace
     assert all(save.by < trace.forward_events for save in trace.saves)
     for number, save in enumerate(trace.saves):
         for event, release in save.unpacks:
@@ -106,9 +108,9 @@ def test_unpacks_come_in_backward_and_are_let_go(how: Any) -> None:
 
 
 def test_clipping_has_a_phase_of_its_own() -> None:
-    trace = capture(small.chain(1), small.rows(16), small.squared_error, small.adamw, clip_norm=1.0).trace
+    trace = capture(StepSource(small.chain(1), small.rows(16), small.squared_error, small.adamw, clip_norm=1.0)).trace
     assert any(op.phase is Phase.CLIP for op in trace.operations)
-    without = capture(small.chain(1), small.rows(16), small.squared_error, small.adamw).trace
+    without = capture(StepSource(small.chain(1), small.rows(16), small.squared_error, small.adamw)).trace
     assert not any(op.phase is Phase.CLIP for op in without.operations)
 
 
@@ -118,7 +120,7 @@ def test_a_write_in_place_and_a_view_are_told_apart() -> None:
         h.mul_(2)
         return h[1:].sum()
 
-    trace = capture(tiny(), torch.randn(BATCH, WIDTH), loss, None).trace
+    trace = capture(StepSource(tiny(), torch.randn(BATCH, WIDTH), loss)).trace
     (clone,), (mul,), (view,) = named(trace, "clone"), named(trace, "mul_"), named(trace, "view")
     (copy,) = trace.operations[trace.events[clone]].makes
     assert trace.operations[trace.events[mul]].writes == (copy,)
@@ -129,22 +131,22 @@ def test_a_write_in_place_and_a_view_are_told_apart() -> None:
 
 
 def test_random_operations_are_marked() -> None:
-    trace = capture(small.chain(1, dropout=0.5), small.rows(8), small.squared_error, None).trace
+    trace = capture(StepSource(small.chain(1, dropout=0.5), small.rows(8), small.squared_error)).trace
     random = {op.name for op in trace.operations if op.random}
     assert random
     assert all("dropout" in name or "bernoulli" in name for name in random)
-    certain = capture(small.chain(1, dropout=0.5).eval(), small.rows(8), small.squared_error, None).trace
+    certain = capture(StepSource(small.chain(1, dropout=0.5).eval(), small.rows(8), small.squared_error)).trace
     assert not any(op.random for op in certain.operations)
 
 
 def test_operations_of_equal_shape_share_a_key() -> None:
-    captured = capture(small.chain(3), small.rows(8), small.squared_error, None)
+    captured = capture(StepSource(small.chain(3), small.rows(8), small.squared_error))
     keys = {op.key for op in captured.trace.operations}
     assert keys == set(captured.calls)
     tanh = [op.key for op in captured.trace.operations if op.name == "aten.tanh.default"]
     assert len(tanh) == 3
     assert len(set(tanh)) == 1
-    other = capture(small.chain(3), small.rows(9), small.squared_error, None)
+    other = capture(StepSource(small.chain(3), small.rows(9), small.squared_error))
     assert not set(tanh) & {op.key for op in other.trace.operations}
 
 
@@ -169,7 +171,8 @@ def outline(trace: Trace) -> Any:
 def test_a_fake_capture_equals_a_real_one(name: str, micro_batches: int) -> None:
     model, sample, loss_fn = case(name).build()
     fake, real = (
-        f(model, sample, loss_fn, small.adamw, choices=Choices(micro_batches)).trace for f in (capture, capture_real)
+        f(StepSource(model, sample, loss_fn, small.adamw), Choices(micro_batches)).trace
+        for f in (capture, capture_real)
     )
     assert (fake.source, real.source) == ("fake", "real")
     for one, other in zip(outline(fake), outline(real), strict=True):
@@ -182,14 +185,14 @@ def test_a_fake_capture_hands_backward_no_real_tensor(monkeypatch: pytest.Monkey
     handed: list[Tensor] = []
     unpack = recorder.Recorder._unpack
 
-    def watched(self: recorder.Recorder, stand_in: Any) -> Tensor:
-        tensor = unpack(self, stand_in)
+    def watched(self: recorder.Recorder, placeholder: Any) -> Tensor:
+        tensor = unpack(self, placeholder)
         handed.append(tensor)
         return tensor
 
     monkeypatch.setattr(recorder.Recorder, "_unpack", watched)
     x, y = small.rows(16)
-    capture(small.chain(2), (x, y), small.squared_error, None)
+    capture(StepSource(small.chain(2), (x, y), small.squared_error))
     own = {x.data_ptr(), y.data_ptr()}  # the batch stays real
     assert all(isinstance(t, FakeTensor) or t.data_ptr() in own for t in handed)
 
@@ -243,7 +246,7 @@ def test_a_capture_leaves_the_model_as_it_was(how: Any) -> None:
     sample = torch.randn(6, 4)
     generator = torch.get_rng_state()
     sample_before = sample.clone()
-    how(model, sample, None, small.adamw, choices=Choices(2))
+    how(StepSource(model, sample, None, small.adamw), Choices(2))
     after = everything(model)
     assert set(after) == set(before)
     assert [k for k in before if after[k] is not before[k]] == []
@@ -262,7 +265,7 @@ def test_a_generator_state_counts_from_when_it_is_taken() -> None:
         first, act, last = model.children()
         return last(checkpoint(act, first(x), use_reentrant=False)).sum()  # type: ignore[no-any-return]
 
-    trace = capture(tiny(), torch.randn(BATCH, WIDTH), loss_of, None).trace
+    trace = capture(StepSource(tiny(), torch.randn(BATCH, WIDTH), loss_of)).trace
     size = torch.get_rng_state().numel()
     kept = next(s for s in trace.storages if s.bytes == size)
     reached, again = named(trace, "tanh"), named(trace, "tanh", Phase.BACKWARD)
@@ -270,6 +273,19 @@ def test_a_generator_state_counts_from_when_it_is_taken() -> None:
     assert again[0] <= kept.death < len(trace.events)
     levels = Timeline(trace).plain().levels
     assert levels[reached[0]] - levels[reached[0] - 1] == size + ROW
+
+
+def test_a_generator_state_of_another_thread_is_not_of_the_step() -> None:
+    taken: list[Tensor] = []
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: taken.append(torch.get_rng_state()))
+        other.start()
+        other.join()
+        return model(x).sum()  # type: ignore[no-any-return]
+
+    trace = capture(StepSource(tiny(), torch.randn(BATCH, WIDTH), loss_of)).trace
+    assert taken[-1].numel() not in {s.bytes for s in trace.storages}
 
 
 class Keeps(nn.Module):
@@ -291,14 +307,14 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("how", [capture, capture_real], ids=["fake", "real"])
 def test_containers_of_the_model_are_put_back_too(how: Any) -> None:
     model = Keeps()
-    how(model, torch.randn(6, 4), None, None)
+    how(StepSource(model, torch.randn(6, 4)))
     assert model.by_name == {}
     assert model.listed == []
 
 
 def test_caches_set_in_forward_do_not_leak_fake_tensors() -> None:
     model = Hoarder()
-    capture(model, torch.randn(6, 4), None, None)
+    capture(StepSource(model, torch.randn(6, 4)))
     assert not [k for k, v in everything(model).items() if isinstance(v, FakeTensor)]
     model(torch.randn(6, 4)).backward()  # and the model still runs
     assert model.calls == 1
@@ -313,23 +329,23 @@ def test_a_model_that_fails_is_put_back_too() -> None:
     model = Fails()
     before = everything(model)
     with pytest.raises(CaptureError):
-        capture(model, torch.randn(6, 4), None, None)
+        capture(StepSource(model, torch.randn(6, 4)))
     with pytest.raises(ArithmeticError):
-        capture_real(model, torch.randn(6, 4), None, None)
+        capture_real(StepSource(model, torch.randn(6, 4)))
     assert all(everything(model)[k] is v for k, v in before.items())
 
 
 def test_tied_weights_are_one_storage() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
-    trace = capture(model, torch.randn(3, 4), mean, None).trace
+    trace = capture(StepSource(model, torch.randn(3, 4), mean)).trace
     assert [s.bytes for s in trace.storages if s.category is Category.PARAMETER] == [64]
 
 
 def test_a_model_on_meta_is_captured_without_memory() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1 << 20, 1 << 12), nn.Tanh(), nn.Linear(1 << 12, 1 << 20))  # 32 GiB
-    trace = capture(model, torch.empty(2, 1 << 20, device="meta"), mean, small.adamw).trace
+    trace = capture(StepSource(model, torch.empty(2, 1 << 20, device="meta"), mean, small.adamw)).trace
     assert sum(s.bytes for s in trace.storages if s.category is Category.PARAMETER) > 32 << 30
     assert all(p.device.type == "meta" for p in model.parameters())
 
@@ -337,10 +353,10 @@ def test_a_model_on_meta_is_captured_without_memory() -> None:
 @pytest.mark.parametrize("name", ["gpt_tied", "frozen", "bert_sdpa_bf16", "resnet", "twice", "moe_like", "lstm"])
 def test_a_capture_after_another_needs_no_first_pass(name: str) -> None:
     model, sample, loss_fn = case(name).build()
-    one = capture(model, sample, loss_fn, small.adamw)
+    one = capture(StepSource(model, sample, loss_fn, small.adamw))
     assert one.graded is not None
-    usual = capture(model, sample, loss_fn, small.adamw, choices=Choices(2))
-    after = capture(model, sample, loss_fn, small.adamw, choices=Choices(2), after=one)
+    usual = capture(StepSource(model, sample, loss_fn, small.adamw), Choices(2))
+    after = capture(StepSource(model, sample, loss_fn, small.adamw), Choices(2), after=one)
     assert after.trace == usual.trace
     assert after.calls.keys() == usual.calls.keys()
 
@@ -358,4 +374,4 @@ def test_a_model_that_builds_something_once_gets_its_first_pass() -> None:
             out: Tensor = self.inner(x) + self.table[len(x)]
             return out
 
-    assert capture(Caching(), small.rows(16), small.squared_error, None).graded is None
+    assert capture(StepSource(Caching(), small.rows(16), small.squared_error)).graded is None

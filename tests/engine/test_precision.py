@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import api, batches
-from memfit.capture.scaled import trustworthy
+from memfit.capture.confirmation import trustworthy
+from memfit.capture.source import StepSource
 from memfit.errors import NonFiniteLossError
 from memfit.step.program import StepProgram
 from memfit.techniques.autocast.precision import FORMATS, MOST_SKIPPED, Scaling
@@ -333,6 +334,6 @@ def test_the_rehearsal_waits_for_a_step_that_is_taken_and_puts_the_scaler_back()
 def test_capturing_confirms_the_autocast_forward() -> None:
     """The real forward it compares with is the one under autocast: a full one runs no casts."""
     model, sample = small.chain(2), small.rows(64)
-    captured = trustworthy(model, sample, small.squared_error, small.adamw, choices=Choices(precision="bf16"))
+    captured = trustworthy(StepSource(model, sample, small.squared_error, small.adamw), Choices(precision="bf16"))
     assert captured.trace.source == "fake"
     assert any("_to_copy" in operation.name for operation in captured.trace.operations)

@@ -23,7 +23,7 @@ from engine.test_programs import (
     told,
 )
 from memfit import batches
-from memfit.capture.scaled import NOT_AS_STREAMED
+from memfit.capture.confirmation import NOT_AS_STREAMED
 from models.outcome import same
 from models.stacks import Drawn, Stack, stack_loss, stacks
 

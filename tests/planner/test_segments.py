@@ -10,6 +10,7 @@ from torch import nn
 
 import small
 from memfit.capture.capture import capture
+from memfit.capture.source import StepSource
 from memfit.planner.recipes import Recipes
 from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.values.trace import Trace
@@ -24,7 +25,7 @@ pytestmark = [
 
 
 def cuts_of(built: Any) -> tuple[Trace, list[Boundary]]:
-    trace = capture(*built, None).trace
+    trace = capture(StepSource(*built)).trace
     return trace, boundaries(Recipes(trace))
 
 
@@ -123,12 +124,12 @@ def test_a_decoder_is_cut_around_what_all_of_it_reads() -> None:
 
 
 def test_nothing_lasts_in_a_deep_chain() -> None:
-    trace = capture(*build_chain(12, 16, 64), None).trace
+    trace = capture(StepSource(*build_chain(12, 16, 64))).trace
     assert not lasting(Recipes(trace))
 
 
 def test_the_decoder_of_t5_is_cut_around_the_output_of_the_encoder() -> None:
-    trace = capture(*case("t5").build(), None).trace
+    trace = capture(StepSource(*case("t5").build())).trace
     recipes = Recipes(trace)
 
     def inside(found: list[Boundary]) -> set[str]:

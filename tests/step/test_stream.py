@@ -19,6 +19,7 @@ from torch.nn import functional
 import memfit
 from memfit import batches
 from memfit.capture.capture import capture
+from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
@@ -220,7 +221,9 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
 def test_the_predicted_peak_is_the_measured_one(name: str, clip: float | None, micro_batches: int) -> None:
     model, sample, loss_fn = WHOLE[name]()
     how = Choices(micro_batches=micro_batches, streamed=blocks_at(model).path)
-    predicted = Timeline(capture(model, sample, loss_fn, adamw, clip_norm=clip, choices=how).trace).plain().peak_bytes
+    predicted = (
+        Timeline(capture(StepSource(model, sample, loss_fn, adamw, clip_norm=clip), how).trace).plain().peak_bytes
+    )
     optimizer = adamw(model.parameters())
     program = StepProgram(model, loss_fn, optimizer, clip)
     stream = LayerStream(model)
@@ -240,7 +243,7 @@ def test_the_predicted_peak_is_the_measured_one(name: str, clip: float | None, m
 def test_a_streamed_step_holds_a_part_of_the_plain_one() -> None:
     model, sample, loss_fn = build_gpt(12, 64, 4, 2, 16, 64)
     plain, there = (
-        Timeline(capture(model, sample, loss_fn, adamw, choices=c).trace).plain().peak_bytes
+        Timeline(capture(StepSource(model, sample, loss_fn, adamw), c).trace).plain().peak_bytes
         for c in (Choices(), Choices(streamed="blocks"))
     )
 

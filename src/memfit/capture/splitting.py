@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.scaled import rows_of, shortened
-from memfit.capture.standins import lent
+from memfit.capture.isolation import lent
+from memfit.capture.samples import rows_of, shortened
 from memfit.step.generators import forked_generators
 
 SAMPLES: Final = 4
@@ -61,8 +61,8 @@ class Splitting:
     reason: str = ""
 
 
-class _Certain(TorchDispatchMode):
-    """Makes random operations certain, so that parts and whole can be compared; notes whether 16-bit operations run."""
+class _Deterministic(TorchDispatchMode):
+    """Makes random operations deterministic, so that parts and whole can be compared; notes whether 16-bit operations run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def _is_large(model: nn.Module) -> bool:
 def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
     count = min(SAMPLES_OF_LARGE_MODELS if _is_large(model) else SAMPLES, batches.size(sample))
     few = _varied(rows_of(sample, count))
-    watch = _Certain()
+    watch = _Deterministic()
     with forked_generators():
         try:
             whole = _gradient(model, few, loss_fn, watch)
@@ -185,7 +185,7 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
 
 
 def _gradient(
-    model: nn.Module, part: Batch, loss_fn: LossFunction | None, watch: _Certain, *, in_float64: bool = False
+    model: nn.Module, part: Batch, loss_fn: LossFunction | None, watch: _Deterministic, *, in_float64: bool = False
 ) -> list[torch.Tensor]:
     """Gradients of the parameters that are compared, always the same ones in the same order."""
 
@@ -207,7 +207,7 @@ def _errors_in_float64(
     model: nn.Module, few: Batch, parts: list[Batch], loss_fn: LossFunction | None
 ) -> dict[str, float] | None:
     """The differences without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
-    watch = _Certain()
+    watch = _Deterministic()
     try:
         whole = _gradient(model, few, loss_fn, watch, in_float64=True)
         errors = _errors(few, parts, whole, [_gradient(model, part, loss_fn, watch, in_float64=True) for part in parts])

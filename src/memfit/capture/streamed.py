@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch import nn
-
 from memfit import batches, dispatch
-from memfit.batches import Batch, LossFunction
-from memfit.capture.recorder import Layouts, Recorder
+from memfit.batches import Batch
+from memfit.capture.calls import ResultLayouts
+from memfit.capture.generator_states import following_generator_states
+from memfit.capture.recorder import Recorder
+from memfit.capture.source import StepSource
 from memfit.garbage import uncollected
-from memfit.step.program import OptimizerFactory, StepProgram, model_tensors, state_tensors
+from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.stream import LayerStream, Watch
 from memfit.step.tiers import NoTier
 from memfit.techniques.choices import Choices
@@ -48,21 +49,15 @@ class _Watched(Watch):
 
 
 def record_streamed(
-    model: nn.Module,
-    sample: Batch,
-    parts: Sequence[Batch],
-    loss_fn: LossFunction | None,
-    optimizer: OptimizerFactory | None,
-    clip_norm: float | None,
-    choices: Choices,
-    layouts: Mapping[str, Layouts] | None,
+    source: StepSource, parts: Sequence[Batch], choices: Choices, layouts: Mapping[str, ResultLayouts] | None
 ) -> tuple[Trace, Recorder]:
     """Write down the second of two streamed steps; the first makes the optimizer's state. `seconds_are`, `device` and `model` are left to the caller.
 
     Arguments are those of `capture`, with the model's tensors lent already and its batch split.
     """
-    program = StepProgram(model, loss_fn, None, clip_norm, choices)
-    program.optimizer = optimizer(iter(program.trainable())) if optimizer is not None else None
+    model, sample = source.model, source.sample
+    program = StepProgram(model, source.loss_fn, None, source.clip_norm, choices)
+    program.optimizer = source.optimizer(iter(program.trainable())) if source.optimizer is not None else None
     stream = LayerStream(model, choices.streamed, NoTier())
     weights = [None if len(parts) == 1 else 1.0 / len(parts)] * len(parts)
     with uncollected(), dispatch.ModulePaths(model) as paths:
@@ -84,7 +79,7 @@ def record_streamed(
         if program.optimizer is not None:
             recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
         recorder.register(batches.leaves(sample), Category.BATCH)
-        with recorder, recorder.seeing_generator_states(as_operations=True):
+        with recorder, following_generator_states(recorder, as_operations=True):
             losses = stream.step(program, parts, weights, watch=watch)
             del losses
             program.clear()

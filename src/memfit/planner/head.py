@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from memfit.planner.timeline import Timeline
@@ -57,10 +56,9 @@ def _last_logs(trace: Trace) -> tuple[int, int, int, int] | None:
         if operation.name in LOSSES:
             read.add(operation.reads[0])
         elif operation.name == "aten._log_softmax.default" and not read.isdisjoint(operation.makes):
-            shape = re.search(r"\[(\d+), (\d+)\]", operation.key)
-            if shape is None or operation.phase is not Phase.FORWARD:
+            if len(operation.shape) != 2 or operation.phase is not Phase.FORWARD:
                 return None
-            return event, int(shape[1]), int(shape[2]), trace.storages[operation.makes[0]].bytes
+            return event, *operation.shape, trace.storages[operation.makes[0]].bytes
     return None
 
 

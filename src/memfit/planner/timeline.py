@@ -11,7 +11,6 @@ two queues of each tells (`Timeline.copying`).
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,8 +240,7 @@ class Timeline:
 
     def _hands_over(self, addition: Operation, event: int) -> bool:
         """Whether autograd, with nothing to add to, takes what is added as it is: when that lies as the gradient does, and nothing else holds it."""
-        layouts = [argument.partition("@")[0] for argument in re.findall(r"\w+\[[^@]*@", addition.key)]
-        return len(set(layouts)) == 1 and all(
+        return addition.same_layout and all(
             self.trace.storages[s].birth >= self.trace.forward_events and self.plain_end[s] == event
             for s in addition.reads
             if s not in addition.writes

@@ -35,7 +35,7 @@ def _drawn_from(device: torch.device) -> tuple[torch.Generator, ...]:
 
 def taken(device: torch.device) -> States:
     """States of the CPU's default generator and of the device's, as uint8 tensors."""
-    # By this name, since a capture follows the state through it (`Recorder.seeing_generator_states`).
+    # By this name, since a capture follows the state through it (`capture.generator_states`).
     states = (torch.get_rng_state(),)
     return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
 

@@ -85,6 +85,8 @@ class Operation:
         outputs: for each tensor output, the position in `makes` of its storage, or -1 when it aliases one that was there.
         wanted: in forward, whether one of its arguments needs a gradient.
         by_values: its results are as large as the values of its arguments make them (nonzero, an index of booleans).
+        shape: of its first tensor argument; empty where it takes none.
+        same_layout: all its tensor arguments have one dtype, one shape and the same strides.
     """
 
     name: str
@@ -101,6 +103,8 @@ class Operation:
     outputs: tuple[int, ...] = ()
     wanted: bool = False
     by_values: bool = False
+    shape: tuple[int, ...] = ()
+    same_layout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +274,10 @@ class Trace:
                     tuple(outputs),
                     wanted,
                     by_values,
+                    tuple(shape),
+                    alike,
                 )
-                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values in columns(
+                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values, shape, alike in columns(
                     ops, Operation
                 )
             )

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.capture import scaled as module
+from memfit.capture import scaling as module
 from memfit.capture.capture import capture, capture_real
-from memfit.capture.scaled import rows_of, scaled, trustworthy
+from memfit.capture.comparing import forward_names
+from memfit.capture.confirmation import trustworthy
+from memfit.capture.samples import rows_of
+from memfit.capture.scaling import scaled
+from memfit.capture.source import StepSource
 from memfit.errors import CaptureError
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
@@ -56,17 +60,15 @@ def bytes_by_kind(trace: Trace) -> list[tuple[int, str, int, int]]:
 
 def test_fake_tensors_cannot_run_it() -> None:
     with pytest.raises(CaptureError, match="fake tensors cannot run this model"):
-        capture(ThroughNumpy(), thirteen(), small.squared_error, None)
+        capture(StepSource(ThroughNumpy(), thirteen(), small.squared_error))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample = ThroughNumpy(), thirteen() if micro_batches == 1 else small.rows(26)
-    found = scaled(
-        model, sample, small.squared_error, small.adamw, clip_norm=None, choices=Choices(micro_batches), why="a test"
-    )
-    direct = capture_real(model, sample, small.squared_error, small.adamw, choices=Choices(micro_batches))
+    found = scaled(StepSource(model, sample, small.squared_error, small.adamw), Choices(micro_batches), why="a test")
+    direct = capture_real(StepSource(model, sample, small.squared_error, small.adamw), Choices(micro_batches))
     assert found.trace.source == "scaled"
     assert found.trace.events == direct.trace.events
     assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
@@ -79,28 +81,27 @@ def test_scaled_bytes_are_those_of_a_direct_capture(micro_batches: int, monkeypa
 def test_scaled_calls_are_those_of_a_direct_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample = ThroughNumpy(), thirteen()
-    found = scaled(model, sample, small.squared_error, None, clip_norm=None, choices=BASELINE, why="")
-    direct = capture_real(model, sample, small.squared_error, None)
+    found = scaled(StepSource(model, sample, small.squared_error), BASELINE, why="")
+    direct = capture_real(StepSource(model, sample, small.squared_error))
     assert set(found.calls) == {op.key for op in found.trace.operations}
     for one, other in zip(found.trace.operations, direct.trace.operations, strict=True):
         a, b = found.calls[one.key], direct.calls[other.key]
         assert (a.func, a.made_bytes, a.written) == (b.func, b.made_bytes, b.written)
         assert a.args == b.args
+        assert (one.shape, one.same_layout) == (other.shape, other.same_layout)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_models_that_need_no_scaling_agree_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model, sample, loss_fn = case(name).build()
-    found = scaled(model, sample, loss_fn, small.adamw, clip_norm=None, choices=BASELINE, why="")
-    direct = capture_real(model, sample, loss_fn, small.adamw)
+    found = scaled(StepSource(model, sample, loss_fn, small.adamw), BASELINE, why="")
+    direct = capture_real(StepSource(model, sample, loss_fn, small.adamw))
     assert bytes_by_kind(found.trace) == bytes_by_kind(direct.trace)
 
 
 def test_a_small_step_is_captured_whole() -> None:
-    found = scaled(
-        ThroughNumpy(), thirteen(), small.squared_error, None, clip_norm=None, choices=BASELINE, why="a test"
-    )
+    found = scaled(StepSource(ThroughNumpy(), thirteen(), small.squared_error), BASELINE, why="a test")
     assert found.trace.source == "real"
     assert found.trace.notes[-1] == "captured for real: a test"
 
@@ -109,7 +110,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere_small(monkeypatch)
     model = ThroughNumpy()
     before = small.state_of(model)
-    scaled(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0, choices=BASELINE, why="")
+    scaled(StepSource(model, thirteen(), small.squared_error, small.adamw, clip_norm=1.0), BASELINE, why="")
     assert small.same(small.state_of(model), before)
     assert all(p.grad is None for p in model.parameters())
 
@@ -130,7 +131,7 @@ def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypa
     with pytest.raises(
         CaptureError, match=r"other operations for 2 samples than for 4, so its step cannot be predicted \(why\)"
     ):
-        scaled(Unrolled(), thirteen(), small.squared_error, None, clip_norm=None, choices=BASELINE, why="why")
+        scaled(StepSource(Unrolled(), thirteen(), small.squared_error), BASELINE, why="why")
 
 
 class Squares(nn.Module):
@@ -149,7 +150,7 @@ def test_bytes_that_are_not_affine_are_noted(monkeypatch: pytest.MonkeyPatch) ->
     everywhere_small(monkeypatch)
     monkeypatch.setattr(module, "SMALL_SIZES", (20, 40, 30))
     sample = small.rows(60)
-    found = scaled(Squares(), sample, small.squared_error, None, clip_norm=None, choices=BASELINE, why="")
+    found = scaled(StepSource(Squares(), sample, small.squared_error), BASELINE, why="")
     assert any("storages are not affine in the number of samples" in note for note in found.trace.notes)
 
 
@@ -157,7 +158,7 @@ def test_bytes_that_are_not_affine_are_noted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_fake_capture_that_the_model_confirms_is_taken() -> None:
-    found = trustworthy(small.chain(2), small.rows(16), small.squared_error, small.adamw)
+    found = trustworthy(StepSource(small.chain(2), small.rows(16), small.squared_error, small.adamw))
     assert found.trace.source == "fake"
     assert found.trace.notes == ()
 
@@ -175,9 +176,9 @@ class TellsFakeFromReal(nn.Module):
 def test_a_fake_capture_that_the_model_belies_is_not_taken() -> None:
     model = TellsFakeFromReal()
     assert not [
-        o for o in capture(model, small.rows(16), small.squared_error, None).trace.operations if "tanh" in o.name
+        o for o in capture(StepSource(model, small.rows(16), small.squared_error)).trace.operations if "tanh" in o.name
     ]
-    found = trustworthy(model, small.rows(16), small.squared_error, small.adamw)
+    found = trustworthy(StepSource(model, small.rows(16), small.squared_error, small.adamw))
     assert found.trace.source == "real"
     assert [o for o in found.trace.operations if o.name == "aten.tanh.default"]
     assert any("runs other operations than the fake one" in note for note in found.trace.notes)
@@ -232,10 +233,10 @@ def test_a_model_that_needs_the_whole_batch_is_looked_at_whole() -> None:
         return model(x).square().mean()
 
     model, x = TableForTheBatch(16), torch.randn(16, 8)
-    captured = trustworthy(model, x, loss, None)
+    captured = trustworthy(StepSource(model, x, loss))
     assert captured.trace.source == "fake"
     with pytest.raises(IndexError):  # what fails on the whole batch is the user's own error
-        trustworthy(TableForTheBatch(32), x, loss, None)
+        trustworthy(StepSource(TableForTheBatch(32), x, loss))
 
 
 def tables(entries: int | None) -> nn.Module:
@@ -283,7 +284,7 @@ def test_numbers_of_parts_that_are_weighed_one_after_the_other_are_captured_alik
     model, sample = tables(None), small.rows(64)
     for count in (2, 64):
         small.squared_error(model, small.rows(count))
-    first = trustworthy(model, sample, small.squared_error, small.adamw)
+    first = trustworthy(StepSource(model, sample, small.squared_error, small.adamw))
     assert first.graded is not None
-    second = trustworthy(model, sample, small.squared_error, small.adamw, choices=Choices(2), believed=first)
-    assert module.forward_names(first.trace) == module.forward_names(second.trace)
+    second = trustworthy(StepSource(model, sample, small.squared_error, small.adamw), Choices(2), believed=first)
+    assert forward_names(first.trace) == forward_names(second.trace)

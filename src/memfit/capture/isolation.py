@@ -1,4 +1,6 @@
-"""Lend a model other tensors for a while: fake ones (nothing is allocated) or private copies (the user's stay untouched).
+"""Run the user's model and leave nothing behind: the generators as they were, and other tensors lent to the model for a while.
+
+Fake tensors allocate nothing; private copies leave the user's own untouched.
 
 `torch.func.functional_call` does this for one call of one module; a step also holds closures over the model and an optimizer over its parameters, so the
 tensors are exchanged inside the modules and put back at the end, together with every attribute that forward may have set.

@@ -1,0 +1,117 @@
+"""The description of a call -> arguments to run it with: tensors of the right shapes and layouts on filled memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from memfit import dispatch
+from memfit.capture.calls import CallSpec, TensorSpec
+
+LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
+
+# Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
+FORWARD_OF: Final = {
+    "aten.mkldnn_rnn_layer_backward.default": "aten.mkldnn_rnn_layer.default",
+    "aten._cudnn_rnn_backward.default": "aten._cudnn_rnn.default",
+    "aten.miopen_rnn_backward.default": "aten.miopen_rnn.default",
+}
+
+
+class Filled:
+    """Storages of filled memory that calls read in turn: getting fresh memory from the system takes longer than most operations run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def storage(self, place: int, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
+        """At least `count` elements, the same ones for the same place."""
+        flat = self._flat.get((place, dtype))
+        if flat is None or flat.numel() < count:
+            flat = self._flat[place, dtype] = _filled(count, dtype, self._device)
+        return flat.untyped_storage()
+
+
+def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(count, dtype=dtype, device=device)
+    # Random numbers would take longer to draw than most operations to run.
+    return flat.fill_(0.75) if dtype.is_floating_point else flat.zero_()
+
+
+def run(call: CallSpec, args: Any, kwargs: Any) -> Any:
+    """Run the call's operation."""
+    # Gradient mode stays on, as in the step (fused RNNs keep no workspace without it); the inputs ask for none.
+    with torch.enable_grad():
+        return call.func(*args, **kwargs)
+
+
+def arguments_of(
+    call: CallSpec, calls: Mapping[str, CallSpec], device: torch.device, shared: Filled
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one run; opaque buffers come from a real run of the forward kernel.
+
+    Args:
+        call: what to run.
+        calls: all of the step, the forward kernel among them.
+        device: where.
+        shared: memory to take for arguments that are only read.
+    """
+    forward_name = FORWARD_OF.get(str(call.func))
+    if forward_name is None:
+        return build(call, device, shared)
+    args, kwargs = build(call, device)
+    shape = call.tensors[0].shape
+    forward = next(c for c in calls.values() if str(c.func) == forward_name and c.tensors[0].shape == shape)
+    outputs = run(forward, *build(forward, device))
+    opaque = [t for t in dispatch.tensors_in(outputs) if t.dtype == torch.uint8]
+    filled = tuple(opaque.pop(0) if isinstance(a, torch.Tensor) and a.dtype == torch.uint8 else a for a in args)
+    return filled, kwargs
+
+
+def build(call: CallSpec, device: torch.device, shared: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one run: integers zero (any index is valid), numbers 0.75.
+
+    Args:
+        call: what to run.
+        device: where.
+        shared: memory to take for arguments that are only read.
+    """
+    if call.written or call.input_bytes > LARGEST_SHARED_BYTES:
+        shared = None
+    specs = call.tensors
+    start: dict[int, int] = {}
+    for spec in specs:
+        position = spec.offset * spec.dtype.itemsize
+        start[spec.place] = min(start.get(spec.place, position), position)
+    size: dict[int, int] = {}
+    kind: dict[int, torch.dtype] = {}
+    for spec in specs:
+        end = spec.offset * spec.dtype.itemsize - start[spec.place] + spec.extent * spec.dtype.itemsize
+        size[spec.place] = max(size.get(spec.place, 0), end)
+        kind.setdefault(spec.place, spec.dtype)
+    storages: dict[int, torch.UntypedStorage] = {}
+    for place, count in size.items():
+        dtype = kind[place]
+        elements = -(-count // dtype.itemsize)
+        storages[place] = (
+            shared.storage(place, dtype, elements)
+            if shared is not None
+            else _filled(elements, dtype, device).untyped_storage()
+        )
+
+    def made(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            offset = value.offset - start[value.place] // value.dtype.itemsize
+            return torch.empty(0, dtype=value.dtype, device=device).set_(
+                storages[value.place], offset, value.shape, value.stride
+            )
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, (list, tuple)):
+            return type(value)(made(v) for v in value)
+        return value
+
+    return tuple(made(a) for a in call.args), {k: made(v) for k, v in call.kwargs.items()}

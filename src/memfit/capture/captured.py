@@ -1,0 +1,33 @@
+"""What one capture gives: the trace, the calls to time, and what later captures of the same step need not find out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.capture.calls import CallSpec
+from memfit.techniques.freezing.freeze import Forced
+from memfit.values.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A trace without seconds yet, and what else was seen on the way.
+
+    Attributes:
+        trace: the step.
+        calls: the distinct calls to time.
+        overwritten: something saved was written before backward read it.
+        graded: names of the parameters that get gradients, where every forward runs the same operations and all gradients are dense; else None.
+            Then a later capture needs no pass before the one it records.
+        receiving: names of the parameters that got gradients.
+        forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a way that freezes.
+        steady: other random numbers gave the same operations and sizes.
+    """
+
+    trace: Trace
+    calls: dict[str, CallSpec]
+    overwritten: bool = False
+    graded: frozenset[str] | None = None
+    receiving: frozenset[str] = frozenset()
+    forced: Forced | None = None
+    steady: bool = False

@@ -1,0 +1,29 @@
+"""Whether two traces are of the same step: the same operations, and where it matters the same sizes."""
+
+from __future__ import annotations
+
+from memfit.values.trace import Trace
+
+
+def forward_names(trace: Trace) -> list[str]:
+    """Operations of a captured forward and loss."""
+    return [trace.operations[e].name for e in trace.events[: trace.forward_events] if e >= 0]
+
+
+def same_operations(a: Trace, b: Trace) -> bool:
+    """Whether all events of two traces are alike, and as many storages are made; sizes may differ."""
+    return (
+        a.events == b.events
+        and len(a.storages) == len(b.storages)
+        and [o.name for o in a.operations] == [o.name for o in b.operations]
+    )
+
+
+def same_forward(one: Trace, other: Trace) -> bool:
+    """Whether two traces run the same forward operations, and make as many bytes in each."""
+
+    def made(trace: Trace) -> list[tuple[str, bool, tuple[int, ...]]]:
+        forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
+        return [(o.name, o.random, tuple(trace.storages[s].bytes for s in o.makes)) for o in forward]
+
+    return made(one) == made(other)

@@ -1,0 +1,171 @@
+"""A capture that the real model has confirmed: on fake tensors where the real forward runs the same operations, else on real ones.
+
+Python code can tell fake tensors from real ones and take another way (one-hot's range check, sliced assignment, masks that are skipped when full), so a
+fake capture is believed only after the real forward has shown the same operations on a few samples. Otherwise two small real captures are scaled (`scaling`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from memfit import batches
+from memfit.capture.calls import ResultLayouts
+from memfit.capture.capture import capture
+from memfit.capture.captured import Captured
+from memfit.capture.comparing import forward_names
+from memfit.capture.draws import with_other_draws
+from memfit.capture.real_forward import looked_at, on_few, real_forward_names, refused_by_torch
+from memfit.capture.samples import rows_of, shortened
+from memfit.capture.scaling import scaled
+from memfit.capture.source import StepSource
+from memfit.errors import CaptureError
+from memfit.techniques.choices import BASELINE, Choices
+from memfit.values.trace import Trace
+
+NOT_AS_STREAMED: Final = (
+    "the step run plainly was captured on real tensors, since fake ones show other operations; with layers streamed it was captured on fake ones all the same, "
+    "so what it holds is not known exactly; a rehearsal measures it"
+)
+
+
+def trustworthy(
+    source: StepSource,
+    choices: Choices = BASELINE,
+    *,
+    believed: Captured | None = None,
+    layouts: Mapping[str, ResultLayouts] | None = None,
+    others: Iterable[Captured] = (),
+) -> Captured:
+    """A capture that the real model has confirmed, by whichever way it takes.
+
+    Args:
+        source, choices, layouts: as in `capture`.
+        believed: an earlier capture of this model whose forward was confirmed; the same operations need no second confirmation.
+        others: earlier captures of this step run in other ways; a forward that was steady in one of them is not drawn for again.
+
+    Raises:
+        CaptureError: neither way works.
+        Exception: the user's own, when the step itself fails.
+    """
+
+    def on_fakes(after: Captured | None) -> Captured:
+        return capture(source, choices, after=after, layouts=layouts)
+
+    def for_real(why: str, known: Captured | None = None) -> Captured:
+        return scaled(source, choices, why=why, known=known)
+
+    if choices.streamed:
+        # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
+        captured = on_fakes(None)
+        if all(other.trace.source == "fake" for other in others):
+            return captured
+        return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, NOT_AS_STREAMED)))
+    found = _confirmed(source, choices, on_fakes, believed)
+    captured = for_real(found) if isinstance(found, str) else found
+    again = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
+    captured = with_other_draws(captured, again, others)
+    if captured.overwritten and not source.on_meta:
+        refused_by_torch(source, choices)
+    return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))
+
+
+def _confirmed(
+    source: StepSource,
+    choices: Choices,
+    on_fakes: Callable[[Captured | None], Captured],
+    believed: Captured | None,
+) -> Captured | str:
+    """A fake capture whose operations the real model shows too, or why there is none; `on_fakes(after)` captures."""
+    known = forward_names(believed.trace) if believed is not None and believed.trace.source == "fake" else None
+    try:
+        fake = on_fakes(believed if known is not None else None)
+        if known is not None and known != forward_names(fake.trace):
+            fake = on_fakes(None)  # what is built once for each shape was recorded, perhaps: this time it is there
+    except CaptureError as error:
+        if source.on_meta:
+            raise
+        return str(error)
+    if source.on_meta:
+        note = "the model is on the meta device: the capture could not be checked against a real run"
+        return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
+    seen = forward_names(fake.trace)
+    if known == seen:
+        return fake
+    short = shortened(rows_of(source.sample, min(2, batches.size(source.sample))))
+    if short is not None:
+        # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.
+        with suppress(Exception):
+            if real_forward_names(source, short, choices) == seen:
+                return fake
+    few, real = looked_at(source, choices)
+    if real == seen:
+        return fake
+    few, real = on_few(few, source.sample, lambda some: real_forward_names(source, some, choices, twice=True))
+    if real == seen:
+        # Something is built once, for each shape perhaps, and a cache of one entry now holds that of the few samples. Another capture puts the
+        # batch's own back (what is made of constants is real in it), so that the first step finds it.
+        return on_fakes(None)
+    again = forward_names(
+        capture(StepSource(source.model, few, source.loss_fn), replace(choices, micro_batches=1)).trace
+    )
+    if real == again:
+        return fake
+    difference = next((f"{a} instead of {b}" for a, b in zip(real, again, strict=False) if a != b), "more or fewer")
+    return f"the real forward runs other operations than the fake one ({difference})"
+
+
+def _as_many_as_run(trace: Trace, samples: int, loader_batches: int) -> Trace:
+    """The trace with the true number of passes: the engine runs as few parts as do, since smaller ones hold no fewer bytes and take longer."""
+    asked, largest = trace.micro_batches, trace.choices.micro_batch_size
+    runs = -(-samples // largest) * loader_batches if asked > 1 else 1
+    if runs == asked:
+        return trace
+    note = (
+        f"{samples * loader_batches} samples in {asked} parts come to at most {largest} at a time, "
+        f"so they are run in {runs} parts: as many bytes, fewer passes"
+    )
+    return replace(trace, choices=replace(trace.choices, micro_batches=runs), notes=(*trace.notes, note))
+
+
+def without_forced_gradients(run: Callable[[Choices], Captured], choices: Choices) -> tuple[Captured, tuple[str, ...]]:
+    """A capture in which backward ends at the lowest trained parameter, where the step allows it, and the modules whose outputs that concerns.
+
+    Only what the step shows decides: without the forced gradients it must run the same forward and give gradients to the same parameters.
+    Re-entrant checkpointing, for one, gives none to a layer whose input asks for none.
+
+    Args:
+        run: captures the step as choices say.
+        choices: how it is to be run.
+    """
+    captured = run(choices)
+    if captured.forced is None:
+        return captured, ()
+    notes = [
+        f"backward runs through what is frozen in {path}: the tensor it is handed asks for gradients though nothing below is trained"
+        for path in captured.forced.inputs
+    ]
+    paths = tuple(captured.forced.outputs)
+    if paths:
+        who = f"the output of {', '.join(paths)} is made to ask for gradients though nothing below is trained"
+        freed: Captured | None = None
+        with (
+            suppress(Exception),
+            warnings.catch_warnings(),
+        ):  # what a step without them fails at, or warns of, is no step of the user's
+            warnings.simplefilter("ignore")
+            freed = run(replace(choices, unforced=paths))
+        same = freed is not None and forward_names(freed.trace) == forward_names(captured.trace)
+        if freed is not None and same and freed.receiving == captured.receiving:
+            captured = freed
+            notes.append(
+                f"{who}; this is taken back, so backward ends at the lowest trained parameter, with the same numbers"
+            )
+        else:
+            paths = ()
+            notes.append(f"{who}, and without that the step would be another: backward runs through what is frozen")
+    return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, *notes))), paths

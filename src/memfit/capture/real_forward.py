@@ -1,0 +1,82 @@
+"""A real forward on a few samples: which operations the model truly runs, and whether torch lets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import batches, dispatch
+from memfit.batches import Batch
+from memfit.capture.isolation import lent
+from memfit.capture.samples import rows_of
+from memfit.capture.source import StepSource
+from memfit.step.generators import forked_generators
+from memfit.step.program import StepProgram
+from memfit.techniques.choices import BASELINE, Choices
+
+T = TypeVar("T")
+
+
+class _Names(TorchDispatchMode):
+    """Only notes which operations forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dispatch.is_operation(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def real_forward_names(
+    source: StepSource, sample: Batch, choices: Choices = BASELINE, *, twice: bool = False
+) -> list[str]:
+    """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed."""
+    names = _Names()
+    program = StepProgram(source.model, source.loss_fn, choices=choices)
+    with forked_generators(), lent(source.model, _private):
+        for _ in range(2 if twice else 1):
+            names.names.clear()
+            with names:
+                program.loss(sample)
+    return names.names
+
+
+def looked_at(source: StepSource, choices: Choices = BASELINE) -> tuple[Batch, list[str]]:
+    """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
+    sample = source.sample
+    few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
+    return on_few(few, sample, lambda some: real_forward_names(source, some, choices))
+
+
+def on_few(few: Batch, sample: Batch, look: Callable[[Batch], T]) -> tuple[Batch, T]:
+    """What a look at few samples gives, or one at all where the model does not run on few; asked at each look, as a branch may go another way each time."""
+    try:
+        return few, look(few)
+    except Exception:
+        if few is sample:
+            raise
+    return sample, look(sample)
+
+
+def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
+    """Run a few samples without hooks, so that a step torch refuses is refused by torch, with its own words and the user's traceback.
+
+    Saved-tensor hooks switch autograd's check for writes off; this one run has none.
+    """
+    few, _ = looked_at(source, choices)
+    model = source.model
+    with forked_generators(), lent(model, _private):
+        loss = StepProgram(model, source.loss_fn, choices=choices).loss(few)
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+
+
+def _private(tensor: torch.Tensor) -> torch.Tensor:
+    # Forward writes to buffers, and not to parameters.
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()

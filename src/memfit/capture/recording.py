@@ -1,0 +1,279 @@
+"""Run a step twice under a Recorder, and write the second run down as a Trace: one micro-batch's forward and backward, clipping, the update.
+
+What a model builds once and the optimizer's state are there before what is recorded, as in every step of training but the first.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memfit import batches, dispatch
+from memfit.batches import Batch
+from memfit.capture.calls import ResultLayouts
+from memfit.capture.captured import Captured
+from memfit.capture.generator_states import following_generator_states
+from memfit.capture.recorder import Recorder
+from memfit.capture.source import StepSource, model_digest
+from memfit.errors import InputError
+from memfit.garbage import uncollected
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.step.device import device_of
+from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.techniques.choices import Choices
+from memfit.techniques.freezing.freeze import Forced, watching
+from memfit.values.trace import Category, Phase, Trace
+
+
+def record(
+    source: StepSource,
+    micro_batches: Sequence[Batch],
+    choices: Choices,
+    *,
+    tensors: str = "fake",
+    graded: frozenset[str] | None = None,
+    layouts: Mapping[str, ResultLayouts] | None = None,
+) -> Captured:
+    """Write down the step of a model whose tensors are lent already.
+
+    Args:
+        source: the step.
+        micro_batches: of the sample, the largest last.
+        choices: how the step is run.
+        tensors: "fake" or "real", for the record.
+        graded: of an earlier capture (`Captured.graded`); then no pass is run before the one that is recorded.
+        layouts: as for `Recorder`.
+
+    Raises:
+        InputError: the step cannot be run as chosen.
+    """
+    # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
+    # capturing a small model.
+    with uncollected(), dispatch.ModulePaths(source.model) as paths:
+        step = _StepRecording(source, micro_batches, choices, Recorder(paths, layouts), graded)
+        step.first_pass()
+        step.register()
+        with step.recorder, following_generator_states(step.recorder):
+            step.run()
+        recorder = step.recorder
+        operations, storages, saves = recorder.tables()
+        recorder.recording = False
+        step.finish()
+    trace = Trace(
+        events=tuple(recorder.events),
+        operations=operations,
+        storages=storages,
+        saves=saves,
+        forward_events=step.forward_events,
+        pass_events=step.pass_events,
+        choices=replace(choices, micro_batch_size=batches.size(micro_batches[-1])),
+        device=str(device_of(source.model)),
+        seconds_are="none",
+        source=tensors,
+        signature=batches.signature(source.sample),
+        model=model_digest(source.model),
+        notes=tuple(recorder.notes),
+        changed_buffers=tuple(step.changed),
+        changed_buffer_bytes=sum(step.changed.values()),
+    )
+    return Captured(trace, recorder.calls, recorder.overwritten, step.graded, step.receiving, step.forced)
+
+
+class _StepRecording:
+    """The passes of one recording, in the order of its methods.
+
+    Attributes:
+        graded, receiving, forced: as in `Captured`.
+        changed: bytes of the buffers that forward writes, by name.
+        forward_events, pass_events: as in `Trace`.
+    """
+
+    def __init__(
+        self,
+        source: StepSource,
+        micro_batches: Sequence[Batch],
+        choices: Choices,
+        recorder: Recorder,
+        graded: frozenset[str] | None,
+    ) -> None:
+        self.recorder = recorder
+        self.graded = graded
+        self.receiving: frozenset[str] = frozenset()
+        self.forced: Forced | None = None
+        self.changed: dict[str, int] = {}
+        self.forward_events = self.pass_events = 0
+        self._source = source
+        self._micro_batches = micro_batches
+        self._believed = graded
+        self._program: StepProgram | None = source.program(choices)
+        self._trainable = self.program.trainable()
+        self._weight = None if len(micro_batches) == 1 else 1.0 / len(micro_batches)
+        self._once: list[str] = []  # operations of the pass that is not recorded
+
+    @property
+    def program(self) -> StepProgram:
+        """The step; there until `finish`."""
+        assert self._program is not None
+        return self._program
+
+    def first_pass(self) -> None:
+        """[1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards.
+
+        Of several micro-batches a whole pass, so that the recorded one adds to gradients.
+        """
+        model, program, recorder = self._source.model, self.program, self.recorder
+        several, inside = len(self._micro_batches) > 1, program.updates_in_backward
+        recorder.recording = False
+        if self.graded is not None:
+            for name, parameter in model.named_parameters():
+                if (several or inside) and name in self.graded:
+                    parameter.grad = _as_accumulated(parameter)
+        else:
+            with watching(model) if program.choices.frozen else nullcontext() as self.forced:
+                if several or inside:
+                    program.forward_backward(self._micro_batches[0], self._weight, recorder)
+                else:
+                    with recorder:
+                        loss = program.loss(self._source.sample)
+                    del loss
+        self._once = list(recorder.unrecorded)
+        if inside:
+            # What is updated inside the recorded backward has its state by then.
+            self.graded = self.graded if self.graded is not None else _graded(model)
+            _make_state(program, recorder)
+            if not several:
+                program.clear()
+        # Cycles of that forward may hold activations; all are young, as no collection has run since they were made.
+        gc.collect(0)
+        recorder.recording = True
+
+    def register(self) -> None:
+        """What is there before the recorded pass."""
+        model, program, recorder = self._source.model, self.program, self.recorder
+        recorder.register(model.parameters(), Category.PARAMETER)
+        recorder.register(model.buffers(), Category.BUFFER)
+        recorder.register(model_tensors(model), Category.BUFFER)
+        recorder.register((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
+        recorder.register(program.scaling.tensors() if program.scaling is not None else (), Category.OTHER)
+        recorder.register(batches.leaves(self._source.sample), Category.BATCH)
+
+    def run(self) -> None:
+        """[2] One micro-batch, recorded, and [3] the update."""
+        loss = self._forward_backward()
+        self._update()
+        del loss
+        self.program.clear()
+
+    def _forward_backward(self) -> torch.Tensor:
+        """The largest micro-batch, after the gradients exist when there are several."""
+        model, program, recorder = self._source.model, self.program, self.recorder
+        inside = program.updates_in_backward
+        # The engine, too, holds the buffers that were there before the step, in case it fails.
+        buffers = dict(model.named_buffers())
+        loss = program.forward_backward(
+            self._micro_batches[-1],
+            self._weight,
+            recorder.saving(),
+            after_forward=self._after_forward,
+            around_backward=program.updating(self._around_update) if inside else None,
+        )
+        self.pass_events = len(recorder.events)
+        if self._once != [o.name for o in recorder.operations if o.phase is Phase.FORWARD]:
+            self.graded = self._believed
+        elif not inside:
+            self.graded = _graded(model)
+        self.receiving = frozenset(name for name, p in model.named_parameters() if p.grad is not None)
+        self.changed = {
+            name: b.numel() * b.element_size()
+            for name, b in buffers.items()
+            if dispatch.has_storage(b) and recorder.storage_id(b) in recorder.changed
+        }
+        del buffers
+        recorder.recategorise((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
+        return loss
+
+    def _after_forward(self) -> None:
+        self.forward_events = len(self.recorder.events)
+        self.recorder.phase = Phase.BACKWARD
+
+    @contextmanager
+    def _around_update(self, parameter: torch.Tensor) -> Iterator[None]:
+        if parameter.grad is not None:
+            self.recorder.recategorise((parameter.grad,), Category.GRADIENT)
+        self.recorder.phase = Phase.OPTIMIZER
+        yield
+        self.recorder.phase = Phase.BACKWARD
+
+    def _update(self) -> None:
+        """Clipping and the optimizer twice: the first time makes its state, the second is the steady one."""
+        program, recorder = self.program, self.recorder
+        if not program.updates_in_backward:
+            _make_state(program, recorder)
+        recorder.phase = Phase.CLIP
+        program.unscale()
+        program.clip()
+        recorder.phase = Phase.OPTIMIZER
+        if program.optimizer is not None:
+            program.optimizer.step()
+
+    def finish(self) -> None:
+        """Let go of the optimizer, and see that the step may be run as it was.
+
+        Raises:
+            InputError: an update inside backward comes before backward has read the parameter for the last time.
+        """
+        inside = self.program.updates_in_backward
+        self._program = None
+        if inside:
+            _check_reads(self.recorder)
+
+
+def _make_state(program: StepProgram, recorder: Recorder) -> None:
+    """A first update, not recorded: it makes the optimizer's state. What of it lies elsewhere takes nothing of the device."""
+    if program.optimizer is None:
+        return
+    recording, recorder.recording = recorder.recording, False
+    optimizer = program.optimizer
+    fake = all(isinstance(p, FakeTensor) for p in program.model.parameters())
+    sketched = optimizer.sketching() if fake and isinstance(optimizer, ChunkedOptimizer) else nullcontext()
+    with nullcontext() if recording else recorder, sketched:
+        optimizer.step()
+    recorder.recording = recording
+    here = device_of(program.model).type
+    state = state_tensors(program.optimizer)
+    recorder.register((t for t in state if t.device.type == here), Category.OPTIMIZER_STATE)
+    recorder.register((t for t in state if t.device.type != here), Category.OPTIMIZER_STATE, counts=False)
+
+
+def _check_reads(recorder: Recorder) -> None:
+    """Refuse an update inside backward where backward reads a parameter after its update."""
+    updated: dict[int, int] = {}
+    for event, code in enumerate(recorder.events):
+        if code >= 0 and recorder.operations[code].phase is Phase.OPTIMIZER:
+            for storage in recorder.operations[code].writes:
+                updated.setdefault(storage, event)
+    for save in recorder.saves:
+        if any(event is not None and event > updated.get(save.storage, event) for event, _ in save.unpacks):
+            raise InputError(
+                f"backward reads a parameter in {save.module or 'the model'} again after its gradient is whole (a path that passes no gradient back), so it "
+                "cannot be updated inside backward: update after backward"
+            )
+
+
+def _graded(model: nn.Module) -> frozenset[str] | None:
+    """Names of the parameters that have gradients; None where one of them is sparse."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return frozenset(grads) if all(dispatch.has_storage(g) for g in grads.values()) else None
+
+
+def _as_accumulated(parameter: nn.Parameter) -> torch.Tensor:
+    """A gradient laid out as autograd accumulates it: as its parameter where that is dense, else row by row (`AccumulateGrad`)."""
+    if dispatch.is_dense(parameter):
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -1,0 +1,43 @@
+"""A few samples of a batch, for what is looked at with real tensors before a step is believed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from memfit import batches
+from memfit.batches import Batch
+
+SHORT_TOKENS: Final = 16
+
+
+def rows_of(sample: Batch, count: int) -> Batch:
+    """A few samples that show the batch's variety: those with the most and the fewest nonzero integers come first."""
+    total = batches.size(sample)
+    order = list(range(total))
+    for leaf in batches.leaves(sample):
+        if leaf.dim() > 1 and leaf.shape[0] == total and not leaf.is_floating_point() and leaf.device.type != "meta":
+            filled = (leaf.reshape(total, -1) != 0).sum(1).tolist()
+            by_filling = sorted(range(total), key=lambda i: filled[i])
+            if filled[by_filling[0]] != filled[by_filling[-1]]:
+                order = [by_filling[0], by_filling[-1], *by_filling[1:-1]]
+                break
+    chosen = torch.tensor(sorted(order[:count]))
+    return batches.map_tensors(
+        lambda t: t.index_select(0, chosen.to(t.device)) if t.dim() and t.shape[0] == total else t, sample
+    )
+
+
+def shortened(sample: Batch) -> Batch | None:
+    """The samples cut to a few tokens, where every tensor with a second dimension is of integers and equally long; None elsewhere."""
+    total = batches.size(sample)
+    wide = [t for t in batches.leaves(sample) if t.dim() > 1 and t.shape[0] == total]
+    lengths = {int(t.shape[1]) for t in wide}
+    if len(lengths) != 1 or any(t.is_floating_point() or t.dim() != 2 for t in wide):
+        return None
+    if lengths.pop() < 4 * SHORT_TOKENS:
+        return None
+    return batches.map_tensors(
+        lambda t: t[:, :SHORT_TOKENS].contiguous() if t.dim() == 2 and t.shape[0] == total else t, sample
+    )

@@ -1,0 +1,64 @@
+"""What is captured: a model with its batch, loss, optimizer and clipping, as one value that captures hand along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.step.arranging import arranged
+from memfit.step.device import device_of
+from memfit.step.program import OptimizerFactory, StepProgram
+from memfit.techniques.autocast.precision import Scaling
+from memfit.techniques.choices import Choices
+from memfit.values.trace import digest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSource:
+    """One optimizer step of the user's, however it is to be run.
+
+    Attributes:
+        model: any module; may be on the meta device.
+        sample: the whole batch of one optimizer step, or one of its batches.
+        loss_fn: as in `StepProgram`.
+        optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
+        clip_norm: as in `StepProgram`.
+        loader_batches: batches like the sample that the step takes one after the other; one is there at a time. Each is split alike.
+    """
+
+    model: nn.Module
+    sample: Batch
+    loss_fn: LossFunction | None = None
+    optimizer: OptimizerFactory | None = None
+    clip_norm: float | None = None
+    loader_batches: int = 1
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether some parameter has no values, so that nothing can be run for real."""
+        return any(p.device.type == "meta" for p in self.model.parameters())
+
+    def micro_batches(self, number: int) -> list[Batch]:
+        """The micro-batches of a step that has this many; the largest last. They are views of the sample."""
+        sizes = batches.micro_batch_sizes(batches.size(self.sample), number // self.loader_batches)
+        return batches.split(self.sample, sizes) * self.loader_batches
+
+    def program(self, choices: Choices) -> StepProgram:
+        """The step as chosen, with an optimizer over the parameters that the model has now."""
+        program = StepProgram(self.model, self.loss_fn, None, self.clip_norm, choices)
+        if self.optimizer is not None:
+            program.optimizer = arranged(self.optimizer(iter(program.trainable())), choices, self.model)
+            if choices.precision == "fp16":
+                program.scaling = Scaling(device_of(self.model))
+        return program
+
+
+def model_digest(model: nn.Module) -> str:
+    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained."""
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    tensors = [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()]
+    return digest(modules, tensors, buffers, model.training)

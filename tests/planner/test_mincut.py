@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.planner import mincut
-from memfit.planner.mincut import PricedNetwork, minimum_cut
+from memfit.planner.mincut import minimum_cut
+from memfit.planner.priced_network import PricedNetwork
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.planner.head import head_of
-from memfit.planner.prices import Solver
+from memfit.planner.solver import Solver
 from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
 from memfit.values.machine import Link
 from memfit.values.trace import Category, Phase

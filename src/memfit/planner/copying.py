@@ -121,7 +121,9 @@ class CopyClock:
                 if recipe in reloads:
                     s = reloads[recipe].storage
                     reload = chosen[s]
-                    free[reload.tier] = coming[s] = max(free[way.tier], clock[event] + delay, done[s]) + reload.in_seconds
+                    free[reload.tier] = coming[s] = (
+                        max(free[reload.tier], clock[event] + delay, done[s]) + reload.in_seconds
+                    )
                     busy[reload.tier] += reload.in_seconds
                     continue
                 for s in table[recipe].inputs:

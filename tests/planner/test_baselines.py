@@ -112,15 +112,15 @@ def test_simulator_counts_inputs_results_and_overhead_at_once() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("a1", r"ChainOperation 0, FORWARD_ALL of stage 1: value 1 is not in memory"),
-        ("n0 c0", r"ChainOperation 1, FORWARD_CHECKPOINT of stage 0: value 0 is not in memory"),
-        ("c0 c0", r"ChainOperation 1, FORWARD_CHECKPOINT of stage 0: value 1 is in memory already"),
+        ("a1", r"Operation 0, FORWARD_ALL of stage 1: value 1 is not in memory"),
+        ("n0 c0", r"Operation 1, FORWARD_CHECKPOINT of stage 0: value 0 is not in memory"),
+        ("c0 c0", r"Operation 1, FORWARD_CHECKPOINT of stage 0: value 1 is in memory already"),
         ("a0 n1", r"FORWARD_NONE of stage 1: value 1 belongs to what stage 0 saved"),
         ("a0 a1 B1", r"BACKWARD of stage 1: the gradient in memory is that of value 3"),
         ("c0 c1 B2", r"BACKWARD of stage 2: what it saves is not in memory"),
         ("a0 a1 a2 B2 a2", r"FORWARD_ALL of stage 2: its backward is done"),
         ("a0 a1 a2 B2 B1", r"ends before the backward of stage 0"),
-        ("a3", r"ChainOperation 0: the chain has no stage 3"),
+        ("a3", r"Operation 0: the chain has no stage 3"),
     ],
 )
 def test_simulator_refuses_what_cannot_run(schedule: str, message: str) -> None:

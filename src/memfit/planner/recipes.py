@@ -23,8 +23,8 @@ from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096
-# Prefetch distance: how much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for), some (a saturated
-# link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
+# Prefetch distance: how much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
+# some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
 PREFETCH_DISTANCES: Final = (0.0, 4.0, 16.0)
 ALIGNMENT_BYTES: Final = 4096  # of the places on a lower tier
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import memfit
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
-from memfit.planner.recipes import LAGS
+from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
@@ -333,8 +333,10 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
     assert (disk.tier, disk.room_bytes) == ("disk", 1 << 30)
     assert disk.in_bandwidth <= host.in_bandwidth
     recipes = plan.runtime.search.solver(1).recipes
-    swapped = {s: ways[n % 2 * len(LAGS)] for n, (s, ways) in enumerate(sorted(recipes.reloads_of.items()))}
-    script = compile_script(recipes, reruns_for(recipes, (), swapped=swapped))
+    swapped = {
+        s: ways[n % 2 * len(PREFETCH_DISTANCES)] for n, (s, ways) in enumerate(sorted(recipes.reloads_of.items()))
+    }
+    script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
     assert script.lower_bytes.keys() == {"host", "disk"}
     ends = []
     for made in (plan, replace(plan, script=script)):

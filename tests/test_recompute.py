@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memfit
 from memfit import batches
 from memfit.meter import metered
-from memfit.planner.baselines import sqrt_segments
+from memfit.planner.baselines.segment_rules import sqrt_segments
 from memfit.planner.modules import flowing_out, module_calls, repeated_blocks
 from memfit.step.program import state_tensors
 from memfit.tracing import RNG_STATE_BYTES

@@ -122,14 +122,14 @@ def work_of(arranged: Arrangement) -> Work:
 @contextmanager
 def reruns_seen() -> Iterator[None]:
     """Let a counting mode see what memfit runs again: its engine hides reruns from modes that are on during backward."""
-    from memfit.engine import saved
+    from memfit.engine import tape
 
-    hiding = getattr(saved, "_disable_current_modes", None)
+    hiding = getattr(tape, "_disable_current_modes", None)
     if hiding is None:
         yield
         return
-    saved._disable_current_modes = nullcontext
+    tape._disable_current_modes = nullcontext
     try:
         yield
     finally:
-        saved._disable_current_modes = hiding
+        tape._disable_current_modes = hiding

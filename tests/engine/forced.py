@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
 from memfit.values.machine import Link
 from memfit.values.trace import Trace
@@ -26,7 +26,7 @@ def everything(lag: int) -> Choice:
     def plan(recipes: Recipes) -> dict[int, list[int]]:
         swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
         assert swapped
-        return reruns_for(recipes, (), swapped=swapped)
+        return reruns_for(recipes, (), offloaded=swapped)
 
     return plan
 

@@ -30,7 +30,7 @@ from memfit.meter import metered
 from memfit.optimizers.eight_bit import eight_bit
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.planner.search import SLACK_BYTES
 from memfit.planner.timeline import Timeline
 from memfit.step.program import StepProgram, state_tensors
@@ -102,7 +102,7 @@ def blind_plans(plain: memfit.Plan) -> list[memfit.Plan]:
     half = [s for s in droppable if draw.random() < 0.5]
     plans = []
     for dropped, below in ((droppable, {}), (half, {}), ([s for s in half if s not in swapped], swapped)):
-        reruns = reruns_for(recipes, dropped, swapped=below)
+        reruns = reruns_for(recipes, dropped, offloaded=below)
         peak = timeline.evaluate(reruns).peak_bytes + search.extra_bytes
         plans.append(
             replace(
@@ -744,7 +744,7 @@ def swapping(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
     recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.5}
     dropped = sorted(recipes.saved & recipes.rebuildable - swapped.keys())
-    script = compile_script(recipes, reruns_for(recipes, dropped, swapped=swapped))
+    script = compile_script(recipes, reruns_for(recipes, dropped, offloaded=swapped))
     assert script.swaps
     return replace(plain, script=script)
 

@@ -26,7 +26,7 @@ from memfit.capture import costs
 from memfit.engine import swap
 from memfit.engine.swap import Copy, DiskArena, LowerTiers, tiers_below
 from memfit.errors import EngineError, InputError
-from memfit.planner.recipes import LAGS, Recipes
+from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
 from memfit.values.machine import Link
@@ -53,7 +53,7 @@ def mixed(seed: int) -> Choice:
         dropped = [s for s in rest if chance.random() < 0.6]
         length = max(1, recipes.trace.forward_events // 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)} if seed % 2 else None
-        return reruns_for(recipes, dropped, window, swapped=swapped)
+        return reruns_for(recipes, dropped, window, offloaded=swapped)
 
     return plan
 
@@ -168,7 +168,7 @@ class Watched(DiskArena):
         return self._noted("up", super().copy_up(storage, offset), offset, storage.nbytes())
 
 
-@pytest.mark.parametrize("lag", range(len(LAGS)))
+@pytest.mark.parametrize("lag", range(len(PREFETCH_DISTANCES)))
 def test_copies_begin_and_end_in_the_order_of_the_plan_and_no_more_are_on_their_way(
     lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +263,7 @@ class Turning(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("lag", range(len(LAGS)))
+@pytest.mark.parametrize("lag", range(len(PREFETCH_DISTANCES)))
 def test_a_forward_that_departs_loses_nothing(lag: int) -> None:
     model, sample = Turning(), small.rows()
     made, _ = forced(model, sample, small.squared_error, everything(lag))

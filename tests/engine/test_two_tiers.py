@@ -18,7 +18,7 @@ from engine.test_swap import mixed, out_of_space
 from memfit.engine import swap
 from memfit.engine.swap import Arena, Copy, DiskArena, StagedDiskArena, Storage
 from memfit.errors import EngineError
-from memfit.planner.recipes import LAGS, Recipes
+from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
 from memfit.values.machine import Link
@@ -116,8 +116,8 @@ def halves(lag: int) -> Choice:
 
     def plan(recipes: Recipes) -> dict[int, list[int]]:
         own = sorted(s for s in recipes.reloads_of if s in recipes.saved)
-        swapped = {s: recipes.reloads_of[s][n % 2 * len(LAGS) + lag] for n, s in enumerate(own)}
-        return reruns_for(recipes, (), swapped=swapped)
+        swapped = {s: recipes.reloads_of[s][n % 2 * len(PREFETCH_DISTANCES) + lag] for n, s in enumerate(own)}
+        return reruns_for(recipes, (), offloaded=swapped)
 
     return plan
 
@@ -157,7 +157,7 @@ def test_steps_are_plain_steps_and_every_storage_lies_where_the_plan_says(choice
     assert {tier: arena.bytes for tier, arena in engine._lower_tiers.arenas.items()} == made.script.lower_bytes
 
 
-@pytest.mark.parametrize("lag", range(len(LAGS)))
+@pytest.mark.parametrize("lag", range(len(PREFETCH_DISTANCES)))
 def test_no_more_is_on_its_way_to_a_tier_than_the_plan_says(lag: int) -> None:
     made = told_to(halves(lag))
     told: Told = []

@@ -20,7 +20,7 @@ import memfit
 from faults.runs import alike
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.values.machine import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,7 +129,7 @@ def swapping(plain: memfit.Plan) -> memfit.Plan:
     """The plan, with whatever backward reads swapped."""
     recipes = Recipes(plain.runtime.search.solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-    script = compile_script(recipes, reruns_for(recipes, (), swapped=swapped))
+    script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
     assert script.swaps
     return replace(plain, script=script)
 

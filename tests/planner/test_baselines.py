@@ -13,24 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import InfeasibleError
-from memfit.planner.baselines import (
+from memfit.planner.baselines.brute_force import brute_force_chain
+from memfit.planner.baselines.chain import (
     Chain,
+    ChainOperation,
     ChainSchedule,
-    Operation,
+    ChainStage,
     OperationKind,
-    RevolveKind,
-    Stage,
-    brute_force_chain,
-    every_block,
-    revolve_cost,
-    revolve_schedule,
-    rotor_schedule,
-    segment_operations,
     simulate_chain,
-    smallest_chain_bytes,
-    sqrt_segments,
-    store_all,
 )
+from memfit.planner.baselines.revolve import RevolveKind, revolve_cost, revolve_schedule
+from memfit.planner.baselines.rotor import rotor_schedule, smallest_chain_bytes
+from memfit.planner.baselines.segment_rules import every_block, segment_operations, sqrt_segments, store_all
 
 LETTERS = {
     OperationKind.FORWARD_NONE: "n",
@@ -44,13 +38,13 @@ def picture(schedule: ChainSchedule) -> str:
     return " ".join(f"{LETTERS[kind]}{stage}" for kind, stage in schedule.operations)
 
 
-def operations(text: str) -> list[Operation]:
+def operations(text: str) -> list[ChainOperation]:
     kinds = {letter: kind for kind, letter in LETTERS.items()}
-    return [Operation(kinds[word[0]], int(word[1:])) for word in text.split()]
+    return [ChainOperation(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
 def uniform_chain(length: int, saved_bytes: int = 4) -> Chain:
-    stage = Stage(1.0, 2.0, output_bytes=1, saved_bytes=saved_bytes, gradient_bytes=1)
+    stage = ChainStage(1.0, 2.0, output_bytes=1, saved_bytes=saved_bytes, gradient_bytes=1)
     return Chain((stage,) * length, input_bytes=1)
 
 
@@ -63,7 +57,7 @@ def transformer_chain(num_blocks: int, seed: int = 0) -> Chain:
     rng = random.Random(seed)
     mib = 1 << 20
     stages = [
-        Stage(
+        ChainStage(
             forward_seconds=10e-3 * rng.uniform(0.9, 1.1),
             backward_seconds=20e-3 * rng.uniform(0.9, 1.1),
             output_bytes=6 * mib,
@@ -74,14 +68,14 @@ def transformer_chain(num_blocks: int, seed: int = 0) -> Chain:
         )
         for _ in range(num_blocks)
     ]
-    return Chain((*stages, Stage(5e-3, 10e-3, 4, 4 + 100 * mib, 4, 0, 100 * mib)), 6 * mib)
+    return Chain((*stages, ChainStage(5e-3, 10e-3, 4, 4 + 100 * mib, 4, 0, 100 * mib)), 6 * mib)
 
 
 @st.composite
 def chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
-    def stage() -> Stage:
+    def stage() -> ChainStage:
         output_bytes = draw(st.integers(0, 4))
-        return Stage(
+        return ChainStage(
             forward_seconds=draw(st.integers(0, 5)),
             backward_seconds=draw(st.integers(0, 5)),
             output_bytes=output_bytes,
@@ -104,8 +98,8 @@ def plain(chain: Chain) -> ChainSchedule:
 
 
 def test_simulator_counts_inputs_results_and_overhead_at_once() -> None:
-    first = Stage(1.0, 10.0, output_bytes=2, saved_bytes=5, gradient_bytes=2, forward_overhead_bytes=7)
-    loss = Stage(3.0, 30.0, output_bytes=1, saved_bytes=1, gradient_bytes=1, backward_overhead_bytes=4)
+    first = ChainStage(1.0, 10.0, output_bytes=2, saved_bytes=5, gradient_bytes=2, forward_overhead_bytes=7)
+    loss = ChainStage(3.0, 30.0, output_bytes=1, saved_bytes=1, gradient_bytes=1, backward_overhead_bytes=4)
     chain = Chain((first, loss), input_bytes=100, input_gradient_bytes=50)
     # Forward of the first: 100 + 5 + 7. Backward of the loss: 100 + 5 + 1, gradients 1 + 2, overhead 4. Backward of
     # the first: 100 + 5, gradients 2 + 50.
@@ -141,7 +135,7 @@ def test_simulator_refuses_what_cannot_run(schedule: str, message: str) -> None:
 def test_impossible_stages_are_refused(changes: dict[str, float], message: str) -> None:
     fields = {"forward_seconds": 1.0, "backward_seconds": 1.0, "output_bytes": 1, "saved_bytes": 2, "gradient_bytes": 1}
     with pytest.raises(ValueError, match=message):
-        Stage(**(fields | changes))  # type: ignore[arg-type]
+        ChainStage(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_impossible_chains_are_refused() -> None:
@@ -355,6 +349,6 @@ def test_revolve_refuses_what_makes_no_sense(length: int, slots: int) -> None:
 def test_rotor_finds_revolve_where_the_models_agree(length: int, slots: int) -> None:
     # What a step records is so large that only one record fits. Rotor holds the state in hand too, hence one byte more.
     record_bytes = 3 * length
-    stage = Stage(1.0, 0.0, output_bytes=1, saved_bytes=record_bytes, gradient_bytes=0)
+    stage = ChainStage(1.0, 0.0, output_bytes=1, saved_bytes=record_bytes, gradient_bytes=0)
     rotor = exact(Chain((stage,) * length, input_bytes=1), slots + 1 + record_bytes)
     assert rotor.seconds == length + revolve_cost(length, slots)

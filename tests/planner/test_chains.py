@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from memfit.errors import InfeasibleError
-from memfit.planner.baselines import Chain, Stage, revolve_cost, rotor_schedule, smallest_chain_bytes
-from memfit.planner.prices import Solver
+from memfit.planner.baselines.chain import Chain, ChainStage
+from memfit.planner.baselines.revolve import revolve_cost
+from memfit.planner.baselines.rotor import rotor_schedule, smallest_chain_bytes
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
@@ -102,7 +104,7 @@ def test_uniform_chains_are_never_worse_than_revolve(length: int, slots: int) ->
     assert solution.seconds <= revolve_cost(length, slots) - first_sweep + 1e-9
 
 
-def heterogeneous(stages: Sequence[Stage], input_bytes: int) -> Trace:
+def heterogeneous(stages: Sequence[ChainStage], input_bytes: int) -> Trace:
     """The chain of `baselines` as a trace: backward of a stage reads its input, its output and what else it saved."""
     writer = ChainTrace()
     values = writer.run(Phase.FORWARD, [], [input_bytes], 0.0)
@@ -139,7 +141,9 @@ def test_heterogeneous_chains_are_never_worse_than_rotor(seed: int) -> None:
     for _ in range(draw.randint(6, 14)):
         output = draw.randint(1, 8) * UNIT
         stages.append(
-            Stage(draw.uniform(0.5, 3.0), draw.uniform(1.0, 6.0), output, output + draw.randint(1, 16) * UNIT, output)
+            ChainStage(
+                draw.uniform(0.5, 3.0), draw.uniform(1.0, 6.0), output, output + draw.randint(1, 16) * UNIT, output
+            )
         )
     chain = Chain(tuple(stages), draw.randint(1, 4) * UNIT)
     trace = heterogeneous(stages, chain.input_bytes)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.planner import mincut
-from memfit.planner.mincut import PricedNetwork, minimum_cut
+from memfit.planner import mincut, priced_network
+from memfit.planner.mincut import minimum_cut
+from memfit.planner.priced_network import PricedNetwork
 
 
 @dataclass
@@ -191,7 +192,7 @@ def test_blocks_that_are_alike_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(len(source))
         return minimum_cut(source, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mincut, "minimum_cut", counted)
+    monkeypatch.setattr(priced_network, "minimum_cut", counted)
     capacities = np.array([3.0 if i % 10 else 1.0 for i in range(blocks) for _ in range(2)])
     sides, value = network.cut(capacities)
     assert asked == [4]  # two free nodes, at two prices

@@ -106,7 +106,7 @@ def swapping_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int
     if chance.random() < 0.6:
         length = chance.randint(1, 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
-    return reruns_for(recipes, dropped, window, transients, swapped=swapped)
+    return reruns_for(recipes, dropped, window, transients, offloaded=swapped)
 
 
 def check(trace: Trace, reruns: Mapping[int, Sequence[int]], recipes: Recipes | None = None) -> None:

@@ -247,7 +247,7 @@ def test_an_interrupted_write_leaves_nothing_that_looks_like_a_snapshot(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(snapshots, "_put", interrupt)
+    monkeypatch.setattr(snapshots.durable, "put", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, engine())

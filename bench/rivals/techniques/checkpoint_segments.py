@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from memfit import batches
-from memfit.planner.baselines import sqrt_segments
+from memfit.planner.baselines.segment_rules import sqrt_segments
 from rivals.arrangement import Arrange, Loss
 from rivals.subjects import Built, Subject
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "tiers": [*devices(), host(), disk()],
         "known_devices": known(),
     }
-    # A CPU swaps to disk only where it is what trains, but may be asked to (`fit.device: cpu`) beside a GPU too.
+    # A CPU offloads to disk only where it is what trains, but may be asked to (`fit.device: cpu`) on a computer with a GPU too.
     data["links"] = [link(tier["name"]) for tier in data["tiers"] if tier["name"] != "disk"]
     data["usable"] = usable(data)
     return Answer(data, described(data))
@@ -128,7 +128,7 @@ def _control_group() -> tuple[int | None, int]:
 
 
 def disk() -> dict[str, Any]:
-    """The disk under the working folder, where snapshots and swapped storages go, and how fast it takes them."""
+    """The disk under the working folder, where snapshots and offloaded storages go, and how fast it takes them."""
     usage = shutil.disk_usage(Path.cwd())
     tier: dict[str, Any] = {
         "name": "disk",
@@ -206,7 +206,7 @@ def _rates(device: str) -> dict[str, float]:
 
 
 def link(device: str) -> dict[str, Any]:
-    """The link from a device to the tier below it, as plans use it: measured once and kept."""
+    """The link from a device to where it offloads, as plans use it: measured once and kept."""
     import torch
 
     from memfit.capture.costs import lower_tier
@@ -232,7 +232,7 @@ def link(device: str) -> dict[str, Any]:
 
 
 def usable(data: dict[str, Any]) -> dict[str, Any]:
-    """What plans can use here: the tier below each device, 16 bits, 8-bit optimizer state, pinned memory.
+    """What plans can use here: where each device offloads to, 16 bits, 8-bit optimizer state, pinned memory.
 
     Args:
         data: what has been found.

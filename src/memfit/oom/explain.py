@@ -11,11 +11,11 @@ from memfit.units import format_bytes
 _MIB: Final = 1 << 20
 _EXPANDABLE: Final = "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF in older versions)"
 _STAGES: Final = {
-    "forward": "What fills up in forward is activations, kept for backward: splitting the batch, recomputing and swapping take them down.",
-    "backward": "Backward holds activations, gradients and what its operations need meanwhile: splitting the batch, recomputing and swapping take them down.",
+    "forward": "What fills up in forward is activations, kept for backward: splitting the batch, recomputing and offloading take them down.",
+    "backward": "Backward holds activations, gradients and what its operations need meanwhile: splitting the batch, recomputing and offloading take them down.",
     "recomputing in backward": "A part was being recomputed whole: smaller pieces would do, which memfit picks operation by operation.",
-    "optimizer": "The first update makes the optimizer's state (for Adam two numbers to each parameter): it can lie elsewhere, or be kept in 8 bits.",
-    "moving the model": "The parameters did not find room: those of repeated layers can lie on the tier below and be streamed.",
+    "optimizer": "The first update makes the optimizer's state (for Adam two numbers to each parameter): it can be offloaded, or be kept in 8 bits.",
+    "moving the model": "The parameters do not fit: those of repeated layers can be kept in host memory or on disk and be streamed.",
     "pinning memory": "Page-locked memory of the host was asked for, which is limited (ulimit -l) and often rounded up; it is not the GPU that is full.",
 }
 

@@ -20,13 +20,14 @@ from typing import Final
 
 from memfit.errors import InfeasibleError, InputError
 from memfit.garbage import uncollected
-from memfit.planner.baselines import sqrt_segments
+from memfit.planner.baselines.segment_rules import sqrt_segments
 from memfit.planner.modules import flowing_out, matcher, module_calls, repeated_blocks, repeats
-from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Found, Search, where
 from memfit.planner.segments import boundaries_after, windows
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.units import format_bytes
 from memfit.values.plan import Plan

@@ -1,7 +1,7 @@
 """Forward as a chain of cells, and the chain optimum as reruns: nested recomputation for budgets that one level of windows cannot reach.
 
 Cuts at prices rebuild each window once. On deep narrow chains less memory is possible by dropping boundaries too and sweeping over cells several times,
-which the dynamic programs of `baselines` plan optimally. Their schedules become ordinary reruns here, so the same timeline judges them and the
+which the dynamic program of `baselines.rotor` plans optimally. Their schedules become ordinary reruns here, so the same timeline judges them and the
 same engine runs them, and no plan of ours is worse than theirs.
 """
 
@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from memfit.planner.baselines import Chain, Operation, OperationKind, RotorTable, Stage
+from memfit.planner.baselines.chain import Chain, ChainOperation, ChainStage, OperationKind
+from memfit.planner.baselines.rotor import RotorTable
 from memfit.planner.recipes import Recipes
 from memfit.planner.segments import Boundary, windows
 from memfit.planner.timeline import Timeline
@@ -20,7 +21,7 @@ from memfit.planner.timeline import Timeline
 MOST_STAGES: Final = 64
 SLOTS: Final = 320
 SHORT: Final = 24  # chains this short take milliseconds, so the memory is searched finely
-# The chain's memory is coarser than the timeline: schedules for more than the room may fit, and for as much may not.
+# The chain's memory is coarser than the timeline: schedules for more than there is may fit, and for as much may not.
 MOST: Final = 1.36
 LEAST: Final = 0.4
 FITTING: Final = 3  # this many schedules that fit are looked at: the memory is coarse, and the first need not be the fastest in the end
@@ -39,22 +40,22 @@ class _Table:
         faster = np.concatenate([[True], seconds[1:] < seconds[:-1]]) & np.isfinite(seconds)
         return [int(m) for m in np.flatnonzero(faster)[::-1]]
 
-    def operations(self, amount: int) -> list[Operation]:
+    def operations(self, amount: int) -> list[ChainOperation]:
         """The schedule in so many slots, cell by cell."""
-        out: list[Operation] = []
+        out: list[ChainOperation] = []
         for (kind, stage), slots in self._outer.operations(amount):
             cells = self._groups[stage]
             if slots:
                 if kind is not OperationKind.BACKWARD:  # the inner schedule has its backward in it
                     inner = self._inner[stage].operations(slots)
-                    out += [Operation(op.kind, op.stage + cells.start) for op, _ in inner]
+                    out += [ChainOperation(op.kind, op.stage + cells.start) for op, _ in inner]
             elif kind is OperationKind.BACKWARD:
-                out += [Operation(kind, cell) for cell in reversed(cells)]
+                out += [ChainOperation(kind, cell) for cell in reversed(cells)]
             elif kind is OperationKind.FORWARD_CHECKPOINT:
-                out.append(Operation(kind, cells.start))
-                out += [Operation(OperationKind.FORWARD_NONE, cell) for cell in cells[1:]]
+                out.append(ChainOperation(kind, cells.start))
+                out += [ChainOperation(OperationKind.FORWARD_NONE, cell) for cell in cells[1:]]
             else:
-                out += [Operation(kind, cell) for cell in cells]
+                out += [ChainOperation(kind, cell) for cell in cells]
         return out
 
 
@@ -107,7 +108,7 @@ class CellChain:
                 operation = trace.operations[op]
                 forward[cell] += operation.seconds + trace.dispatch_seconds
         gradient, backward = self._backward(floor)
-        self.beside_saved: list[tuple[int, int]] = []
+        self.besides_saved: list[tuple[int, int]] = []
         stages = []
         before = 0
         for cell in range(self.length):
@@ -116,7 +117,7 @@ class CellChain:
             output = sum(size[s] for s in after)
             saved = sum(size[s] for s in self.inner[cell] | after)
             stages.append(
-                Stage(
+                ChainStage(
                     forward[cell],
                     0.0,
                     output,
@@ -126,7 +127,7 @@ class CellChain:
                 )
             )
             # Much of what a cell makes on the way is what it saves.
-            self.beside_saved.append((max(0, highest[cell] - before - saved), backward[cell]))
+            self.besides_saved.append((max(0, highest[cell] - before - saved), backward[cell]))
             before = output
         return Chain(tuple(stages), 0)
 
@@ -151,51 +152,51 @@ class CellChain:
         size = -(-self.length // MOST_STAGES)
         return [range(a, min(a + size, self.length)) for a in range(0, self.length, size)]
 
-    def table(self, room_bytes: int) -> _Table:
+    def table(self, capacity_bytes: int) -> _Table:
         """Optimal schedules in any part of so many bytes."""
         groups = self._groups()
         stages = self.chain.stages
         if len(groups) == self.length:
             slots = 2 * SLOTS if self.length <= SHORT else SLOTS
-            return _Table(RotorTable(self.chain, room_bytes, slots, beside_saved=self.beside_saved), groups, [])
+            return _Table(RotorTable(self.chain, capacity_bytes, slots, besides_saved=self.besides_saved), groups, [])
         merged = []
         inner: dict[tuple[object, ...], RotorTable] = {}
         tables = []
         for cells in groups:
-            parts = stages[cells.start : cells.stop]
+            inside = stages[cells.start : cells.stop]
             before = stages[cells.start - 1].output_bytes if cells.start else 0
-            beside = self.beside_saved[cells.start : cells.stop]
-            key = (before, *parts, *beside)
+            besides = self.besides_saved[cells.start : cells.stop]
+            key = (before, *inside, *besides)
             if key not in inner:
-                inner[key] = RotorTable(Chain(parts, before), room_bytes, SLOTS, beside_saved=beside)
+                inner[key] = RotorTable(Chain(inside, before), capacity_bytes, SLOTS, besides_saved=besides)
             tables.append(inner[key])
-            values = [before, *(p.output_bytes for p in parts)]
-            sweep = max(v + p.output_bytes + p.forward_overhead_bytes for v, p in zip(values, parts, strict=False))
+            values = [before, *(p.output_bytes for p in inside)]
+            sweep = max(v + p.output_bytes + p.forward_overhead_bytes for v, p in zip(values, inside, strict=False))
             merged.append(
-                Stage(
-                    sum(p.forward_seconds for p in parts),
+                ChainStage(
+                    sum(p.forward_seconds for p in inside),
                     0.0,
-                    parts[-1].output_bytes,
-                    sum(p.saved_bytes for p in parts),
-                    parts[-1].gradient_bytes,
-                    max(0, sweep - parts[-1].output_bytes - before),
+                    inside[-1].output_bytes,
+                    sum(p.saved_bytes for p in inside),
+                    inside[-1].gradient_bytes,
+                    max(0, sweep - inside[-1].output_bytes - before),
                 )
             )
         most = [
-            (max(f for f, _ in beside), max(b for _, b in beside))
-            for beside in (self.beside_saved[cells.start : cells.stop] for cells in groups)
+            (max(f for f, _ in besides), max(b for _, b in besides))
+            for besides in (self.besides_saved[cells.start : cells.stop] for cells in groups)
         ]
-        outer = RotorTable(Chain(tuple(merged), 0), room_bytes, SLOTS, [t.seconds for t in tables], most)
+        outer = RotorTable(Chain(tuple(merged), 0), capacity_bytes, SLOTS, [t.seconds for t in tables], most)
         return _Table(outer, groups, tables)
 
     def schedules(
         self, budget_bytes: int, fits: Callable[[dict[int, list[int]]], bool]
     ) -> Iterator[dict[int, list[int]]]:
         """Reruns of the fastest schedules that fit a budget."""
-        room_bytes = budget_bytes - self.base_bytes
-        if room_bytes <= 0:
+        capacity_bytes = budget_bytes - self.base_bytes
+        if capacity_bytes <= 0:
             return
-        table = self.table(int(room_bytes * MOST))
+        table = self.table(int(capacity_bytes * MOST))
         amounts = [m for m in table.amounts() if m * MOST >= LEAST * table.slots]
         if self.length > SHORT:
             # More memory fits less well, nearly always: look for where it starts to.
@@ -218,14 +219,14 @@ class CellChain:
 
     def smallest_schedules(self, known_bytes: int) -> Iterator[dict[int, list[int]]]:
         """Reruns of schedules in the least memory, when so much is known to do."""
-        room_bytes = known_bytes - self.base_bytes
-        if room_bytes <= 0:
+        capacity_bytes = known_bytes - self.base_bytes
+        if capacity_bytes <= 0:
             return
-        table = self.table(int(room_bytes * MOST))
+        table = self.table(int(capacity_bytes * MOST))
         for amount in table.amounts()[-2 if self.length > SHORT else -2 * FITTING :]:
             yield self.reruns(table.operations(amount))
 
-    def reruns(self, operations: Sequence[Operation]) -> dict[int, list[int]]:
+    def reruns(self, operations: Sequence[ChainOperation]) -> dict[int, list[int]]:
         """A chain schedule as reruns before the unpacks of each cell's backward."""
         table, recipe_of = self.recipes.recipes, self.recipes.recipe_of
         position = 0

@@ -2,7 +2,7 @@
 
 Where plans come from (cuts at prices, windows, chains) they follow a rule of scheduling; here nothing is left of the rule. Any set of reruns is a plan, so
 the moves are the simplest there are: a rerun less, and a rerun more, which lets the copy it renews go earlier. Reloads are reruns here: one put in where a
-recipe ran, which is then taken out, turns recomputing into swapping, and the other way round.
+recipe ran, which is then taken out, turns recomputing into offloading, and the other way round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Final
 
-from memfit.planner.recipes import LAGS
+from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.replay import Replay
 from memfit.planner.timeline import Reruns, Timeline
 
@@ -89,7 +89,7 @@ def one_more(timeline: Timeline, reruns: Reruns) -> Iterator[dict[int, list[int]
 
 
 def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[int, list[int]]:
-    """Put one rerun in and take out what that makes room for, until nothing gets faster."""
+    """Put one rerun in and take out what that leaves memory for, until nothing gets faster."""
     current = {e: list(rs) for e, rs in reruns.items()}
     seconds = timeline.seconds(current)
     better = True
@@ -114,16 +114,16 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
     chance = random.Random(rounds)
     recipe_of, rebuildable = timeline.recipes.recipe_of, timeline.recipes.rebuildable
     first_uses = [(uses[0][0], recipe_of[s]) for s, uses in sorted(timeline.unpack_uses.items()) if s in rebuildable]
-    ways_in = [first_uses]
+    additions = [first_uses]
     for tier in range(len(timeline.recipes.tiers)):
-        middle = tier * len(LAGS) + 1
+        middle = tier * len(PREFETCH_DISTANCES) + 1
         reloads = [
-            (timeline.recipes.begin(ways[middle], uses[0][0]), ways[middle])
+            (timeline.recipes.begin(reloads_of_s[middle], uses[0][0]), reloads_of_s[middle])
             for s, uses in sorted(timeline.unpack_uses.items())
             if uses[0][0] >= timeline.trace.forward_events
-            and len(ways := timeline.recipes.reloads_of.get(s, ())) > middle
+            and len(reloads_of_s := timeline.recipes.reloads_of.get(s, ())) > middle
         ]
-        ways_in += [reloads] if reloads else []
+        additions += [reloads] if reloads else []
     begin, end = timeline.trace.forward_events, timeline.trace.pass_events
     length = SHAKEN * (end - begin)
     current = {e: list(rs) for e, rs in reruns.items()}
@@ -131,7 +131,7 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
     for number in range(rounds):
         start = begin + chance.random() * (end - begin - length)
         more = {e: set(rs) for e, rs in current.items()}
-        for event, recipe in ways_in[number % len(ways_in)]:
+        for event, recipe in additions[number % len(additions)]:
             if start <= event < start + length:
                 more.setdefault(event, set()).add(recipe)
         plan = {e: sorted(rs, key=timeline.recipes.last_operation.__getitem__) for e, rs in sorted(more.items())}

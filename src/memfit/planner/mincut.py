@@ -9,7 +9,7 @@ networkx has minimum cuts too, but keeps a dictionary for each arc and takes abo
 Method (sources below): nodes whose side is forced by infinite capacities are taken out first, with which the graph of a
 training step falls apart into many small ones. What is left is solved by augmenting paths, source by source: a
 depth-first search from one source leaves flow at every sink it meets without going back to the start. When a search
-places nothing, no arc with room left leads out of what it visited, and none ever will, since later paths end at sinks
+places nothing, no arc with capacity left leads out of what it visited, and none ever will, since later paths end at sinks
 and so never enter; the visited nodes are on the source side for good and are **buried**. Each source so searches only
 what is left, and components need not be separated first: a search never leaves its own.
 
@@ -28,8 +28,7 @@ float prototype did), and which of two equally good cuts comes out depends on th
 none, so the smallest source side is unique. The price is an error of at most 2**-51 of that bound for each capacity
 cut. The value returned is summed from the capacities as given, along the cut returned.
 
-`PricedNetwork` cuts one graph again and again at other prices. Everything that does not depend on them is worked out once, and parts that do not hang together
-and are alike (the blocks of a network) are cut once for all of them.
+`priced_network` cuts one graph again and again at other prices.
 
 Not here, as measurements gave no reason: a warm start from the flow of the last prices, which could save the flow (half of the time) but not the checks and
 lists (the other half).
@@ -44,19 +43,15 @@ Journal of the ACM 35 (1988). Burying exhausted sets is folklore; we know no pap
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, fsum, inf, isinf, ldexp
 from math import frexp as split_float
-from typing import Any
-
-import numpy as np
 
 Arc = tuple[int, int, float]
 """From node, to node, capacity."""
 
-_FREE, _SOURCE_SIDE, _SINK_SIDE = 0, 1, 2
+FREE, SOURCE_SIDE, SINK_SIDE = 0, 1, 2  # which side a node is forced to
 
 _BURIED = 1 << 62  # As a mark: more than the number of any search.
 
@@ -94,14 +89,14 @@ def minimum_cut(source: Sequence[float], sink: Sequence[float], arcs: Sequence[A
     Raises:
         ValueError: every cut is infinite, a capacity is negative or not a number, or an arc names a node there is not.
     """
-    _check(source, sink, arcs)
-    forced = _forced_sides(source, sink, arcs)
-    pinned = [side == _SOURCE_SIDE for side in forced]
+    check_network(source, sink, arcs)
+    forced = forced_sides(source, sink, arcs)
+    pinned = [side == SOURCE_SIDE for side in forced]
     bounds = [
         bound
         for bound in (
             _cut_value(source, sink, arcs, pinned),
-            _cut_value(source, sink, arcs, [side != _SINK_SIDE for side in forced]),
+            _cut_value(source, sink, arcs, [side != SINK_SIDE for side in forced]),
         )
         if 0 < bound < inf
     ]
@@ -115,7 +110,8 @@ def minimum_cut(source: Sequence[float], sink: Sequence[float], arcs: Sequence[A
     return Cut(value, sides)
 
 
-def _check(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) -> None:
+def check_network(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) -> None:
+    """Raise a ValueError where these are not the capacities of a network."""
     num_nodes = len(source)
     if len(sink) != num_nodes:
         raise ValueError(f"{num_nodes} source capacities, but {len(sink)} sink capacities: there must be one per node.")
@@ -130,10 +126,10 @@ def _check(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) 
             )
 
 
-def _forced_sides(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) -> list[int]:
+def forced_sides(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) -> list[int]:
     """Which side each node is forced to by infinite capacities, its own or through a path of infinite arcs."""
     num_nodes = len(source)
-    forced = [_FREE] * num_nodes
+    forced = [FREE] * num_nodes
     from_source = [v for v, a in enumerate(source) if a == inf]
     to_sink = [v for v, b in enumerate(sink) if b == inf]
     onward: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -142,14 +138,14 @@ def _forced_sides(source: Sequence[float], sink: Sequence[float], arcs: Sequence
         if c == inf:
             onward[u].append(v)
             backward[v].append(u)
-    for roots, neighbours, side in ((from_source, onward, _SOURCE_SIDE), (to_sink, backward, _SINK_SIDE)):
+    for roots, neighbours, side in ((from_source, onward, SOURCE_SIDE), (to_sink, backward, SINK_SIDE)):
         for v in roots:
-            if forced[v] not in (_FREE, side):
+            if forced[v] not in (FREE, side):
                 raise ValueError(f"Every cut is infinite: node {v} is forced to both sides.")
             forced[v] = side
         while roots:
             for v in neighbours[roots.pop()]:
-                if forced[v] == _FREE:
+                if forced[v] == FREE:
                     forced[v] = side
                     roots.append(v)
                 elif forced[v] != side:
@@ -163,7 +159,7 @@ class _Residual:
     Attributes:
         excess: per node, flow to be passed on (positive), or what it would still take (negative).
         head: arc k leads to node head[k]; arc k ^ 1 is arc k reversed, and shares flow with it.
-        room: what arc k can still carry.
+        residual: what arc k can still carry.
         arcs: per node, the arcs that leave it.
     """
 
@@ -177,24 +173,24 @@ class _Residual:
             for side, a, b in zip(forced, source, sink, strict=True)
         ]
         self.head: list[int] = []
-        self.room: list[int] = []
+        self.residual: list[int] = []
         self.arcs: list[list[int]] = [[] for _ in forced]
         self.mark = [0] * len(forced)  # The last search that visited the node.
         self.cursor = [0] * len(forced)  # Where among its arcs that search has got to.
         for u, v, c in arcs:
             u_side, v_side = forced[u], forced[v]
-            if u_side == v_side == _FREE:
+            if u_side == v_side == FREE:
                 self.arcs[u].append(len(self.head))
                 self.arcs[v].append(len(self.head) + 1)
                 self.head += (v, u)
-                self.room += (ceil(min(c, limit) * scale), 0)
-            elif u_side == _FREE and v_side == _SINK_SIDE:
+                self.residual += (ceil(min(c, limit) * scale), 0)
+            elif u_side == FREE and v_side == SINK_SIDE:
                 self.excess[u] -= ceil(min(c, limit) * scale)
-            elif u_side == _SOURCE_SIDE and v_side == _FREE:
+            elif u_side == SOURCE_SIDE and v_side == FREE:
                 self.excess[v] += ceil(min(c, limit) * scale)
 
     def saturate(self) -> None:
-        """Push excess along arcs with room until none reaches a node that would take it."""
+        """Push excess along arcs with capacity left until none reaches a node that would take it."""
         num_searches = 0
         for origin in range(len(self.excess)):
             if self.excess[origin] <= 0 or self.mark[origin] == _BURIED:
@@ -224,10 +220,10 @@ class _Residual:
         marked.
 
         Returns:
-            The nodes visited. If nothing was pushed and the floor is zero, arcs with room lead from them to each other
+            The nodes visited. If nothing was pushed and the floor is zero, arcs with capacity left lead from them to each other
             and to buried nodes only.
         """
-        excess, head, room, mark, cursor = self.excess, self.head, self.room, self.mark, self.cursor
+        excess, head, residual, mark, cursor = self.excess, self.head, self.residual, self.mark, self.cursor
         # u: node the search is at; left: flow to be placed from here on; lent: how much of it came with the arc into u.
         u, left, lent = origin, excess[origin], 0
         mark[u] = number
@@ -238,7 +234,7 @@ class _Residual:
             arcs = self.arcs[u]
             for i in range(cursor[u], len(arcs)):
                 k = arcs[i]
-                if room[k] > floor:
+                if residual[k] > floor:
                     v = head[k]
                     if mark[v] < number:
                         break
@@ -248,15 +244,15 @@ class _Residual:
                     break
                 placed = lent - left
                 u, k, left, lent = path.pop()
-                room[k] -= placed
-                room[k ^ 1] += placed
+                residual[k] -= placed
+                residual[k ^ 1] += placed
                 left -= placed
                 if left:
                     continue
                 k = -1
             if k >= 0:
                 cursor[u] = i
-                passed = min(left, room[k])
+                passed = min(left, residual[k])
                 wanted = -excess[v]
                 if passed > wanted or wanted <= 0:
                     # [2] Go on to v with what it does not take.
@@ -271,16 +267,16 @@ class _Residual:
                     continue
                 # [3] v takes all that comes.
                 excess[v] += passed
-                room[k] -= passed
-                room[k ^ 1] += passed
+                residual[k] -= passed
+                residual[k ^ 1] += passed
                 left -= passed
             # [4] Nothing is left to place from here: go back until something is.
             while not left and path:
                 mark[u] = 0
                 placed = lent
                 u, k, left, lent = path.pop()
-                room[k] -= placed
-                room[k ^ 1] += placed
+                residual[k] -= placed
+                residual[k ^ 1] += placed
                 left -= placed
             if not left:
                 break
@@ -296,7 +292,7 @@ class _Residual:
         while frontier:
             for k in self.arcs[frontier.pop()]:
                 v = self.head[k]
-                if self.room[k] and not sides[v]:
+                if self.residual[k] and not sides[v]:
                     sides[v] = True
                     frontier.append(v)
         return sides
@@ -306,156 +302,3 @@ def _cut_value(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Ar
     """What it costs to put the nodes on these sides; exactly rounded, so independent of the order of the arcs."""
     of_nodes = [b if side else a for a, b, side in zip(source, sink, sides, strict=True)]
     return fsum(of_nodes + [c for u, v, c in arcs if sides[u] and not sides[v]])
-
-
-@dataclass(slots=True)
-class _Part:
-    """Nodes that hang together, and all other parts that look the same from the inside.
-
-    Attributes:
-        source, sink: capacities of its nodes.
-        arcs: (from, to, capacity), nodes counted from the part's first.
-        priced: (from, to) of arcs whose capacities are told at each cut; -1 is the source side at `from`, the sink side at `to`.
-        nodes: per part, which nodes they are.
-        prices: per part, which priced arcs they are.
-    """
-
-    source: list[float]
-    sink: list[float]
-    arcs: list[Arc]
-    priced: list[tuple[int, int]]
-    nodes: Any = field(default_factory=list)
-    prices: Any = field(default_factory=list)
-
-
-def _out_of_reach(
-    source: Sequence[float], arcs: Sequence[Arc], priced: Sequence[tuple[int, int]], forced: list[int]
-) -> list[int]:
-    """The forced sides, with free nodes that no source reaches on the sink side: nothing is ever paid for them there."""
-    onward: list[list[int]] = [[] for _ in source]
-    for u, v in [*((u, v) for u, v, _ in arcs), *priced]:
-        onward[u].append(v)
-    stack = [v for v, a in enumerate(source) if a > 0 and forced[v] != _SINK_SIDE]
-    reached = [False] * len(source)
-    for v in stack:
-        reached[v] = True
-    while stack:
-        for v in onward[stack.pop()]:
-            if not reached[v] and forced[v] != _SINK_SIDE:
-                reached[v] = True
-                stack.append(v)
-    return [_SINK_SIDE if side == _FREE and not there else side for side, there in zip(forced, reached, strict=True)]
-
-
-class PricedNetwork:
-    """Minimum cuts of one graph in which some arcs change their capacities from cut to cut.
-
-    Args:
-        source, sink: per node, as for `minimum_cut`.
-        arcs: whose capacities stay.
-        priced: (from, to) of the arcs whose capacities, all finite, are told at each cut.
-
-    Raises:
-        ValueError: every cut is infinite, or an arc names a node there is not.
-    """
-
-    def __init__(
-        self,
-        source: Sequence[float],
-        sink: Sequence[float],
-        arcs: Sequence[Arc],
-        priced: Sequence[tuple[int, int]],
-    ) -> None:
-        _check(source, sink, arcs)
-        self._source, self._sink = np.array(source, dtype=float), np.array(sink, dtype=float)
-        self._priced = np.array(priced, dtype=np.int64).reshape(-1, 2)
-        self._finite = [arc for arc in arcs if arc[2] != inf]
-        forced = _forced_sides(source, sink, arcs)
-        self._pinned = np.array(forced) == _SOURCE_SIDE
-        side = _out_of_reach(source, arcs, priced, forced)
-        # Nodes of no forced side that an arc joins belong to one part, named by the smallest of them.
-        root = list(range(len(source)))
-
-        def find(v: int) -> int:
-            while root[v] != v:
-                root[v] = root[root[v]]
-                v = root[v]
-            return v
-
-        for u, v in [*((u, v) for u, v, _ in arcs), *priced]:
-            if side[u] == side[v] == _FREE:
-                a, b = find(u), find(v)
-                root[max(a, b)] = min(a, b)
-        members: dict[int, list[int]] = defaultdict(list)
-        place = [-1] * len(source)
-        part_of = [-1] * len(source)
-        for v, its_side in enumerate(side):
-            if its_side == _FREE:
-                part_of[v] = find(v)
-                place[v] = len(members[part_of[v]])
-                members[part_of[v]].append(v)
-        inside: dict[int, list[Arc]] = defaultdict(list)
-        for u, v, c in arcs:
-            u_side, v_side = side[u], side[v]
-            if u_side == _FREE and v_side != _SOURCE_SIDE:
-                inside[part_of[u]].append((place[u], place[v], c))
-            elif u_side == _SOURCE_SIDE and v_side == _FREE:
-                inside[part_of[v]].append((-1, place[v], c))
-        told: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for k, (u, v) in enumerate(priced):
-            u_side, v_side = side[u], side[v]
-            if u_side == _FREE and v_side != _SOURCE_SIDE:
-                told[part_of[u]].append((place[u], place[v], k))
-            elif u_side == _SOURCE_SIDE and v_side == _FREE:
-                told[part_of[v]].append((-1, place[v], k))
-        alike: dict[tuple[object, ...], _Part] = {}
-        for name, nodes in members.items():
-            own = [source[v] for v in nodes], [sink[v] for v in nodes]
-            at = [(u, v) for u, v, _ in told[name]]
-            key = (*map(tuple, own), tuple(inside[name]), tuple(at))
-            if key not in alike:
-                alike[key] = _Part(*own, inside[name], at)
-            alike[key].nodes.append(nodes)
-            alike[key].prices.append([k for _, _, k in told[name]])
-        self._parts = list(alike.values())
-        for each in self._parts:
-            each.nodes = np.array(each.nodes, dtype=np.int64)
-            each.prices = np.array(each.prices, dtype=np.int64).reshape(len(each.nodes), -1)
-
-    def cut(self, capacities: Any) -> tuple[Any, float]:
-        """The sides of the nodes as `Cut.on_source_side` has them, and the value of the cut, at these capacities of the priced arcs."""
-        source: list[float] = []
-        sink: list[float] = []
-        arcs: list[Arc] = []
-        placed: list[tuple[_Part, int, int, Any]] = []
-        for part in self._parts:
-            rows = capacities[part.prices]
-            # Rows alike are found by their bytes, which is faster than sorting floats.
-            seen: dict[bytes, int] = {}
-            which = [seen.setdefault(row.tobytes(), len(seen)) for row in rows]
-            first = np.zeros(len(seen), dtype=np.int64)
-            first[which[::-1]] = np.arange(len(rows))[::-1]
-            placed.append((part, len(source), len(seen), which))
-            for row in rows[first].tolist():
-                start = len(source)
-                source += part.source
-                sink += part.sink
-                for u, v, c in (*part.arcs, *((u, v, c) for (u, v), c in zip(part.priced, row, strict=True))):
-                    if u < 0:
-                        source[start + v] += c
-                    elif v < 0:
-                        sink[start + u] += c
-                    else:
-                        arcs.append((start + u, start + v, c))
-        found = np.array(minimum_cut(source, sink, arcs).on_source_side, dtype=bool)
-        sides = self._pinned.copy()
-        for part, start, count, which in placed:
-            width = len(part.source)
-            sides[part.nodes] = found[start : start + count * width].reshape(count, width)[which]
-        return sides, self._value(sides, capacities)
-
-    def _value(self, sides: Any, capacities: Any) -> float:
-        """What it costs to put the nodes on these sides."""
-        u, v = self._priced.T
-        value = self._source[~sides].sum() + self._sink[sides].sum() + capacities[sides[u] & ~sides[v]].sum()
-        return float(value) + sum(c for u, v, c in self._finite if sides[u] and not sides[v])

@@ -19,7 +19,7 @@ FINER: Final = 0.5  # blocks within blocks are taken where they hold this part o
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """One run of a module in forward.
 
     Attributes:
@@ -32,7 +32,7 @@ class Call:
     last: int
 
 
-def module_calls(trace: Trace) -> dict[str, list[Call]]:
+def module_calls(trace: Trace) -> dict[str, list[ModuleCall]]:
     """Every run of every module in forward, by path, in order; what runs again at once, with nothing between, counts as one (see `repeats`)."""
     spans: dict[str, list[list[int]]] = {}
     around: dict[str, tuple[str, ...]] = {"": ()}
@@ -50,10 +50,10 @@ def module_calls(trace: Trace) -> dict[str, list[Call]]:
             else:
                 spans.setdefault(path, []).append([event, event])
         before = around[module]
-    return {path: [Call(path, first, last) for first, last in runs] for path, runs in spans.items()}
+    return {path: [ModuleCall(path, first, last) for first, last in runs] for path, runs in spans.items()}
 
 
-def repeats(trace: Trace, call: Call) -> list[Call]:
+def repeats(trace: Trace, call: ModuleCall) -> list[ModuleCall]:
     """The runs of a module that are one stretch of operations: as many as the same operations read the same parameters again."""
     events = [e for e in range(call.first, call.last + 1) if trace.events[e] >= 0]
     operations = [trace.operations[trace.events[e]] for e in events]
@@ -76,28 +76,28 @@ def repeats(trace: Trace, call: Call) -> list[Call]:
     period = len(tokens) - border[-1]
     if len(tokens) % period or not any(weights[:period]):
         return [call]
-    return [Call(call.path, events[i], events[i + period - 1]) for i in range(0, len(events), period)]
+    return [ModuleCall(call.path, events[i], events[i + period - 1]) for i in range(0, len(events), period)]
 
 
-def flowing_out(recipes: Recipes, call: Call) -> set[int]:
+def flowing_out(recipes: Recipes, call: ModuleCall) -> set[int]:
     """Storages that a call makes or writes and that later operations read."""
     return {
         s for s in _made_in(recipes.trace, call) if s in recipes.recipe_of and recipes.last_reads.get(s, -1) > call.last
     }
 
 
-def repeated_blocks(trace: Trace) -> list[Call]:
+def repeated_blocks(trace: Trace) -> list[ModuleCall]:
     """The runs of the blocks that a model repeats, in order: children of one list, alike, each reading what comes of the one before it.
 
     Of blocks within blocks the outer ones are taken, unless the inner ones are most of them (stages of layers).
     """
-    families: dict[str, list[Call]] = defaultdict(list)
+    families: dict[str, list[ModuleCall]] = defaultdict(list)
     for path, runs in module_calls(trace).items():
         holder, _, name = path.rpartition(".")
         kind = name.rstrip("0123456789")
         if kind != name:
             families[f"{holder}.{kind}"] += [call for run in runs for call in repeats(trace, run)]
-    found: list[list[Call]] = []
+    found: list[list[ModuleCall]] = []
     for family in families.values():
         family.sort(key=lambda call: call.first)
         row = family[:1]
@@ -112,9 +112,9 @@ def repeated_blocks(trace: Trace) -> list[Call]:
     return sorted(_outermost(found), key=lambda call: call.first)
 
 
-def _outermost(rows: list[list[Call]]) -> list[Call]:
+def _outermost(rows: list[list[ModuleCall]]) -> list[ModuleCall]:
     """Of rows of blocks that lie in one another, those to take."""
-    taken: list[Call] = []
+    taken: list[ModuleCall] = []
     while rows:
         outer, rest = rows[0], rows[1:]
         inner = [row for row in rest if any(b.first <= row[0].first and row[-1].last <= b.last for b in outer)]
@@ -125,7 +125,7 @@ def _outermost(rows: list[list[Call]]) -> list[Call]:
     return taken
 
 
-def _alike(trace: Trace, one: Call, other: Call) -> bool:
+def _alike(trace: Trace, one: ModuleCall, other: ModuleCall) -> bool:
     """Whether two runs of neighbours in a list do much the same; modules outside lists (`layer1`, `layer2`) must have parameters of one size too."""
     a, b = _operations_in(trace, one), _operations_in(trace, other)
     if not one.path.rpartition(".")[2].isdigit() and _parameter_sizes(trace, one) != _parameter_sizes(trace, other):
@@ -133,23 +133,23 @@ def _alike(trace: Trace, one: Call, other: Call) -> bool:
     return len(a & b) >= ALIKE * len(a | b)
 
 
-def _operations_in(trace: Trace, call: Call) -> set[tuple[str, str]]:
+def _operations_in(trace: Trace, call: ModuleCall) -> set[tuple[str, str]]:
     operations = (trace.operations[op] for op in trace.events[call.first : call.last + 1] if op >= 0)
     return {(op.module.removeprefix(call.path), op.name) for op in operations}
 
 
-def _parameter_sizes(trace: Trace, call: Call) -> list[int]:
+def _parameter_sizes(trace: Trace, call: ModuleCall) -> list[int]:
     operations = (trace.operations[op] for op in trace.events[call.first : call.last + 1] if op >= 0)
     read = {s for op in operations for s in op.reads if trace.storages[s].category is Category.PARAMETER}
     return sorted(trace.storages[s].bytes for s in read)
 
 
-def _made_in(trace: Trace, call: Call) -> set[int]:
+def _made_in(trace: Trace, call: ModuleCall) -> set[int]:
     operations = (trace.operations[op] for op in trace.events[call.first : call.last + 1] if op >= 0)
     return {s for op in operations for s in (*op.makes, *op.writes)}
 
 
-def _goes_on(trace: Trace, one: Call, other: Call) -> bool:
+def _goes_on(trace: Trace, one: ModuleCall, other: ModuleCall) -> bool:
     """Whether the second reads what the first made, or what came of it in between."""
     come = _made_in(trace, one)
     for event in range(one.last + 1, other.last + 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.planner.head import head_of
-from memfit.planner.prices import Solver
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
 from memfit.techniques.registry import BY_NAME

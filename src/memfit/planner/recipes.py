@@ -23,9 +23,9 @@ from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096
-# How much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for), some (a saturated
-# link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
-LAGS: Final = (0.0, 4.0, 16.0)
+# Prefetch distance: how much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
+# some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
+PREFETCH_DISTANCES: Final = (0.0, 4.0, 16.0)
 ALIGNMENT_BYTES: Final = 4096  # of the places on a lower tier
 
 
@@ -62,7 +62,7 @@ class Reload:
         gone_by: operation (event) of forward after which that copy is waited for and the first copy let go: never earlier, never later, so that bytes
             do not depend on how fast the link is that day.
         out_seconds, in_seconds: of the copies, alone on the link.
-        lead_seconds: how much computing lies between the beginning of the copy up, for which room is taken then, and what reads it.
+        lead_seconds: how much computing lies between the beginning of the copy up, for which memory is taken then, and what reads it.
         tier: number of the tier in `Recipes.tiers`.
     """
 
@@ -82,12 +82,12 @@ class Recipes:
 
     Args:
         trace: the step.
-        lower_tier: the nearest tier that storages may be swapped to, with those below it; None for nowhere.
+        lower_tier: the nearest tier that storages may be offloaded to, with those below it; None for nowhere.
 
     Attributes:
         tiers: all of these, the nearest first.
         reloads: of each recipe that is a reload, how.
-        reloads_of: of each storage that may be swapped, its reloads: one for each of `LAGS` from the nearest tier, then from the next.
+        reloads_of: of each storage that may be offloaded, its reloads: one for each of `PREFETCH_DISTANCES` from the nearest tier, then from the next.
         clock: seconds of the plain step before each event, the engine's own included.
     """
 
@@ -149,7 +149,7 @@ class Recipes:
             seconds = operations[op].seconds if op >= 0 else 0.0
             seconds += trace.dispatch_seconds if op >= 0 and event < trace.forward_events else 0.0
             self.clock.append(self.clock[-1] + seconds)
-        # The recipes of nearer tiers have the same numbers whatever lies below them.
+        # The recipes of nearer tiers have the same numbers whatever tiers follow.
         for tier in range(len(self.tiers)):
             self._add_reloads(tier, maker, last_write)
 
@@ -238,23 +238,23 @@ class Recipes:
             size = trace.storages[s].bytes
             ready = max(self.event_of_operation[maker[s]], last_write.get(s, -1))
             nearer = self.reloads_of.get(s, ())
-            if size < link.least_bytes or ready >= trace.forward_events or len(nearer) < tier * len(LAGS):
+            if size < link.least_bytes or ready >= trace.forward_events or len(nearer) < tier * len(PREFETCH_DISTANCES):
                 continue
             death = bisect_left(events, min(trace.storages[s].death, events[-1]))
             out_seconds, in_seconds = link.out_seconds(size), link.in_seconds(size)
             found = []
-            for lag in LAGS:
-                done = bisect_left(ends, self.clock[ready + 1] + lag * out_seconds)
+            for distance in PREFETCH_DISTANCES:
+                done = bisect_left(ends, self.clock[ready + 1] + distance * out_seconds)
                 gone_by = events[min(max(death, done, bisect_left(events, ready)), len(events) - 1)]
                 found.append(len(self.recipes))
                 self.reloads[len(self.recipes)] = Reload(
-                    s, ready, gone_by, out_seconds, in_seconds, lag * in_seconds, tier
+                    s, ready, gone_by, out_seconds, in_seconds, distance * in_seconds, tier
                 )
                 self.recipes.append(Recipe((), (), (s,), 0.0, 0, size, runnable=True))
             self.reloads_of[s] = (*nearer, *found)
 
     def copied_down(self, reruns: Mapping[int, Sequence[int]]) -> dict[int, Reload]:
-        """How each storage that a plan swaps goes down: once, whatever reloads it has, so that which is gone last counts; of these the farthest."""
+        """How each storage that a plan offloads goes down: once, whatever reloads it has, so that which is gone last counts; of these the farthest."""
         out: dict[int, Reload] = {}
         for runs in reruns.values():
             for recipe in runs:

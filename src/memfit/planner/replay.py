@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from memfit.planner.recipes import LAGS
+from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.timeline import Reruns, Timeline
 
 _AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
@@ -123,8 +123,8 @@ class Replay:
                 event = event_of_slot[later[0]]
                 if event >= timeline.trace.forward_events:
                     # Copied down and up at once it is away for longest.
-                    ways = [recipe_of[s]] if s in timeline.recipes.rebuildable else []
-                    for recipe in (*ways, *timeline.recipes.reloads_of.get(s, ())[:: len(LAGS)]):
+                    recompute = [recipe_of[s]] if s in timeline.recipes.rebuildable else []
+                    for recipe in (*recompute, *timeline.recipes.reloads_of.get(s, ())[:: len(PREFETCH_DISTANCES)]):
                         out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
         wanted = sorted(out, key=lambda pair: (-out[pair], pair))
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}

@@ -1,7 +1,7 @@
 """Which storages are dropped, and for how long a rebuilt copy is remembered -> the reruns, in order.
 
 A saved tensor that was dropped is rebuilt at the unpack that needs it, with whatever that takes. What was rebuilt stays for later uses within the
-same *window* (a stretch of forward, usually one block) and is forgotten at its end, so that at most one window is rebuilt at a time. What was swapped is
+same *window* (a stretch of forward, usually one block) and is forgotten at its end, so that at most one window is rebuilt at a time. What was offloaded is
 reloaded in the same way, only that it may begin earlier than it is read.
 """
 
@@ -21,9 +21,9 @@ def reruns_for(
     window_of_event: Mapping[int, int] | None = None,
     kept_transients: Collection[int] = (),
     remember: Remember | None = None,
-    swapped: Mapping[int, int] | None = None,
+    offloaded: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
-    """The reruns that rebuild every dropped storage in time, and reload every swapped one.
+    """The reruns that rebuild every dropped storage in time, and reload every offloaded one.
 
     Args:
         recipes: of the trace.
@@ -31,20 +31,20 @@ def reruns_for(
         window_of_event: window of each forward event; None for a single window.
         kept_transients: storages backward does not read but reruns do, to be held from forward on.
         remember: storages that stay when a window begins; None for none.
-        swapped: storage -> its reload, of those that come back from the lower tier; they are not rebuilt.
+        offloaded: storage -> its reload, of those that come back from a lower tier; they are not rebuilt.
     """
-    swapped = swapped or {}
+    offloaded = offloaded or {}
     dropped = set(dropped)
     # What has no recipe of its own is held from forward on wherever a rerun reads it.
-    kept = ((recipes.saved - dropped) | set(kept_transients) | recipes.held_always) - swapped.keys()
-    dropped |= recipes.saved & swapped.keys()
+    kept = ((recipes.saved - dropped) | set(kept_transients) | recipes.held_always) - offloaded.keys()
+    dropped |= recipes.saved & offloaded.keys()
     available: set[int] = set()
     window = None
     out: dict[int, list[int]] = {}
     recipe_of = recipes.recipe_of
     table = recipes.recipes
     last_operation = recipes.last_operation
-    reads: dict[int, list[int]] = defaultdict(list)  # of each swapped storage: where something reads it
+    reads: dict[int, list[int]] = defaultdict(list)  # of each offloaded storage: where something reads it
     for event, s, by in recipes.unpacks:
         if s not in dropped:
             continue
@@ -54,7 +54,7 @@ def reruns_for(
                 available = available & set(remember(here)) if remember is not None else set()
                 window = here
         if s in available:
-            if s in swapped:
+            if s in offloaded:
                 reads[s].append(event)
             continue
         # Depth first through what is missing; recipes then run in the order of forward.
@@ -63,24 +63,24 @@ def reruns_for(
         stack = [s]
         while stack:
             i = stack.pop()
-            if i in swapped:
+            if i in offloaded:
                 coming.add(i)
             elif recipe_of[i] not in needed:
                 needed.add(recipe_of[i])
                 inputs = table[recipe_of[i]].inputs
                 stack += [i for i in inputs if i not in kept and i not in available]
                 for i in inputs:
-                    if i in swapped:
+                    if i in offloaded:
                         reads[i].append(event)
         for i in sorted(coming, key=lambda i: last_operation[recipe_of[i]]):
-            _reload(recipes, out, reads[i], swapped[i], event)
+            _reload(recipes, out, reads[i], offloaded[i], event)
             available.add(i)
             reads[i].append(event)
         if needed:
             runs = sorted(needed, key=last_operation.__getitem__)
             out.setdefault(event, []).extend(runs)
             for recipe in runs:
-                available.update(i for i in table[recipe].makes if i not in kept and i not in swapped)
+                available.update(i for i in table[recipe].makes if i not in kept and i not in offloaded)
     return {event: out[event] for event in sorted(out)}
 
 

@@ -15,11 +15,12 @@ from typing import Final
 
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError, Remedy
 from memfit.garbage import uncollected
+from memfit.planner.offloading import solver_for, why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes, optimistic_bound
-from memfit.planner.prices import Solution, Solver
 from memfit.planner.recipes import Recipes
-from memfit.planner.script import compile_script
-from memfit.planner.swapping import SwapSolver, why_nothing_swaps
+from memfit.planner.script_compiler import compile_script
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.techniques.choices import BASELINE, Choices, in_words
@@ -80,7 +81,7 @@ class Search:
             trace = self.trace_of(choices)
             with uncollected():
                 timeline = Timeline(trace, Recipes(trace, self._room_for_swaps(choices)))
-                self._solvers[choices] = (SwapSolver if timeline.recipes.reloads else Solver)(timeline)
+                self._solvers[choices] = solver_for(timeline)
         return self._solvers[choices]
 
     def _room_for_swaps(self, choices: Choices) -> Link | None:
@@ -96,7 +97,11 @@ class Search:
     def _not_swapped(self) -> list[str]:
         """Why nothing can be swapped, where the user gave room for it."""
         tier = self.lower_tier
-        reason = why_nothing_swaps(self._plain().recipes) if tier is not None and tier.room_bytes is not None else None
+        reason = (
+            why_nothing_is_offloaded(self._plain().recipes)
+            if tier is not None and tier.room_bytes is not None
+            else None
+        )
         return [] if reason is None else [f"swapping: {reason}"]
 
     def _plain(self) -> Solver:
@@ -321,7 +326,7 @@ class Search:
         phase, module, operation = where(trace, evaluation.peak_event)
         bands = timeline.by_category(solution.reruns)
         moments = _moments(trace, evaluation.peak_event)
-        bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
+        bound = solver.bound(budget_bytes - self.extra_bytes - SLACK_BYTES, solution) if solution.reruns else 0.0
         kept: dict[str, int] = defaultdict(int)
         dropped: dict[str, int] = defaultdict(int)
         again: dict[str, float] = defaultdict(float)

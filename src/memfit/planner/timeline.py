@@ -4,9 +4,9 @@ A plan is `Reruns`: for an unpack event, the recipes to run before the saved ten
 is alive from when it is made until its last use before it is made again. Uses are unpacks (held until the backward node lets go) and inputs of
 reruns. The engine does the same, operation by operation; `tests/engine` compares the two.
 
-A storage that is reloaded is *swapped*: its first copy lives at least until the moment at which its copy down is waited for (`Reload.gone_by`), and the
+A storage that is reloaded is *offloaded*: its first copy lives at least until the moment at which its copy down is waited for (`Reload.gone_by`), and the
 next from where its copy up begins. Both moments are the plan's, so bytes are as exact as without; what the links add is seconds, which a walk over the
-two queues of each tells (`Timeline.copying`).
+two queues of each tells (`copying`).
 """
 
 from __future__ import annotations
@@ -18,60 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from memfit.planner.columns import RaggedRows, add_span
+from memfit.planner.copying import CopyClock, Copying
+from memfit.planner.earlier_micro_batches import held_more
 from memfit.planner.recipes import Recipes
-from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Trace
+from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """What goes over one link in one micro-batch.
-
-    Attributes:
-        tier: to which it leads.
-        swapped: storages that are copied down, and up again.
-        lower_bytes: what they take on that tier.
-        copy_seconds: the link is busy, both ways together.
-        exposed_seconds: of these, computing waits.
-    """
-
-    tier: str
-    swapped: frozenset[int]
-    lower_bytes: int
-    copy_seconds: float
-    exposed_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Copying:
-    """What goes over all links in one micro-batch.
-
-    Attributes:
-        links: those that carry something, the nearest tier first.
-    """
-
-    links: tuple[Carried, ...] = ()
-
-    @property
-    def swapped(self) -> frozenset[int]:
-        """Storages that are copied down, and up again."""
-        return frozenset().union(*(link.swapped for link in self.links))
-
-    @property
-    def lower_bytes(self) -> int:
-        """What they take on all tiers."""
-        return sum(link.lower_bytes for link in self.links)
-
-    @property
-    def copy_seconds(self) -> float:
-        """Links are busy, each for itself, both ways together."""
-        return sum(link.copy_seconds for link in self.links)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Of these, computing waits."""
-        return sum(link.exposed_seconds for link in self.links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +44,6 @@ class Evaluation:
     extra_seconds: float
     levels: Any
     copying: Copying
-
-
-class _Rows:
-    """Lists of numbers of many rows, one after the other, so that the lists of many rows are gathered at once."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self.counts = np.array([len(row) for row in rows], dtype=np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.counts)])[:-1]
-        self.values = np.array([v for row in rows for v in row], dtype=np.int64)
-
-    def gather(self, rows: Any) -> tuple[Any, Any]:
-        """The values of these rows, and for each value the position in `rows` it belongs to."""
-        counts = self.counts[rows]
-        owners = np.repeat(np.arange(len(rows)), counts)
-        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.values[self.starts[rows][owners] + within], owners
 
 
 @dataclass(slots=True)
@@ -164,8 +101,8 @@ class Timeline:
                 self._workspace[event] = trace.operations[op].workspace_bytes
         self._plain = np.zeros(self.events + 2, dtype=np.int64)
         for s, storage in enumerate(trace.storages):
-            self._span(self._plain, max(storage.birth, 0), self.plain_end[s], storage.bytes)
-        self._earlier = self._held_more_in_earlier_parts()
+            add_span(self._plain, max(storage.birth, 0), self.plain_end[s], storage.bytes)
+        self._earlier = held_more(trace, self.plain_end, self._workspace)
         self._plain[: self.events + 1] += np.diff(self._earlier, prepend=0)
         # The same in columns.
         table = self.recipes.recipes
@@ -177,10 +114,12 @@ class Timeline:
         self.transient_end = [min(max(st.death, st.birth), self.events) for st in trace.storages]
         self._end = np.array(self.last_end, dtype=np.int64)
         self._transient_end = np.array(self.transient_end, dtype=np.int64)
-        self._unpack_event = _Rows([[e for e, _ in self.unpack_uses.get(s, ())] for s in count])
-        self._unpack_release = _Rows([[min(r, self.events) for _, r in self.unpack_uses.get(s, ())] for s in count])
-        self._makes = _Rows([r.makes for r in table])
-        self._inputs = _Rows([r.inputs for r in table])
+        self._unpack_event = RaggedRows([[e for e, _ in self.unpack_uses.get(s, ())] for s in count])
+        self._unpack_release = RaggedRows(
+            [[min(r, self.events) for _, r in self.unpack_uses.get(s, ())] for s in count]
+        )
+        self._makes = RaggedRows([r.makes for r in table])
+        self._inputs = RaggedRows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
         self._recipe_seconds = [r.seconds for r in table]
         # A reload is two actions of the engine: a copy down and a copy up.
@@ -199,52 +138,9 @@ class Timeline:
             for index, r in enumerate(table)
             if trace.rng_state_bytes and r.random_operations
         }
-        self._random_rows = _Rows([self.random_events.get(index, []) for index in range(len(table))])
+        self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
+        self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self._following = trace.dispatch_seconds * trace.forward_operations
-
-    def _span(self, changes: Any, first: int, last: int, size: int) -> None:
-        changes[first] += size
-        changes[min(last, self.events) + 1] -= size
-
-    def _held_more_in_earlier_parts(self) -> Any:
-        """Bytes by which a micro-batch before the last holds more than the last, at each event.
-
-        With an update inside backward the trace is of the last micro-batch, in which gradients go with their updates. Those before it run the same
-        operations without updates, so no gradient goes: in the first each is there from when it is made, in all between from the start.
-        """
-        trace = self.trace
-        more = np.zeros(self.events + 2, dtype=np.int64)
-        updates = [False] * self.events
-        if trace.micro_batches > 1:
-            for event, op in enumerate(trace.events[: trace.pass_events]):
-                updates[event] = op >= 0 and trace.operations[op].phase is Phase.OPTIMIZER
-        if not any(updates):
-            return more[: self.events + 1]
-        # Of a gradient: the event from which on it is there beside what is added to it, where nothing was there before.
-        first: dict[int, int] = {}
-        for event, op in enumerate(trace.events[: trace.pass_events]):
-            if op >= 0 and not updates[event]:
-                operation = trace.operations[op]
-                first.update((s, event + self._hands_over(operation, event)) for s in operation.writes)
-        for s, storage in enumerate(trace.storages):
-            if storage.birth == BEFORE_STEP and storage.category is Category.GRADIENT:
-                self._span(
-                    more, first.get(s, 0) if trace.micro_batches == 2 else 0, trace.pass_events - 1, storage.bytes
-                )
-                self._span(more, 0, self.plain_end[s], -storage.bytes)
-            elif storage.birth >= 0 and updates[min(storage.birth, self.events - 1)]:
-                self._span(more, storage.birth, self.plain_end[s], -storage.bytes)
-        more = np.cumsum(more)[: self.events + 1]
-        more[: self.events] -= np.where(updates, self._workspace[: self.events], 0)
-        return np.maximum(more, 0)
-
-    def _hands_over(self, addition: Operation, event: int) -> bool:
-        """Whether autograd, with nothing to add to, takes what is added as it is: when that lies as the gradient does, and nothing else holds it."""
-        return addition.same_layout and all(
-            self.trace.storages[s].birth >= self.trace.forward_events and self.plain_end[s] == event
-            for s in addition.reads
-            if s not in addition.writes
-        )
 
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""
@@ -269,66 +165,8 @@ class Timeline:
         return self._recipe_seconds[recipe] + self.trace.dispatch_seconds * self._recipe_operations[recipe]
 
     def copying(self, reruns: Reruns) -> Copying:
-        """What the copies of a plan take, and how much of that computing does not hide.
-
-        One queue in each direction of each link, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both
-        share slows neither down here: the bandwidths are measured, and what is left shows in the rehearsal.
-        """
-        reloads, clock = self.recipes.reloads, self.recipes.clock
-        if not reloads:
-            return Copying()
-        chosen = self.recipes.copied_down(reruns)
-        if not chosen:
-            return Copying()
-        tiers = range(len(self.recipes.tiers))
-        busy = [sum(r.out_seconds for r in chosen.values() if r.tier == tier) for tier in tiers]
-        waited = [0.0 for _ in tiers]
-        # [1] Down: begun once a storage is written, waited for where the plan lets it go.
-        delay = 0.0
-        free = [0.0 for _ in tiers]
-        done: dict[int, float] = {}
-        moments = [(r.ready, False, s) for s, r in chosen.items()] + [(r.gone_by, True, s) for s, r in chosen.items()]
-        for event, waits, s in sorted(moments):
-            now, tier = clock[event + 1] + delay, chosen[s].tier
-            if not waits:
-                free[tier] = done[s] = max(free[tier], now) + chosen[s].out_seconds
-            elif done[s] > now:
-                waited[tier] += done[s] - now
-                delay += done[s] - now
-        # [2] Up: begun at an unpack, waited for by whatever reads it first. Recipes run meanwhile hide copies as well.
-        table = self.recipes.recipes
-        free = [0.0 for _ in tiers]
-        coming: dict[int, float] = {}
-        asked = {event for s in chosen for event, _ in self.unpack_uses.get(s, ())}
-
-        def wait(s: int, event: int) -> float:
-            late = max(0.0, coming.pop(s) - clock[event] - delay) if s in coming else 0.0
-            waited[chosen[s].tier] += late
-            return late
-
-        for event in sorted(asked.union(reruns)):
-            for recipe in reruns.get(event, ()):
-                if recipe in reloads:
-                    s = reloads[recipe].storage
-                    way = chosen[s]
-                    free[way.tier] = coming[s] = max(free[way.tier], clock[event] + delay, done[s]) + way.in_seconds
-                    busy[way.tier] += way.in_seconds
-                    continue
-                for s in table[recipe].inputs:
-                    if s in coming:
-                        delay += wait(s, event)
-                delay += self.run_seconds(recipe)
-            s = self.saves_at[event]
-            if s in coming:
-                delay += wait(s, event)
-        carried = [frozenset(s for s, way in chosen.items() if way.tier == tier) for tier in tiers]
-        return Copying(
-            tuple(
-                Carried(link.tier, own, sum(map(self.recipes.place_bytes, own)), seconds, exposed)
-                for link, own, seconds, exposed in zip(self.recipes.tiers, carried, busy, waited, strict=True)
-                if own
-            )
-        )
+        """What the copies of a plan take, and how much of that computing does not hide."""
+        return self._copy_clock.walk(reruns)
 
     def link_seconds(self, recipe: int) -> float:
         """What a reload keeps its link busy, down and up; 0 for what computes."""
@@ -336,7 +174,7 @@ class Timeline:
         return reload.out_seconds + reload.in_seconds if reload is not None else 0.0
 
     def has_room(self, reruns: Reruns) -> bool:
-        """Whether what a plan swaps has room on the tiers it goes to."""
+        """Whether what a plan offloads fits on the tiers it goes to."""
         rooms = [link.room_bytes for link in self.recipes.tiers]
         if all(room is None for room in rooms):
             return True
@@ -349,8 +187,8 @@ class Timeline:
         """Bytes at each event when every storage that forward saved and can rebuild goes as early as it can, and none is rebuilt."""
         return self._floor(self.recipes.saved & self.recipes.rebuildable)
 
-    def floor_with_swap(self) -> Any:
-        """The same when what can be swapped goes as well."""
+    def floor_with_offloading(self) -> Any:
+        """The same when what can be offloaded goes as well."""
         return self._floor(self.recipes.saved & (self.recipes.rebuildable | self.recipes.reloads_of.keys()))
 
     def _floor(self, dropped: Iterable[int]) -> Any:
@@ -454,7 +292,7 @@ class Timeline:
         out = {c: np.zeros(self.events + 2, dtype=np.int64) for c in Category}
         for s, storage in enumerate(self.trace.storages):
             if storage.birth == BEFORE_STEP or s not in self.recipes.recipe_of:
-                self._span(out[storage.category], max(storage.birth, 0), self.plain_end[s], storage.bytes)
+                add_span(out[storage.category], max(storage.birth, 0), self.plain_end[s], storage.bytes)
         total = self.evaluate(levels_of)
         bands = {c: np.cumsum(changes[: self.events + 1]) for c, changes in out.items()}
         bands[Category.TEMPORARY] = bands[Category.TEMPORARY] + self._workspace

@@ -20,9 +20,9 @@ from memfit.dialects.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.errors import ConfigError, InputError
 from memfit.step.program import OptimizerFactory
 from memfit.train import readers, text
-from memfit.train.beside import TOTAL
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
+from memfit.train.deepspeed_merge import TOTAL
 
 _AUTO: Final = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -47,7 +47,7 @@ class Assembly:
         batches: to train on.
         validation: to evaluate on; None when there is none.
         notes: what the reader should know, such as texts that were cut.
-        door: to the DeepSpeed configuration beside the run's own; None where there is none.
+        door: to the DeepSpeed configuration merged with the run's own; None where there is none.
     """
 
     model: torch.nn.Module
@@ -103,7 +103,7 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
 
 
 def open_door(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
-    """The DeepSpeed configuration beside the run's own; None where there is none.
+    """The DeepSpeed configuration merged with the run's own; None where there is none.
 
     Args:
         config: of the run.

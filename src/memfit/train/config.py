@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from memfit.errors import BudgetError, ConfigError
-from memfit.train import beside, strict
+from memfit.train import deepspeed_merge, strict, yaml_reader
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
@@ -110,8 +110,8 @@ class FitConfig:
 
     Attributes:
         budget: "8GiB", bytes, or a share of the device such as "80%".
-        host_budget: the same for the tier below, the host's memory for a GPU and the disk for a CPU; 0: nothing is moved there.
-        disk_budget: the same for the disk below a GPU's host, for what host_budget has no room for.
+        host_budget: the same for what is offloaded to: the host's memory for a GPU, the disk for a CPU; 0: nothing is offloaded.
+        disk_budget: the same for the disk of a GPU's host, for what host_budget has no capacity for.
         global_batch: samples per optimizer step; a plan may split it, never change it.
         allow: what may change results: bf16, fp16, 8bit.
         freeze: patterns of module paths that are not trained.
@@ -208,7 +208,7 @@ class TrainConfig:
         keep: snapshots to keep.
         log_every: optimizer steps between lines of the log.
         eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
-        meter_every: optimizer steps between metered ones, whose peak is written beside the predicted one; 0 for none.
+        meter_every: optimizer steps between metered ones, whose peak is logged next to the predicted one; 0 for none.
         out: folder that everything is written to.
     """
 
@@ -254,7 +254,7 @@ class Config:
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
         deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
-            it says, and keys of ours that say otherwise an error (`memfit.train.beside`).
+            it says, and keys of ours that say otherwise an error (`memfit.train.deepspeed_merge`).
         deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
         folder: where relative paths and Python modules are looked for; the folder of the configuration file when left
             out.
@@ -308,9 +308,9 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     try:
-        data = json.loads(text) if Path(path).suffix == ".json" else _parse(text)
+        data = json.loads(text) if Path(path).suffix == ".json" else yaml_reader.parse(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {_first_lines(error)}") from error
+        raise ConfigError(f"{path}: {yaml_reader.reason(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections such as model, data and fit")
     try:
@@ -327,7 +327,7 @@ def from_json(data: Mapping[str, Any], folder: Path) -> Config:
     if not isinstance(where, str):
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
-    return strict.read(Config, {**beside.merged(data, folder), "folder": str(folder)})
+    return strict.read(Config, {**deepspeed_merge.merged(data, folder), "folder": str(folder)})
 
 
 def override(data: dict[str, Any], setting: str) -> None:
@@ -344,51 +344,20 @@ def override(data: dict[str, Any], setting: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f"{setting!r}: {name} holds a value, not keys")
     try:
-        place[names[-1]] = _parse(text)
+        place[names[-1]] = yaml_reader.parse(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{setting!r}: {_first_lines(error)}") from error
-    _drop_rival(place, names)
+        raise ConfigError(f"{setting!r}: {yaml_reader.reason(error)}") from error
+    _drop_alternative(place, names)
 
 
 # Who says --set train.steps=10 does not want the file's epochs as well.
-_RIVALS: Final = {("train", "steps"): "epochs", ("train", "epochs"): "steps"}
+_ALTERNATIVES: Final = {("train", "steps"): "epochs", ("train", "epochs"): "steps"}
 
 
-def _drop_rival(place: dict[str, Any], names: list[str]) -> None:
-    rival = _RIVALS.get(tuple(names))  # type: ignore[arg-type]
-    if rival is not None and place[names[-1]] is not None:
-        place.pop(rival, None)
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """YAML with the floats of version 1.2, and no key given twice: the first would be lost without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - the base's signature
-        """A mapping, or an error at the second of two equal keys."""
-        seen = set()
-        for key, _ in node.value:
-            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
-            if name is not None and name in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
-            seen.add(name)
-        return dict(super().construct_mapping(node, deep=deep))
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",  # YAML 1.1 wants a point and a sign: to it 1e-4 is text
-    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-
-
-def _first_lines(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem or error.context}"
-    return str(error)
+def _drop_alternative(place: dict[str, Any], names: list[str]) -> None:
+    alternative = _ALTERNATIVES.get(tuple(names))  # type: ignore[arg-type]
+    if alternative is not None and place[names[-1]] is not None:
+        place.pop(alternative, None)
 
 
 def _at_least(path: str, value: int, least: int) -> None:

@@ -32,14 +32,14 @@ from torch.utils import _pytree as pytree
 from memfit.errors import SnapshotError
 from memfit.step.buffers import further_buffers, set_buffers
 from memfit.step.optimizer_state import set_optimizer
-from memfit.train import state
+from memfit.train import durable, state
 from memfit.train.data import Position
 from memfit.units import format_bytes
 
 FORMAT_VERSION: Final = 1
 _NAME: Final = re.compile(r"step-(\d{6,})")
 _RECORD: Final = "snapshot.json"
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _READABLE: Final = (
     torch.Tensor,
     torch.Size,
@@ -98,7 +98,7 @@ def write(
 ) -> Path:
     """Write a snapshot, or leave everything as it was.
 
-    The files go to a hidden folder beside the final one, reach the disk, and are then renamed: what has the final name
+    The files go to a hidden folder next to the final one, reach the disk, and are then renamed: what has the final name
         is complete.
 
     Args:
@@ -128,7 +128,7 @@ def write(
     needed = sum(bytes_of(value) for value in content.values())
     try:
         check_space(out, needed)
-        _remove(partial)
+        durable.remove(partial)
         partial.mkdir()
         record: dict[str, Any] = {
             "memfit": "snapshot",
@@ -142,17 +142,17 @@ def write(
             "plan": trained.plan.to_json(),
             "config": dict(config),
         }
-        _put(partial / _RECORD, json.dumps({**record, "sha256": _own_sum(record)}, indent=1).encode())
-        _sync_folder(partial)
-        _replace(partial, final)
-        _sync_folder(out)
+        durable.put(partial / _RECORD, json.dumps({**record, "sha256": _own_sum(record)}, indent=1).encode())
+        durable.sync_folder(partial)
+        durable.replace(partial, final)
+        durable.sync_folder(out)
     except OSError as error:
-        _remove(partial)  # before the free bytes are counted
-        if error.errno in _NO_ROOM:
-            raise _no_room(out, needed) from error
+        durable.remove(partial)  # before the free bytes are counted
+        if error.errno in _NO_SPACE:
+            raise _no_space(out, needed) from error
         raise SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}") from error
     finally:
-        _remove(partial)
+        durable.remove(partial)
     return final
 
 
@@ -167,7 +167,7 @@ def check_space(out: Path, needed_bytes: int) -> None:
     except OSError as error:
         raise SnapshotError(f"cannot write to {out}: {error.strerror or error}") from error
     if shutil.disk_usage(out).free < needed_bytes:
-        raise _no_room(out, needed_bytes)
+        raise _no_space(out, needed_bytes)
 
 
 def bytes_of(value: Any) -> int:
@@ -229,36 +229,7 @@ def save(value: Any, stream: BinaryIO) -> None:
         raise
 
 
-def _put(file: Path, data: bytes) -> None:
-    with file.open("xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _replace(partial: Path, final: Path) -> None:
-    """Give a complete folder its name; what had it before (the same step, run again after a resume) goes."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        _remove(old)
-        final.rename(old)
-    partial.rename(final)
-    _remove(old)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _no_room(out: Path, needed: int) -> SnapshotError:
+def _no_space(out: Path, needed: int) -> SnapshotError:
     free = shutil.disk_usage(out).free
     return SnapshotError(
         f"no space for a snapshot in {out}: it takes {format_bytes(needed)} and {format_bytes(free)} are free. "
@@ -350,8 +321,8 @@ def prune(out: Path, keep: int) -> None:
     for folder in folders(out)[:-keep]:
         # Renamed first: a half-removed folder must not look like a damaged snapshot.
         gone = folder.with_name(f".{folder.name}.gone")
-        _remove(gone)
-        _remove(_renamed(folder, gone))
+        durable.remove(gone)
+        durable.remove(_renamed(folder, gone))
     sweep(out)
 
 
@@ -362,7 +333,7 @@ def sweep(out: Path) -> None:
         if not final.exists():
             _renamed(old, final)
     for folder in out.glob(".step-*"):
-        _remove(folder)
+        durable.remove(folder)
 
 
 def set_aside(out: Path, step: int) -> list[Path]:
@@ -371,7 +342,7 @@ def set_aside(out: Path, step: int) -> list[Path]:
     moved = []
     for folder in later:
         target = folder.with_name(f"{folder.name}.superseded")
-        _remove(target)
+        durable.remove(target)
         moved.append(_renamed(folder, target))
     return moved
 

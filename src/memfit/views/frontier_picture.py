@@ -84,7 +84,7 @@ def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = ()) -> Drawin
     dots = [*_points(frontier, x, y), *_marked(chosen, plain_bytes, x, y)]
     key = _key(plan, chosen, frontier, budget_inside=budget_inside)
     texts = [s for s in (*shapes, *key) if isinstance(s, Text)]
-    names = _names(frontier, chosen, plain_bytes, x, y, texts, [line.points for line in lines], dots)
+    names = _names(frontier, chosen, plain_bytes, (x, y), texts, [line.points for line in lines], dots)
     return Drawing(WIDTH, y.start + 46, (*shapes, *lines, *dots, *names, *key), _label(plan, chosen, frontier))
 
 
@@ -173,8 +173,7 @@ def _names(
     frontier: Sequence[Ratio],
     chosen: Ratio,
     plain_bytes: int,
-    x: Scale,
-    y: Scale,
+    scales: tuple[Scale, Scale],
     taken: Sequence[Text],
     lines: Sequence[Sequence[Point]],
     dots: Sequence[Dot],
@@ -183,6 +182,7 @@ def _names(
 
     The first two come first, so that they always find a place; a number without one is left out, the dot tells it.
     """
+    x, y = scales
     same = _is_plain(chosen, plain_bytes, x, y)
     this = Text(0, 0, "this plan, which is plain" if same else "this plan", 13, "start", colours.PREDICTED, True, True)
     wanted = [(this, chosen.peak_bytes, chosen.ratio)]
@@ -193,11 +193,11 @@ def _names(
         if r.micro_batches != before:
             wanted.append((Text(0, 0, f"{TIMES}{r.micro_batches}", 11, colour=QUIET, halo=True), r.peak_bytes, r.ratio))
             before = r.micro_batches
-    room = Area(x.start + 3, y.end - 4, x.end + 14, y.start - 3)
+    inside = Area(x.start + 3, y.end - 4, x.end + 14, y.start - 3)
     areas = [around(dot.x, dot.y, dot.radius) for dot in dots]
     names: list[Text] = []
     for name, size, ratio in wanted:
-        placed = beside(name, [(x(size), y(ratio))], room, [*taken, *names], lines=lines, areas=areas)
+        placed = beside(name, [(x(size), y(ratio))], inside, [*taken, *names], lines=lines, areas=areas)
         if placed is not None:
             names.append(placed)
     return names

@@ -154,7 +154,7 @@ def _cards(report: Report) -> str:
     if plan.choices.micro_batches > 1:
         cards.append(("Micro-batches", f"{plan.choices.micro_batches}", f"losses weighted by {plan.choices.weights}"))
     if p.copy_seconds:
-        cards.append(("Copying to and from the tier below", copying(plan), _lying_below(plan)))
+        cards.append(("Copying to and from host memory or disk", copying(plan), _offloaded(plan)))
     if report.records:
         seconds = median(r.seconds for r in report.records)
         count = len(report.records)
@@ -173,8 +173,8 @@ def _cards(report: Report) -> str:
     return f'<dl class="cards{" thirds" if len(cards) % 3 == 0 else ""}">\n{inner}</dl>'
 
 
-def _lying_below(plan: Plan) -> str:
-    """What lies there, for a remark."""
+def _offloaded(plan: Plan) -> str:
+    """What is offloaded to host memory or disk, for a remark."""
     swapped = sum(place.bytes for place in plan.script.swaps.values())
     parts = [f"{format_bytes(swapped)} swapped"] if swapped else []
     tiers = plan.prediction.tiers

@@ -69,7 +69,7 @@ def _again(plan: Plan) -> str:
 
 
 def copying(plan: Plan) -> str:
-    """How long the link to the tier below is busy in a step, and how much of it hides."""
+    """How long the links to host memory and disk are busy in a step, and how much of that overlaps with computing."""
     p = plan.prediction
     return f"{format_seconds(p.copy_seconds)}, {100 * p.hidden_share:.0f} % hides"
 
@@ -89,7 +89,7 @@ def savings_cells(plan: Plan) -> Cells:
         for saving in plan.savings
     ]
     columns = ("technique", "off the peak", "as claimed", "a step", "the claim")
-    remark = "Each beside the same step without it, nothing dropped or swapped in either." if rows else ""
+    remark = "Each compared with the same step without it, nothing dropped or offloaded in either." if rows else ""
     return Cells("Techniques", columns, tuple(rows), frozenset({0, 4}), remark=remark)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
 from memfit.values.script import KEPT, Script
 from memfit.values.trace import Trace

@@ -6,8 +6,8 @@ import random
 from functools import cache
 from statistics import median
 
-from memfit.planner.prices import Solver
 from memfit.planner.schedule import reruns_for
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.values.trace import Trace
 from planner.traces import drawn, encoder_decoder, layers, network
@@ -134,13 +134,13 @@ def test_more_bytes_never_make_a_plan_slower() -> None:
         solver = Solver(Timeline(trace))
         smallest, plain = solver.smallest().peak, solver.plain.peak
         ladder = [smallest + (plain - smallest) * i // 8 for i in range(9)]
-        chance = random.Random(len(trace.events))
-        for budget in chance.sample(ladder, len(ladder)):
-            assert solver.solve(budget) is not None
+        plans = solver.together(random.Random(len(trace.events)).sample(ladder, len(ladder)))
         last = float("inf")
         for budget in ladder:
-            found = solver.solve(budget)
+            found, alone = plans[budget], solver.solve(budget)
             assert found is not None
+            assert alone is not None
+            assert found.seconds <= alone.seconds
             assert found.peak <= budget
             assert found.seconds <= last
             last = found.seconds
@@ -204,3 +204,28 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert a is not None
     assert b is not None
     assert (a.reruns, a.dropped, a.transients) == (b.reruns, b.dropped, b.transients)
+
+
+def test_what_was_asked_before_changes_no_plan() -> None:
+    """Each budget alone, in rising and in falling order, before and after the smallest plan was looked for, gets one and the same plan and bound."""
+    for trace in [*(trace for trace, _ in graphs()[::4]), *larger()[::2]]:
+        smallest, plain = Solver(Timeline(trace)).smallest().peak, Solver(Timeline(trace)).plain.peak
+        ladder = [smallest + (plain - smallest) * i // 4 for i in range(4)]
+        rising, falling = (Solver(Timeline(trace)) for _ in range(2))
+        falling.smallest()
+        for solver, budgets in ((rising, ladder), (falling, ladder[::-1])):
+            for budget in budgets:
+                solver.solve(budget)
+        for budget in ladder:
+            alone = Solver(Timeline(trace))
+            found = alone.solve(budget)
+            assert found is not None
+            for solver in (rising, falling):
+                other = solver.solve(budget)
+                assert other is not None
+                assert (other.reruns, other.evaluation.peak_bytes, other.seconds) == (
+                    found.reruns,
+                    found.evaluation.peak_bytes,
+                    found.seconds,
+                )
+                assert solver.bound(budget) == alone.bound(budget)

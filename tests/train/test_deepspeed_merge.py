@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration beside a run's own says what it says; contradictions name both."""
+"""A DeepSpeed configuration merged with a run's own says what it says; contradictions name both."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def data(said: Data | str, **sections: Any) -> Data:
     return {
-        "model": {"python": "train.test_beside:build"},
+        "model": {"python": "train.test_deepspeed_merge:build"},
         "data": {"train": "train.npz"},
         "deepspeed": said,
         **sections,

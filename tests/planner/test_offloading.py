@@ -10,12 +10,13 @@ from itertools import pairwise, product
 
 import pytest
 
-from memfit.planner.prices import CLOSE, Solver
-from memfit.planner.recipes import ALIGNMENT_BYTES, LAGS, Recipes
+from memfit.planner.budget_search import CLOSE
+from memfit.planner.offloading import OffloadSolver
+from memfit.planner.recipes import ALIGNMENT_BYTES, PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.script import compile_script
+from memfit.planner.script_compiler import compile_script
 from memfit.planner.search import Search
-from memfit.planner.swapping import SwapSolver
+from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.units import format_bytes
 from memfit.values.machine import Link
@@ -33,8 +34,8 @@ def chain(near: Link, far: Link, room_bytes: int | None) -> Link:
     return replace(near, tier="host", room_bytes=room_bytes, below=far)
 
 
-def solvers(trace: Trace, link: Link = SLOW) -> tuple[Solver, SwapSolver]:
-    return Solver(Timeline(trace)), SwapSolver(Timeline(trace, Recipes(trace, link)))
+def solvers(trace: Trace, link: Link = SLOW) -> tuple[Solver, OffloadSolver]:
+    return Solver(Timeline(trace)), OffloadSolver(Timeline(trace, Recipes(trace, link)))
 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
 
 def all_swapped(recipes: Recipes, lag: int) -> dict[int, list[int]]:
     return reruns_for(
-        recipes, (), swapped={s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+        recipes, (), offloaded={s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     )
 
 
@@ -142,11 +143,11 @@ def test_what_is_copied_at_once_is_waited_for_longest_and_takes_least() -> None:
     recipes = Recipes(trace, Link("disk", 100.0, 100.0, least_bytes=1))
     timeline = Timeline(trace, recipes)
     peaks = []
-    for lag in range(len(LAGS)):
+    for lag in range(len(PREFETCH_DISTANCES)):
         found = timeline.evaluate(all_swapped(recipes, lag))
         peaks.append(found.peak_bytes)
     assert peaks == sorted(peaks)
-    seconds = [timeline.seconds(all_swapped(recipes, lag)) for lag in range(len(LAGS))]
+    seconds = [timeline.seconds(all_swapped(recipes, lag)) for lag in range(len(PREFETCH_DISTANCES))]
     assert max(seconds[1:]) < seconds[0]
 
 
@@ -235,15 +236,15 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
     recipes, timeline = solver.recipes, solver.timeline
     saved = sorted(recipes.saved & (recipes.rebuildable | recipes.reloads_of.keys()))
     plans = []
-    for lag in range(len(LAGS)):
+    for lag in range(len(PREFETCH_DISTANCES)):
         for ways in product(range(2 + tiers), repeat=len(saved)):
             dropped = [s for s, way in zip(saved, ways, strict=True) if way == 1]
             swapped = {
-                s: recipes.reloads_of[s][(way - 2) * len(LAGS) + lag]
+                s: recipes.reloads_of[s][(way - 2) * len(PREFETCH_DISTANCES) + lag]
                 for s, way in zip(saved, ways, strict=True)
                 if way >= 2 and s in recipes.reloads_of
             }
-            reruns = reruns_for(recipes, dropped, swapped=swapped)
+            reruns = reruns_for(recipes, dropped, offloaded=swapped)
             if not timeline.has_room(reruns):
                 continue
             found = timeline.evaluate(reruns)
@@ -263,7 +264,7 @@ def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     swapped = []
     for places in (0, 1, 3, None):
         room = None if places is None else places * ALIGNMENT_BYTES
-        solver = SwapSolver(Timeline(trace, Recipes(trace, replace(FAST, room_bytes=room))))
+        solver = OffloadSolver(Timeline(trace, Recipes(trace, replace(FAST, room_bytes=room))))
         smallest, plain = solver.smallest().peak, solver.plain.peak
         for fraction in (0.0, 0.3, 0.7):
             found = solver.solve(round(smallest + fraction * (plain - smallest)))
@@ -280,7 +281,7 @@ NEAR = Link("host", 1e9, 1e9, least_bytes=1)
 FAR = Link("disk", 1e3, 1e3, least_bytes=1)
 
 
-def lying(solver: SwapSolver, budget: int) -> tuple[float, dict[str, frozenset[int]]]:
+def lying(solver: OffloadSolver, budget: int) -> tuple[float, dict[str, frozenset[int]]]:
     """Seconds of the plan for a budget, and what it swaps to each tier."""
     found = solver.solve(budget)
     assert found is not None
@@ -288,8 +289,8 @@ def lying(solver: SwapSolver, budget: int) -> tuple[float, dict[str, frozenset[i
     return found.seconds, {link.tier: link.swapped for link in found.evaluation.copying.links}
 
 
-def with_room(trace: Trace, room_bytes: int | None, far: Link) -> SwapSolver:
-    return SwapSolver(Timeline(trace, Recipes(trace, chain(NEAR, far, room_bytes))))
+def with_room(trace: Trace, room_bytes: int | None, far: Link) -> OffloadSolver:
+    return OffloadSolver(Timeline(trace, Recipes(trace, chain(NEAR, far, room_bytes))))
 
 
 @pytest.mark.parametrize("places", [1, 3])
@@ -302,7 +303,7 @@ def test_what_the_nearer_tier_has_no_room_for_goes_to_the_next_and_what_is_read_
     assert len(swapped["disk"]) >= 1
     uses = solver.timeline.unpack_uses
     assert max(uses[s][0][0] for s in swapped["host"]) < min(uses[s][0][0] for s in swapped["disk"])
-    near = SwapSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=places * ALIGNMENT_BYTES))))
+    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=places * ALIGNMENT_BYTES))))
     assert seconds < lying(near, (solver.plain.peak + smallest.peak) // 2)[0]
 
 
@@ -320,7 +321,7 @@ def test_more_room_and_a_tier_more_are_never_slower(seed: int) -> None:
         assert all(more <= less + CLOSE * trace.pass_seconds for less, more in pairwise(seconds))
         assert all(solver.bound(budget) <= took + 1e-9 for solver, took in zip(rooms, seconds, strict=True))
         for solver, took in zip(rooms, seconds, strict=True):
-            fewer = solver._without.solve(budget)
+            fewer = solver.without_last_tier.solve(budget)
             assert fewer is None or took <= fewer.seconds + 1e-9
 
 
@@ -328,7 +329,7 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
     trace = layers(6)
     snail = Link("disk", 1e-3, 1e-3, least_bytes=1)
     solver = with_room(trace, 2 * ALIGNMENT_BYTES, snail)
-    near = SwapSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=2 * ALIGNMENT_BYTES))))
+    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=2 * ALIGNMENT_BYTES))))
     low, high = near.smallest().peak, near.plain.peak
     for fraction in (0.1, 0.5, 0.8):
         seconds, swapped = lying(solver, round(low + fraction * (high - low)))
@@ -352,7 +353,7 @@ def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
     trace = layers(3)
     recipes = Recipes(trace, chain(NEAR, FAR, None))
     storage = next(s for s in sorted(recipes.reloads_of) if s in recipes.saved)
-    near, far = recipes.reloads_of[storage][0], recipes.reloads_of[storage][len(LAGS)]
+    near, far = recipes.reloads_of[storage][0], recipes.reloads_of[storage][len(PREFETCH_DISTANCES)]
     event = Timeline(trace, recipes).unpack_uses[storage][0][0]
     reruns = {event: [near, far]}
     assert recipes.copied_down(reruns)[storage].tier == int(

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration beside a run's own: what it says goes into the run's sections, what it leaves "auto" is taken from them.
+"""A DeepSpeed configuration merged with a run's own: what it says goes into the run's sections, what it leaves "auto" is taken from them.
 
 Either may say a thing, and both may say the same; where they differ the error names both keys, and neither wins. Torch-free.
 """
@@ -37,11 +37,13 @@ def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(said, (str, Mapping)):
         raise ConfigError(f"deepspeed: expected a file, or its content, found {said!r}")
     content = source.load(Path(folder, said).expanduser() if isinstance(said, str) else said)
-    parts = {name: dict(data.get(name) or {}) for name in ("fit", "optim", "schedule") if _is_section(data.get(name))}
-    fit = parts.setdefault("fit", {})
-    source.fill(content, dict(_filled(content, parts)))
+    sections = {
+        name: dict(data.get(name) or {}) for name in ("fit", "optim", "schedule") if _is_section(data.get(name))
+    }
+    fit = sections.setdefault("fit", {})
+    source.fill(content, dict(_filled(content, sections)))
     config = read(content, strict=data.get("deepspeed_strict", True) is not False)
-    _check_settled(config, parts)
+    _check_settled(config, sections)
     if isinstance(config.batch.train, int):
         _same(fit, "global_batch", config.batch.train, "fit", "train_batch_size")
     elif "global_batch" not in fit:
@@ -61,12 +63,14 @@ def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                 "change one of them"
             )
     fit["allow"] = [*dict.fromkeys((*allowed, *arguments["allow"]))]
-    rest = {name: value for name, value in data.items() if name not in parts}
+    rest = {name: value for name, value in data.items() if name not in sections}
     kept = {
-        name: part for name, part in parts.items() if name == "fit" or (name != "optim" and config.scheduler is None)
+        name: section
+        for name, section in sections.items()
+        if name == "fit" or (name != "optim" and config.scheduler is None)
     }
-    if config.optimizer is None and "optim" in parts:
-        kept["optim"] = parts["optim"]
+    if config.optimizer is None and "optim" in sections:
+        kept["optim"] = sections["optim"]
     return {**rest, **kept, "deepspeed": content}
 
 
@@ -77,13 +81,13 @@ def _is_section(part: Any) -> bool:
 _PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")  # of `optim`, by the same names
 
 
-def _filled(content: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _filled(content: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Paths that say "auto", with what the run's own sections say."""
     pairs = [("train_batch_size", "fit", "global_batch"), ("gradient_clipping", "fit", "clip_norm")]
     pairs += [(f"optimizer.params.{name}", "optim", name) for name in _PARAMS]
     pairs += [("scheduler.params.warmup_num_steps", "schedule", "warmup_steps")]
     for path, section, name in pairs:
-        value = parts.get(section, {}).get(name)
+        value = sections.get(section, {}).get(name)
         if value is not None and _at(content, path) == "auto":
             yield path, value
 
@@ -95,23 +99,23 @@ def _at(content: Mapping[str, Any], path: str) -> Any:
     return place
 
 
-def _same(part: dict[str, Any], name: str, value: Any, section: str, key: str) -> None:
+def _same(values: dict[str, Any], name: str, value: Any, section: str, key: str) -> None:
     """Put a value into a section, which may say the same already and nothing else."""
     value = None if value is AUTO else value
-    if name in part and part[name] is not None and part[name] != value:
+    if name in values and values[name] is not None and values[name] != value:
         raise ConfigError(
-            f"{section}.{name}: {part[name]!r} contradicts {key} of the DeepSpeed configuration, which comes to {value!r}: change one of them"
+            f"{section}.{name}: {values[name]!r} contradicts {key} of the DeepSpeed configuration, which comes to {value!r}: change one of them"
         )
-    part[name] = value
+    values[name] = value
 
 
-def _check_settled(config: DeepSpeedConfig, parts: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_settled(config: DeepSpeedConfig, sections: Mapping[str, Mapping[str, Any]]) -> None:
     """See that the run's optimizer and schedule say nothing else than the configuration's."""
     if config.optimizer is not None:
         params = config.optimizer.params
-        for name, value in parts.get("optim", {}).items():
+        for name, value in sections.get("optim", {}).items():
             there = _kind(config.optimizer) if name == "name" else params.get(name)
-            if value is not None and _plain(value) != _plain(there):
+            if value is not None and _as_tuple(value) != _as_tuple(there):
                 key = "type" if name == "name" else f"params.{name}"
                 raise ConfigError(
                     f"optim.{name}: {value!r} contradicts optimizer.{key} of the DeepSpeed configuration, which "
@@ -124,7 +128,7 @@ def _check_settled(config: DeepSpeedConfig, parts: Mapping[str, Mapping[str, Any
                 )
     if config.scheduler is not None:
         steps = config.scheduler.params.get("warmup_num_steps")
-        for name, value in parts.get("schedule", {}).items():
+        for name, value in sections.get("schedule", {}).items():
             if name != "warmup_steps" or value != steps:
                 raise ConfigError(
                     f"schedule.{name}: {value!r} contradicts the scheduler of the DeepSpeed configuration, {config.scheduler.type}: change one of them"
@@ -141,5 +145,5 @@ def _kind(said: Optimizer) -> str:
     return "adamw" if name == "adam" and said.params.get("adam_w_mode", True) is True else name
 
 
-def _plain(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value

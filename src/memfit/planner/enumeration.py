@@ -1,0 +1,53 @@
+"""Graphs so small that every plan can be tried: not searched, but enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from memfit.planner.priced_cuts import PricedCuts
+from memfit.planner.schedule import reruns_for
+from memfit.planner.solution import Solution
+from memfit.planner.window_layouts import WindowLayout
+
+EVERY_PLAN: Final = 4096  # this many plans are enumerated rather than searched
+
+
+def is_small(cuts: PricedCuts, layouts: Sequence[WindowLayout]) -> bool:
+    """Whether every set of dropped storages can be tried in all layouts between boundaries that nothing may cross."""
+    return _few(layouts, around=False) << len(cuts.graph.droppable) <= EVERY_PLAN
+
+
+def every_plan(cuts: PricedCuts, layouts: Sequence[WindowLayout]) -> Iterator[Solution]:
+    """Every plan that follows the rule of scheduling, each once: of those sets of layouts that are few enough."""
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for around in (False, True):
+        yield from _every_plan_in(cuts, [layout for layout in layouts if layout.around is around], seen)
+
+
+def _few(layouts: Sequence[WindowLayout], *, around: bool) -> int:
+    return sum(1 for layout in layouts if layout.around is around)
+
+
+def _every_plan_in(
+    cuts: PricedCuts, layouts: Sequence[WindowLayout], seen: set[tuple[tuple[int, ...], ...]]
+) -> Iterator[Solution]:
+    """Every plan in these layouts that is not among those seen; none where they are too many."""
+    graph = cuts.graph
+    droppable = sorted(graph.droppable)
+    transients = [s for s in graph.nodes if s not in graph.recipes.saved]
+    if len(layouts) << (len(droppable) + len(transients)) > EVERY_PLAN:
+        transients = []
+    if len(layouts) << len(droppable) > EVERY_PLAN:
+        return
+    for layout in layouts:
+        for number in range(1 << (len(droppable) + len(transients))):
+            chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
+            dropped, held = chosen & graph.droppable, chosen - graph.droppable
+            reruns = reruns_for(graph.recipes, dropped, layout.window_of_event, held)
+            key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
+            if key not in seen:
+                seen.add(key)
+                yield Solution(
+                    reruns, graph.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
+                )

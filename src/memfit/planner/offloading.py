@@ -1,0 +1,72 @@
+"""Plans that may offload: the third thing to do with a storage, besides keeping and recomputing it.
+
+An offloaded storage is copied to a lower tier (a GPU's host, a disk) and back. It needs nothing to come back, neither inputs nor an operation that may run
+twice. So what no recipe can make again (large custom operations, results of random ones without a generator's state) can go as well, and a boundary that is
+loaded back gives the window behind it to recomputing for nothing.
+
+Sources: vDNN (Rhu et al. 2016) for offloading activations behind computing; Capuchin (Peng et al. 2020) and POFO (Beaumont et al. 2021) weigh it against
+recomputing, storage by storage in order of gain, and on chains. The cut (`offload_cuts`) is ours.
+"""
+
+from __future__ import annotations
+
+from memfit.planner.front import Front
+from memfit.planner.offload_search import OffloadBudgetSearch, OffloadProblem, OffloadSmallestSearch
+from memfit.planner.recipes import Recipes
+from memfit.planner.smallest import SmallestSearch
+from memfit.planner.solver import Solver
+from memfit.planner.timeline import Timeline
+from memfit.units import format_bytes
+
+
+class OffloadSolver(Solver):
+    """Plans for one trace at any budget, with lower tiers to offload to.
+
+    Args:
+        timeline: whose recipes know a lower tier, or several.
+
+    Attributes:
+        without_last_tier: of the same step with the last tier taken away; what it finds are plans here, too, as recipes have the same numbers.
+    """
+
+    problem: OffloadProblem
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline)
+        link = timeline.recipes.lower_tier
+        fewer = Timeline(self.trace, Recipes(self.trace, link.shortened if link is not None else None))
+        self.without_last_tier: Solver = solver_for(fewer)
+
+    def _problem(self) -> OffloadProblem:
+        return OffloadProblem(self.timeline)
+
+    def _search(self, budget_bytes: int) -> Front:
+        known = self.without_last_tier.found(budget_bytes)
+        return OffloadBudgetSearch(self.problem, budget_bytes, known, self.smallest_search).run()
+
+    def _search_smallest(self) -> SmallestSearch:
+        return OffloadSmallestSearch(self.problem, self.without_last_tier.smallest_search().front).run()
+
+
+def solver_for(timeline: Timeline) -> Solver:
+    """The solver of a trace: one that offloads where anything can be."""
+    return (OffloadSolver if timeline.recipes.reloads else Solver)(timeline)
+
+
+def why_nothing_is_offloaded(recipes: Recipes) -> str | None:
+    """Why no storage of a step can go to the lower tiers that its recipes know; None where one can."""
+    link = recipes.lower_tier
+    assert link is not None, "it is asked where there is one"
+    rooms = [tier.room_bytes for tier in recipes.tiers]
+    by_value = next((op.name for op in recipes.trace.operations if op.by_values), None)
+    if by_value is None and recipes.trace.sized_by_values:
+        by_value = "what follows random numbers"
+    if by_value is not None:
+        return f"results of {by_value} are as large as values decide, and places on a lower tier are of fixed sizes"
+    if not recipes.reloads_of:
+        return f"nothing that backward reads takes {format_bytes(link.least_bytes)}, and less is not worth a copy"
+    smallest = min(map(recipes.place_bytes, recipes.reloads_of))
+    if all(room is not None and smallest > room for room in rooms):
+        largest = max(room for room in rooms if room is not None)
+        return f"the tensors worth it take {format_bytes(smallest)} or more each, and there is room for {format_bytes(largest)}"
+    return None

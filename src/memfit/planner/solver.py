@@ -1,0 +1,176 @@
+"""Plans for one trace at any budget: the face of the search.
+
+`solve` and what is made of it are functions of the trace and the budget: every search has a front of its own (`budget_search`), so what was asked before
+changes nothing but the time it takes. `together` gives plans for several budgets of which a larger one never gets a slower plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from memfit.garbage import uncollected
+from memfit.planner.bound import ROUNDING
+from memfit.planner.budget_search import BudgetSearch
+from memfit.planner.draws import Draws
+from memfit.planner.front import Front
+from memfit.planner.problem import Problem
+from memfit.planner.smallest import SmallestSearch
+from memfit.planner.solution import Solution
+from memfit.planner.timeline import Evaluation, Timeline
+from memfit.planner.window_layouts import WindowLayout
+
+DRAWN_ROUNDS: Final = 4  # of planning for less, where other draws take more than the one planned for
+
+
+class Solver:
+    """Plans for one trace at any budget; what depends on the trace alone is worked out once.
+
+    Attributes:
+        plain: the plan in which nothing is dropped.
+        draws: the trace under all draws of random numbers that its capture saw.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.recipes = timeline.recipes
+        self.trace = timeline.trace
+        self.draws = Draws(timeline)
+        self.problem = self._problem()
+        self.plain = self.problem.baseline
+        self._fronts: dict[int, Front] = {}
+        self._fitting: dict[int, Solution | None] = {}
+        self._smallest: SmallestSearch | None = None
+
+    def _problem(self) -> Problem:
+        return Problem(self.timeline)
+
+    # -- what depends on the trace alone -------------------------------------------------------------------------------------
+
+    @property
+    def droppable(self) -> frozenset[int]:
+        """Storages that backward reads and that can be rebuilt."""
+        return self.problem.graph.droppable
+
+    @property
+    def nodes(self) -> list[int]:
+        """Storages that are decided about."""
+        return self.problem.graph.nodes
+
+    def layouts(self) -> list[WindowLayout]:
+        """The ways to cut forward into windows that are worth trying."""
+        return self.problem.layouts
+
+    def tightest(self, layout: WindowLayout) -> Solution:
+        """Everything that can be dropped is, but the boundaries of the windows."""
+        return self.problem.tightest_in(layout)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------------
+
+    @uncollected()
+    def solve(self, budget_bytes: int) -> Solution | None:
+        """The fastest plan found that fits; None when none was found."""
+        if self.plain.peak <= budget_bytes:
+            return self.plain
+        return self.found(budget_bytes).best(budget_bytes)
+
+    @uncollected()
+    def smallest(self) -> Solution:
+        """The plan with the smallest peak found."""
+        return self.smallest_search().front.smallest()
+
+    @uncollected()
+    def bound(self, budget_bytes: int, plan: Solution | None = None) -> float:
+        """Extra seconds of one micro-batch that no plan within the budget can avoid.
+
+        Args:
+            budget_bytes: what plans have to fit into.
+            plan: one that fits: where plan and bound meet they are sums of the same numbers in another order, and the plan's is taken.
+        """
+        bound = self.problem.bound.seconds(budget_bytes)
+        met = plan is not None and plan.seconds < bound <= plan.seconds * (1 + ROUNDING)
+        return plan.seconds if plan is not None and met else bound
+
+    def found(self, budget_bytes: int) -> Front:
+        """Everything that the search for one budget finds."""
+        if budget_bytes not in self._fronts:
+            self._fronts[budget_bytes] = self._search(budget_bytes)
+        return self._fronts[budget_bytes]
+
+    def smallest_search(self) -> SmallestSearch:
+        """The finished search for the smallest plan."""
+        if self._smallest is None:
+            self._smallest = self._search_smallest()
+        return self._smallest
+
+    def _search(self, budget_bytes: int) -> Front:
+        return BudgetSearch(self.problem, budget_bytes, self.smallest_search).run()
+
+    def _search_smallest(self) -> SmallestSearch:
+        return SmallestSearch(self.problem).run()
+
+    # -- plans, where random numbers decide sizes ----------------------------------------------------------------------------
+
+    def needed(self, solution: Solution) -> int:
+        """Bytes that a plan is to be given: its peak, and more for other draws where random numbers decide sizes."""
+        return self.draws.needed(solution.reruns) if self.trace.drawn_bytes else solution.peak
+
+    def fitting(self, budget_bytes: int) -> Solution | None:
+        """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
+        if not self.trace.drawn_bytes:
+            return self.solve(budget_bytes)
+        if budget_bytes not in self._fitting:
+            self._fitting[budget_bytes] = self._fitting_all_draws(budget_bytes)
+        return self._fitting[budget_bytes]
+
+    def together(self, budgets: Iterable[int]) -> dict[int, Solution | None]:
+        """`fitting` for several budgets, where each may also have any plan found for another: a larger one never gets a slower plan.
+
+        It depends on the set of budgets, not on their order.
+        """
+        asked = sorted(set(budgets))
+        alone = {budget: self.fitting(budget) for budget in asked}
+        known = [plan for budget in asked if budget < self.plain.peak for plan in self.found(budget)]
+        ranked = sorted(
+            ((self.needed(plan), plan.seconds, n, plan) for n, plan in enumerate(known)), key=lambda r: r[:3]
+        )
+        out: dict[int, Solution | None] = {}
+        best: Solution | None = None
+        at = 0
+        for budget in asked:
+            own = alone[budget]
+            if own is not None and (best is None or own.seconds < best.seconds):
+                best = own
+            while at < len(ranked) and ranked[at][0] <= budget:
+                plan = ranked[at][3]
+                best = plan if best is None or plan.seconds < best.seconds else best
+                at += 1
+            out[budget] = best
+        return out
+
+    def _fitting_all_draws(self, budget_bytes: int) -> Solution | None:
+        known = self.problem.front()
+        target = budget_bytes
+        for _ in range(DRAWN_ROUNDS):
+            if self.plain.peak > target:
+                known.update(self.found(target))
+            found = known.best(target)
+            over = 0 if found is None else self.needed(found) - budget_bytes
+            if over <= 0:
+                break
+            target -= over
+        known.update(self.smallest_search().front)
+        fitting = (plan for plan in sorted(known, key=lambda plan: plan.seconds) if self.needed(plan) <= budget_bytes)
+        return next(fitting, None)
+
+    def worst(self, solution: Solution) -> tuple[Timeline, Evaluation]:
+        """The draw under which a plan takes most, and what it comes to there."""
+        if not self.trace.drawn_bytes:
+            return self.timeline, solution.evaluation
+        timeline = self.draws.largest(solution.reruns)
+        return timeline, timeline.evaluate(solution.reruns)
+
+    def least(self) -> Solution:
+        """`smallest`, by what plans need."""
+        search = self.smallest_search()
+        return min(search.front, key=self.needed) if self.trace.drawn_bytes else search.front.smallest()

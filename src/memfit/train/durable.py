@@ -1,0 +1,39 @@
+"""Files and folders that are on the disk whole, or not there: what `snapshots` writes with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def put(file: Path, data: bytes) -> None:
+    """Write a new file, down to the disk."""
+    with file.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace(partial: Path, final: Path) -> None:
+    """Give a complete folder its name; what had it before (the same step, run again after a resume) goes."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        remove(old)
+        final.rename(old)
+    partial.rename(final)
+    remove(old)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder reach the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all in it, where it is there."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,45 @@
+"""YAML as people mean it: floats of version 1.2, and no key given twice."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML with the floats of version 1.2, and no key given twice: the first would be lost without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - the base's signature
+        """A mapping, or an error at the second of two equal keys."""
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name is not None and name in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+            seen.add(name)
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",  # YAML 1.1 wants a point and a sign: to it 1e-4 is text
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def parse(text: str) -> Any:
+    """The content of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is none, or a key is given twice.
+    """
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a text that could not be read, with its line where that is known."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem or error.context}"
+    return str(error)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from memfit.step.precision import Scaling
+from memfit.step.process_generators import generators, set_generators
 from memfit.values.plan import Plan
 
 
@@ -74,23 +73,4 @@ def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
                 there[name] = value.to(now.device)
 
 
-def generators() -> dict[str, Any]:
-    """States of the generators that a model or a dataset may draw from: torch's, Python's and numpy's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' datasets still draw from the global one
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-    }
-
-
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Inverse of `generators`."""
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002 - as above
+__all__ = ["Trained", "further_buffers", "generators", "set_buffers", "set_generators", "set_optimizer"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Final
 
-from memfit.dialects.deepspeed import batch, keys, source
-from memfit.dialects.deepspeed.batch import BatchSizes
-from memfit.dialects.deepspeed.sections import (
+from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import batch, keys, source
+from memfit.integrations.deepspeed.batch import BatchSizes
+from memfit.integrations.deepspeed.sections import (
     ActivationCheckpointing,
     Bf16,
     Fp16,
@@ -20,8 +21,7 @@ from memfit.dialects.deepspeed.sections import (
     TorchAutocast,
     ZeroOptimization,
 )
-from memfit.dialects.deepspeed.values import AUTO, Auto, Reading, check_range, convert, nearest, shown
-from memfit.errors import ConfigError
+from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, check_range, convert, nearest, shown
 
 GRADIENT_CLIPPING: Final = 1.0  # DeepSpeed's default
 
@@ -373,7 +373,7 @@ def _precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
 
 
 def _tell_of_no_stage(read: DeepSpeedConfig, notices: list[str]) -> None:
-    """What DeepSpeed's optimizers for 16 bits do where no ZeRO stage brings its own; tests/doors/test_deepspeed.py shows both."""
+    """What DeepSpeed's optimizers for 16 bits do where no ZeRO stage brings its own; tests/integrations/deepspeed/test_training.py shows both."""
     if read.zero_optimization.stage not in (0, AUTO):
         return
     for key, part in (("fp16", read.fp16), ("bf16", read.bf16)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.dialects.deepspeed.values import AUTO, Auto, within
+from memfit.integrations.deepspeed.values import AUTO, Auto, within
 
 Device = Literal["none", "cpu", "nvme"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.dialects.deepspeed import batch
-from memfit.dialects.deepspeed.sections import Optimizer, Scheduler
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import batch
+from memfit.integrations.deepspeed.sections import Optimizer, Scheduler
 from memfit.values.plan import Plan
 
 

@@ -13,38 +13,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics import Metric
 
-from memfit import api, batches
+from memfit import batches
 from memfit.batches import Batch
-from memfit.engine import Engine
 from memfit.engine.engine import counting_parts
-from memfit.errors import BatchError, InfeasibleError, InputError
-from memfit.lightning.logged import Calls, unlogged
-from memfit.lightning.refused import refuse, why_not_divided
-from memfit.meter import metered
+from memfit.errors import InfeasibleError, InputError
+from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.lightning.logged import Calls, unlogged
+from memfit.integrations.lightning.refused import refuse, why_not_divided
+from memfit.integrations.window import largest_batch
 from memfit.planner.search import doubled_up_to
 from memfit.searching import Budget
-from memfit.step.optimizers import alike
+from memfit.step.process_generators import generators_kept
 from memfit.tracing import Progress
-from memfit.train import state
-from memfit.train.window import FIXED, largest_samples, plan_window
-from memfit.values.plan import Plan
-from memfit.values.report import StepRecord
-
-CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 
 
-class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed by mypy
+class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not followed by mypy
     """Keeps a Lightning Trainer inside a budget: one line in its callbacks.
 
     Args:
@@ -59,6 +50,12 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         engine: with the plan, the rehearsal, and a record of every step; None before training starts.
     """
 
+    TRAINER = "Lightning"
+    ENTRY = "FitToMemory"
+    CHOICES = ("loss_chunks", "micro_batches")
+    SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
+    UNPLANNED = "FitToMemory plans when training starts: there is no plan before trainer.fit"
+
     def __init__(
         self,
         budget: Budget = "80%",
@@ -70,38 +67,9 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         meter: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        for name in fixed or {}:
-            if name not in CHOICES:
-                raise InputError(
-                    f"fixed={dict(fixed or {})!r}: {name!r} is for Lightning to say; for its Trainer there is 'loss_chunks' and 'micro_batches'"
-                )
-        self.budget = budget
-        self.sample = sample
-        self.host_budget = host_budget
-        self.disk_budget = disk_budget
-        self.fixed = fixed or {}
-        self.meter = meter
-        self.progress = progress
-        self.engine: Engine | None = None
-        self._new_step()
-
-    def _new_step(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._parts = 0
-        self._departures: list[str] = []
-        self._metering = ExitStack()
-        self._started = 0.0
-
-    @property
-    def plan(self) -> Plan:
-        """That training follows."""
-        return self._engine.plan
-
-    @property
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise InputError("FitToMemory plans when training starts: there is no plan before trainer.fit")
-        return self.engine
+        super().__init__(
+            budget, sample=sample, host_budget=host_budget, disk_budget=disk_budget, fixed=fixed, meter=meter, progress=progress
+        )  # fmt: skip
 
     # -- before training -----------------------------------------------------------------------------------------------------
 
@@ -114,15 +82,9 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         """
         refuse(trainer, pl_module)
         accumulated = trainer.accumulate_grad_batches
-        generators = state.generators()
-        try:
-            batch = self._batch(trainer)
-            with unlogged(pl_module):
-                engine = self._fitted(trainer, pl_module, batch, accumulated)
-        finally:
-            state.set_generators(generators)
-        self.engine = engine
-        engine.steps = trainer.global_step
+        with generators_kept(), unlogged(pl_module):
+            self._plan_for(trainer, pl_module, self._batch(trainer), accumulated)
+        self._planned.steps = trainer.global_step
 
         own_step = trainer.strategy.training_step
 
@@ -131,7 +93,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             return self._followed(trainer, own_step, args, named)
 
         trainer.strategy.training_step = followed
-        if engine.plan.choices.micro_batches > accumulated:
+        if self.plan.choices.micro_batches > accumulated:
             pl_module.optimizer_zero_grad = _nothing
 
     def _batch(self, trainer: Any) -> Batch:
@@ -140,8 +102,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         if self.sample is not None:
             batch = self.sample
         elif isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None:
-            chosen = largest_samples(loader.dataset, loader.batch_size)
-            batch = loader.collate_fn([loader.dataset[index] for index in chosen])
+            batch = largest_batch(loader, loader.batch_size)
         else:
             raise InputError(
                 f"the training data comes from a {type(loader).__name__} that cannot be looked through: give a batch of the largest shape that will come, "
@@ -151,8 +112,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001 - as the loop does
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def _fitted(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> Engine:
-        size = batches.size(batch)
+    def _plan_for(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> None:
         own_step = trainer.strategy.training_step
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -168,88 +128,49 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
             whole = whole or why_not_divided(module, output)
             return _loss_in(output)
 
-        optimizer = trainer.optimizers[0]
         norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
+        step = TrainerStep(
+            module,
+            batch,
+            loss_fn,
+            trainer.optimizers[0],
+            accumulated,
+            self._divisors(batches.size(batch), accumulated),
+            norm or None,
+            one_by_one=True,
+            why_whole=lambda: whole,
+        )
         try:
-            made = plan_window(
-                module,
-                batch,
-                loss_fn,
-                self.budget,
-                alike(optimizer, module),
-                accumulated=accumulated,
-                divisors=self._divisors(size, accumulated),
-                one_by_one=True,
-                why_whole=lambda: whole,
-                host_budget=self.host_budget,
-                disk_budget=self.disk_budget,
-                allow=(),
-                fixed={
-                    **FIXED,
-                    "state_format": "32bit",
-                    **{n: v for n, v in self.fixed.items() if n != "micro_batches"},
-                },
-                clip_norm=norm or None,
-                progress=self.progress,
-            )
+            self._fit(step)
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
-        engine = api.apply(made, module, loss_fn, optimizer)
-        api.rehearsed(engine, batch, self.progress, loader_batches=accumulated)
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
-        return engine
 
     def _divisors(self, size: int, accumulated: int) -> list[int]:
-        """Numbers of parts that a batch of so many samples may be divided into."""
-        asked = self.fixed.get("micro_batches")
-        if asked is None:
-            return doubled_up_to(size)
-        if (
-            isinstance(asked, bool)
-            or not isinstance(asked, int)
-            or asked % accumulated
-            or not 0 < asked <= accumulated * size
-        ):
-            raise InputError(
-                f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {size} samples, and each of its batches is divided alike: a "
-                f"multiple of {accumulated} up to {accumulated * size} is needed"
-            )
-        return [asked // accumulated]
+        """Numbers of micro-batches that a batch of so many samples may be divided into: any, as it is divided here."""
+        asked = self._divisor_asked(accumulated, size, range(1, size + 1))
+        return doubled_up_to(size) if asked is None else [asked]
 
     # -- in training ---------------------------------------------------------------------------------------------------------
 
     def _followed(self, trainer: Any, own_step: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         module, plan = trainer.lightning_module, self.plan
         batch, *rest = args  # Lightning's loop hands them over by position
-        have = batches.signature(batch)
-        if not batches.fits_within(have, plan.signature):
-            raise BatchError(
-                f"a batch is [{have}], the plan is for batches up to [{plan.signature}]: give FitToMemory a "
-                "sample of the largest shape that will come, or cut the data down to it"
-            )
+        self._check(batch)
         counting = counting_parts(plan, batch)
         calls = Calls()
 
         def ran(part: Batch) -> Any:
-            with unlogged(module, calls), self._engine.forward() as follower:
-                output = own_step(part, *rest, **named)
-            self._note(follower)
-            return output
+            with unlogged(module, calls), self._following():
+                return own_step(part, *rest, **named)
 
         output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls)
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
-            self._losses.append(_loss_in(output).detach().clone())  # some kernels return a number with a large storage
+            self._note_loss(_loss_in(output))
         return output
-
-    def _note(self, follower: Any) -> None:
-        """That a part has run, and whether as planned."""
-        self._parts += 1
-        if follower is not None and follower.departure is not None:
-            self._departures.append(follower.departure)
-            self._engine.tell_departure(follower.departure, stacklevel=5)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Let the gradients of the step before go: Lightning does it too, but only after the forward has run beside them."""
@@ -258,24 +179,13 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         for parameter in pl_module.parameters():
             parameter.grad = None
         self._new_step()
-        self._started = time.perf_counter()
-        if self.meter:
-            engine = self._engine
-            engine.reading = self._metering.enter_context(metered(engine.present(batch), engine.device))
+        self._start_step(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The step is over where this was the last of its batches."""
         accumulated = trainer.accumulate_grad_batches
-        if (batch_idx + 1) % accumulated and not trainer.is_last_batch:
-            return
-        engine = self._engine
-        self._metering.close()
-        engine.steps = trainer.global_step
-        peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
-        loss = sum(float(loss) for loss in self._losses) / accumulated if self._losses else math.nan
-        seconds = time.perf_counter() - self._started
-        record = StepRecord(engine.steps, loss, seconds, self._parts, peak, 0, tuple(self._departures))
-        engine.records.append(record)
+        if (batch_idx + 1) % accumulated == 0 or trainer.is_last_batch:
+            self._end_step(trainer.global_step, divided_by=accumulated)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The module is the user's again."""
@@ -283,7 +193,7 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """As when training ends."""
-        self._metering.close()
+        self._stop_meter()
         self._release(trainer, pl_module)
 
     def _release(self, trainer: Any, module: Any) -> None:

@@ -49,6 +49,15 @@ def largest_samples(data: Any, count: int) -> list[int]:
     return [*leading, *others][:count]
 
 
+def largest_batch(loader: Any, count: int) -> Batch:
+    """So many samples of a loader's dataset, in the order of `largest_samples`, collated as the loader does.
+
+    Raises:
+        InputError: the data is a stream.
+    """
+    return loader.collate_fn([loader.dataset[index] for index in largest_samples(loader.dataset, count)])
+
+
 def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """What of a sample has a length, before it is collated: tensors and arrays, lists, texts."""
     entries = sample.items() if isinstance(sample, Mapping) else enumerate(sample if isinstance(sample, tuple) else ())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memfit.batches import Batch
-from memfit.train import state
-from memfit.train.window import largest_samples
+from memfit.integrations.window import largest_batch
+from memfit.step.process_generators import generators_kept
 
 # Entry of a sample: Trainer's count of what the losses are divided by.
 ITEMS: Final = "num_items_in_batch"
@@ -18,13 +18,8 @@ def largest_window(trainer: Any) -> Batch:
     Raises:
         InputError: the data cannot be looked through.
     """
-    generators = state.generators()
-    try:
-        loader = trainer.get_train_dataloader()
-        chosen = largest_samples(loader.dataset, samples_of(trainer.args))
-        return loader.collate_fn([loader.dataset[index] for index in chosen])
-    finally:
-        state.set_generators(generators)
+    with generators_kept():
+        return largest_batch(trainer.get_train_dataloader(), samples_of(trainer.args))
 
 
 def samples_of(args: Any) -> int:

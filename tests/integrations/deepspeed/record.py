@@ -1,4 +1,4 @@
-"""Write down what DeepSpeed's own reader says of each configuration: python tests/dialects/record.py, where deepspeed is installed.
+"""Write down what DeepSpeed's own reader says of each configuration: python tests/integrations/deepspeed/record.py, where deepspeed is installed.
 
 The recording is what the tests compare with where it is not; where it is, they ask DeepSpeed itself as well.
 """
@@ -40,7 +40,7 @@ def walk(name: str) -> dict[str, Any]:
     import torch
     from deepspeed.runtime import lr_schedules
 
-    from dialects.courses import COURSES, walked
+    from integrations.deepspeed.courses import COURSES, walked
 
     kind, params = COURSES[name]
     own = getattr(lr_schedules, kind)
@@ -52,11 +52,11 @@ def walk(name: str) -> dict[str, Any]:
 
 def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    sys.path.insert(0, str(RECORDING.parents[1]))
+    sys.path.insert(0, str(RECORDING.parents[2]))
     import deepspeed
 
-    from dialects.configurations import CASES
-    from dialects.courses import COURSES
+    from integrations.deepspeed.configurations import CASES
+    from integrations.deepspeed.courses import COURSES
 
     logging.disable(logging.CRITICAL)
     found = {case.name: asked(case.said, case.ranks) for case in CASES}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from memfit.dialects.deepspeed.values import AUTO, Auto
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed.values import AUTO, Auto
 
 TRAIN: Final = "train_batch_size"
 MICRO: Final = "train_micro_batch_size_per_gpu"

@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit import batches
-from memfit.dialects.paddle import Loss, RecomputeOptimizer
+from memfit.integrations.paddle import Loss, RecomputeOptimizer
 from memfit.meter import metered
 from models import build_gpt
 from small import rows

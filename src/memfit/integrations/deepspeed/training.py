@@ -18,12 +18,12 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import device_of
-from memfit.dialects.deepspeed import DeepSpeedConfig, read
-from memfit.dialects.deepspeed import schedules as own_schedules
-from memfit.dialects.deepspeed.keys import SCHEDULES, VERSION
-from memfit.dialects.deepspeed.sections import Optimizer, Scheduler
 from memfit.engine.engine import Engine
 from memfit.errors import ConfigError, InputError
+from memfit.integrations.deepspeed import DeepSpeedConfig, read
+from memfit.integrations.deepspeed import schedules as own_schedules
+from memfit.integrations.deepspeed.keys import SCHEDULES, VERSION
+from memfit.integrations.deepspeed.sections import Optimizer, Scheduler
 from memfit.searching import Budget
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.lion import Lion
@@ -82,7 +82,7 @@ class FromDeepSpeed:
     """A configuration, and what becomes of it.
 
     Attributes:
-        config: as it was read; DeepSpeed's defaults are those of `memfit.dialects.deepspeed.VERSION`.
+        config: as it was read; DeepSpeed's defaults are those of `memfit.integrations.deepspeed.VERSION`.
         streamed: path of the blocks that are streamed where the configuration moves parameters; "" for none.
     """
 

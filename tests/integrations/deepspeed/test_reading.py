@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import memfit
-from dialects.configurations import CASES, GA, MB, TB, Case, four, fp16, zero
-from dialects.record import RECORDING, asked
-from memfit.dialects.deepspeed import AUTO, VERSION, DeepSpeedConfig, keys, read
-from memfit.dialects.deepspeed.sections import Bf16, Fp16, OffloadOptimizer, OffloadParam, ZeroOptimization
+from integrations.deepspeed.configurations import CASES, GA, MB, TB, Case, four, fp16, zero
+from integrations.deepspeed.record import RECORDING, asked
 from memfit.errors import ConfigError, InputError
+from memfit.integrations.deepspeed import AUTO, VERSION, DeepSpeedConfig, keys, read
+from memfit.integrations.deepspeed.sections import Bf16, Fp16, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 RECORDED: dict[str, Any] = json.loads(RECORDING.read_text(encoding="utf-8"))
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from doors import trained
-from memfit.dialects.deepspeed import VERSION
-from memfit.dialects.deepspeed.training import from_deepspeed
+from integrations.deepspeed import trained
 from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
+from memfit.integrations.deepspeed import VERSION
+from memfit.integrations.deepspeed.training import from_deepspeed
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.precision import ScaleRule, Scaling
 from memfit.values.report import StepRecord

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memfit.dialects.deepspeed.sections import Scheduler
-from memfit.dialects.deepspeed.values import shown
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed.sections import Scheduler
+from memfit.integrations.deepspeed.values import shown
 
 Rates = tuple[float, ...]
 START: Final = -1  # the iteration before the first step

@@ -6,7 +6,7 @@
     config.arguments()          # keyword arguments for memfit.plan
     write(plan).save("ds.json") # the other way; what DeepSpeed cannot be told is in write(plan).left_out
 
-`memfit.dialects.deepspeed.training` makes optimizers, schedules and engines of what is read.
+`memfit.integrations.deepspeed.training` makes optimizers, schedules and engines of what is read.
 
 Each key is honoured, or harmless and told in a notice, or refused with the reason: a key that is silently dropped trains for days on something
 else. What DeepSpeed's own reader refuses is refused. This reader refuses more, where DeepSpeed's own takes what it then drops, or fails later:
@@ -26,10 +26,10 @@ takes the place of those two for the others.
 Source: DeepSpeed's reader, deepspeed/runtime/config.py (https://github.com/deepspeedai/DeepSpeed), in the version `VERSION`.
 """
 
-from memfit.dialects.deepspeed.batch import BatchSizes
-from memfit.dialects.deepspeed.config import DeepSpeedConfig, read
-from memfit.dialects.deepspeed.keys import VERSION
-from memfit.dialects.deepspeed.sections import (
+from memfit.integrations.deepspeed.batch import BatchSizes
+from memfit.integrations.deepspeed.config import DeepSpeedConfig, read
+from memfit.integrations.deepspeed.keys import VERSION
+from memfit.integrations.deepspeed.sections import (
     ActivationCheckpointing,
     Bf16,
     Fp16,
@@ -40,8 +40,8 @@ from memfit.dialects.deepspeed.sections import (
     TorchAutocast,
     ZeroOptimization,
 )
-from memfit.dialects.deepspeed.values import AUTO, Auto
-from memfit.dialects.deepspeed.writing import Written, write
+from memfit.integrations.deepspeed.values import AUTO, Auto
+from memfit.integrations.deepspeed.writing import Written, write
 
 __all__ = [
     "AUTO",

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Final, overload
 
 import torch
@@ -21,16 +19,12 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
-from memfit.errors import BatchError, InputError
-from memfit.meter import metered
+from memfit.errors import InputError
+from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.transformers.refused import refuse
+from memfit.integrations.transformers.sample import ITEMS, largest_window, samples_of
+from memfit.integrations.window import divisors_of, parts_weights
 from memfit.searching import Budget
-from memfit.step.optimizers import alike
-from memfit.tracing import Progress
-from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
-from memfit.transformers.refused import refuse
-from memfit.transformers.sample import ITEMS, largest_window, samples_of
-from memfit.values.plan import Plan
-from memfit.values.report import StepRecord
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -39,7 +33,6 @@ except ImportError as error:
         "memfit.transformers needs transformers and accelerate: pip install 'memfit[transformers]'"
     ) from error
 
-ALLOWED: Final = ("8bit",)
 OF_TRAINER: Final[Mapping[str, str]] = {
     "bf16": "TrainingArguments(bf16=True) is how Trainer is told so; the plan is made for it",
     "fp16": "Accelerate would scale the gradients, which the plan for Trainer does not count; TrainingArguments(bf16=True) is planned for",
@@ -47,7 +40,7 @@ OF_TRAINER: Final[Mapping[str, str]] = {
 }
 
 
-class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no types that mypy follows
+class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transformers has no types that mypy follows
     """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
 
     Args:
@@ -58,53 +51,19 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         notes: what was set in the trainer's arguments, and what follows from it.
     """
 
-    def __init__(
-        self,
-        budget: Budget = "80%",
-        *,
-        sample: Batch | None = None,
-        host_budget: Budget | None = None,
-        disk_budget: Budget | None = None,
-        allow: Sequence[str] = (),
-        fixed: Mapping[str, Any] | None = None,
-        meter: bool = False,
-        progress: Progress | None = None,
-    ) -> None:
-        self.budget = budget
-        self.sample = sample
-        self.host_budget = host_budget
-        self.disk_budget = disk_budget
-        self.allow = allow
-        self.fixed = fixed
-        self.meter = meter
-        self.progress = progress
-        self.engine: Engine | None = None
-        self.notes: tuple[str, ...] = ()
-        self._divisor = 1  # micro-batches that one of the user's batches has become
-        self._new_step()
+    TRAINER = "Trainer"
+    ENTRY = "memfit.transformers.fit"
+    CHOICES = ("loss_chunks", "micro_batches", "state_format")
+    UNPLANNED = (
+        "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
+        "passing it in callbacks=, or its attach(trainer)"
+    )
 
-    def _new_step(self) -> None:
-        self._window: list[Any] = []
-        self._weights: list[float] = []
-        self._losses: list[torch.Tensor] = []
-        self._departures: list[str] = []
-        self._divides = False
-        self._metering = ExitStack()
-        self._started = 0.0
-
-    @property
-    def plan(self) -> Plan:
-        """That the trainer follows."""
-        return self._engine.plan
-
-    @property
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise InputError(
-                "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
-                "passing it in callbacks=, or its attach(trainer)"
-            )
-        return self.engine
+    notes: tuple[str, ...] = ()
+    _divisor = 1  # micro-batches that one of the user's batches has become
+    _window: Sequence[Any] = ()  # micro-batches of the step
+    _weights: Sequence[float] = ()  # of their losses in the step's
+    _divides = False
 
     # -- before training -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +79,6 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
                 "this trainer or callback has been fitted already: make the trainer anew to plan for another budget"
             )
         refuse(trainer)
-        self._refuse_choices()
         args = trainer.args
         model = trainer.accelerator.prepare_model(trainer.model)  # as train() does; once is enough. With bf16, autocast
         model.train()
@@ -129,26 +87,18 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         self._own_batches: Callable[..., Any] = trainer.get_batch_samples
         self._trainer = trainer
         sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
-        optimizer = trainer.create_optimizer()
-        made = plan_window(
-            model,
-            sample,
-            self._loss,
-            self.budget,
-            alike(optimizer, model),
-            accumulated=accumulated,
-            divisors=self._divisors(trainer),
-            host_budget=self.host_budget,
-            disk_budget=self.disk_budget,
-            allow=self.allow,
-            fixed={**FIXED, **(self.fixed or {})},
-            # The norm is computed even where nothing is clipped: it is logged.
-            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
-            progress=self.progress,
+        engine = self._fit(
+            TrainerStep(
+                model,
+                sample,
+                self._loss,
+                trainer.create_optimizer(),
+                accumulated,
+                self._divisors(given, accumulated, drops=args.dataloader_drop_last),
+                # The norm is computed even where nothing is clipped: it is logged.
+                args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
+            )
         )
-        engine = api.apply(made, model, optimizer=optimizer)
-        api.rehearsed(engine, sample, self.progress)
-        self.engine = engine
         trainer.optimizer = engine.optimizer
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
@@ -165,39 +115,24 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
             try:
                 return train(*args, **named)
             finally:
-                self._metering.close()
+                self._stop_meter()
 
         return closing
 
     def _refuse_choices(self) -> None:
-        if isinstance(self.allow, str):
-            raise InputError(f"allow={self.allow!r} is a word: give a list of them, allow=[{self.allow!r}]")
+        super()._refuse_choices()
         for name in self.allow:
             if name in OF_TRAINER:
                 raise InputError(f"allow={list(self.allow)!r}: {name!r} is not for a Trainer: {OF_TRAINER[name]}")
-        for name in self.fixed or {}:
-            if name in FIXED:
-                raise InputError(
-                    f"fixed={dict(self.fixed or {})!r}: {name!r} is Trainer's to say, in its arguments; for a Trainer there is 'micro_batches', "
-                    "'state_format' and 'loss_chunks'"
-                )
 
-    def _divisors(self, trainer: Trainer) -> list[int]:
-        """Numbers of parts that a batch of the user's may be divided into."""
-        args = trainer.args
-        given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        asked = (self.fixed or {}).get("micro_batches")
+    def _divisors(self, given: int, accumulated: int, *, drops: bool) -> list[int]:
+        """Numbers of micro-batches that a batch of the user's may be divided into: equal ones, as Trainer's loader makes them."""
         possible = divisors_of(given)
-        if asked is None:
-            # With a last batch left out, smaller ones would leave out less.
-            return [1] if args.dataloader_drop_last else possible
-        if not isinstance(asked, int) or asked % accumulated or asked // accumulated not in possible:
-            some = ", ".join(str(accumulated * divisor) for divisor in possible)
-            raise InputError(
-                f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {given} samples, and each batch of {given} is divided into "
-                f"equal parts: there is {some}"
-            )
-        return [asked // accumulated]
+        asked = self._divisor_asked(accumulated, given, possible)
+        if asked is not None:
+            return [asked]
+        # With a last batch left out, smaller ones would leave out less.
+        return [1] if drops else possible
 
     def _sample(self, trainer: Trainer, window: Batch) -> Batch:
         """The window as the engine is given it: with Trainer's count of what losses are divided by."""
@@ -250,7 +185,7 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See that the trainer is as planned."""
-        engine = self._engine
+        engine = self._planned
         have = args.per_device_train_batch_size, args.gradient_accumulation_steps
         if have != self._settled:
             raise InputError(
@@ -295,50 +230,26 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         """Trainer's own, inside the engine when training."""
         if not model.training or not torch.is_grad_enabled():
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
-        self._check(inputs, num_items_in_batch)
-        weight = self._weights[len(self._losses)] if len(self._losses) < len(self._weights) else 1.0
-        with self._engine.forward() as follower:
+        batch = inputs if num_items_in_batch is None else {**inputs, ITEMS: torch.as_tensor(num_items_in_batch)}
+        self._check(batch, self.plan.choices.micro_batch_size)
+        weight = self._weights[self._micro_batches] if self._micro_batches < len(self._weights) else 1.0
+        with self._following():
             found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
         if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0
             loss = loss.new_zeros(loss.shape, requires_grad=True)
         elif weight != 1.0:
             loss = loss * weight
-        if follower is not None and follower.departure is not None:
-            self._departures.append(follower.departure)
-            self._engine.tell_departure(follower.departure, stacklevel=4)
-        self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
+        self._note_loss(loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _check(self, inputs: Any, items: Any) -> None:
-        plan = self.plan
-        batch = inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
-        have, size = batches.signature(batch), batches.size(inputs)
-        if size > plan.choices.micro_batch_size or not batches.fits_within(have, plan.signature):
-            raise BatchError(
-                f"a micro-batch is [{have}], the plan is for {plan.choices.micro_batch_size} samples of batches up to [{plan.signature}]: give "
-                "memfit.transformers.fit a sample of the largest shape that will come, or cut the data down to it"
-            )
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The meter starts."""
-        self._started = time.perf_counter()
-        if self.meter:
-            engine = self._engine
-            engine.reading = self._metering.enter_context(metered(engine.present(self._window), engine.device))
+        """The clock and the meter start."""
+        self._start_step(self._window)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step is over: gradients are gone."""
-        engine = self._engine
-        self._metering.close()
-        engine.steps = state.global_step
-        peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
-        loss = sum(float(loss) for loss in self._losses)
-        if self._window and self._divides:
-            loss /= len(self._window)
-        seconds = time.perf_counter() - self._started
-        record = StepRecord(engine.steps, loss, seconds, len(self._losses), peak, 0, tuple(self._departures))
-        engine.records.append(record)
+        self._end_step(state.global_step, divided_by=len(self._window) if self._divides and self._window else 1)
 
 
 @overload

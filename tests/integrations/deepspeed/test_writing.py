@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memfit
-from dialects.record import asked
-from memfit.dialects.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
+from integrations.deepspeed.record import asked
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
 from memfit.values.choices import Choices
 from memfit.values.plan import Plan
 from memfit.values.script import Script, Swap

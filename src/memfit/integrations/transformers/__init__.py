@@ -6,6 +6,6 @@ the batch where the plan says so, and follows forward and loss.
 
 from __future__ import annotations
 
-from memfit.transformers.fitting import FitToMemory, fit
+from memfit.integrations.transformers.fitting import FitToMemory, fit
 
 __all__ = ["FitToMemory", "fit"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from memfit.errors import InputError
 
 try:
-    from memfit.lightning.fitting import FitToMemory
+    from memfit.integrations.lightning.fitting import FitToMemory
 except ImportError as error:
     raise InputError("memfit.lightning needs lightning: pip install 'memfit[lightning]'") from error
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dialects.courses import COURSES, optimizer, walked
-from dialects.record import WALKED, walk
-from memfit.dialects.deepspeed import VERSION, Scheduler
-from memfit.dialects.deepspeed.schedules import Schedule
+from integrations.deepspeed.courses import COURSES, optimizer, walked
+from integrations.deepspeed.record import WALKED, walk
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import VERSION, Scheduler
+from memfit.integrations.deepspeed.schedules import Schedule
 
 RECORDED: dict[str, Any] = json.loads(WALKED.read_text(encoding="utf-8"))
 KINDS = (torch.optim.AdamW, torch.optim.SGD)

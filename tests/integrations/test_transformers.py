@@ -447,9 +447,9 @@ def test_fp16_and_what_is_trainers_own_are_refused(trainer: Make) -> None:
         memfit.transformers.fit(made, "1GiB")
     with pytest.raises(InputError, match=r"TrainingArguments\(bf16=True\) is how Trainer is told so"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", allow=["bf16"])
-    with pytest.raises(InputError, match="'update' is Trainer's to say"):
+    with pytest.raises(InputError, match="'update' is no choice of a plan for Trainer"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", fixed={"update": "in_backward"})
-    with pytest.raises(InputError, match="is divided into equal parts: there is 1, 2, 4, 8"):
+    with pytest.raises(InputError, match="is divided alike: there is 1, 2, 4, 8"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", fixed={"micro_batches": 3})
     with pytest.raises(InputError, match=r"give a list of them"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", allow="8bit")
@@ -495,7 +495,9 @@ def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
 
 def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for name in [name for name in sys.modules if name.startswith("memfit.transformers")]:
+    for name in [
+        name for name in sys.modules if name.startswith(("memfit.transformers", "memfit.integrations.transformers"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(
         vars(memfit), "transformers", raising=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,6 @@ class Adapter:
         ENTRY: what users call to give a sample.
         CHOICES: what `fixed` may say; the rest is set in the trainer.
         SETTLED: choices that the trainer makes for every plan, besides those in `window.FIXED`.
-        UNPLANNED: the error where there is no plan yet.
         engine: with the plan, the rehearsal, and a record of every step; None before there is a plan.
     """
 
@@ -82,7 +82,6 @@ class Adapter:
     ENTRY: ClassVar[str]
     CHOICES: ClassVar[tuple[str, ...]]
     SETTLED: ClassVar[Mapping[str, Any]] = {}
-    UNPLANNED: ClassVar[str]
 
     def __init__(
         self,
@@ -116,8 +115,12 @@ class Adapter:
     @property
     def _planned(self) -> Engine:
         if self.engine is None:
-            raise InputError(self.UNPLANNED)
+            raise self._no_plan()
         return self.engine
+
+    @abstractmethod
+    def _no_plan(self) -> InputError:
+        """What to tell whoever asks for the plan before there is one."""
 
     # -- before training -----------------------------------------------------------------------------------------------------
 

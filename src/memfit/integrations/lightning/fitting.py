@@ -54,7 +54,6 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
     ENTRY = "FitToMemory"
     CHOICES = ("loss_chunks", "micro_batches")
     SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
-    UNPLANNED = "FitToMemory plans when training starts: there is no plan before trainer.fit"
 
     def __init__(
         self,
@@ -70,6 +69,9 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         super().__init__(
             budget, sample=sample, host_budget=host_budget, disk_budget=disk_budget, fixed=fixed, meter=meter, progress=progress
         )  # fmt: skip
+
+    def _no_plan(self) -> InputError:
+        return InputError("FitToMemory plans when training starts: there is no plan before trainer.fit")
 
     # -- before training -----------------------------------------------------------------------------------------------------
 

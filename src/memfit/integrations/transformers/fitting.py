@@ -54,16 +54,18 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
     TRAINER = "Trainer"
     ENTRY = "memfit.transformers.fit"
     CHOICES = ("loss_chunks", "micro_batches", "state_format")
-    UNPLANNED = (
-        "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
-        "passing it in callbacks=, or its attach(trainer)"
-    )
 
     notes: tuple[str, ...] = ()
     _divisor = 1  # micro-batches that one of the user's batches has become
     _window: Sequence[Any] = ()  # micro-batches of the step
     _weights: Sequence[float] = ()  # of their losses in the step's
     _divides = False
+
+    def _no_plan(self) -> InputError:
+        return InputError(
+            "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
+            "passing it in callbacks=, or its attach(trainer)"
+        )
 
     # -- before training -----------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ from left out only where one alone is known: it leaves the split (or the batch) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from memfit.errors import ConfigError
-from memfit.integrations.deepspeed.values import AUTO, Auto
+from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, convert
 
 TRAIN: Final = "train_batch_size"
 MICRO: Final = "train_micro_batch_size_per_gpu"
@@ -89,3 +90,54 @@ def infer(train: Count, micro: Count, accumulation: Count, world_size: int) -> B
 
 def _written(sizes: dict[str, Count], world_size: int) -> str:
     return ", ".join(f"{name} {value}" for name, value in sizes.items()) + f", {world_size} ranks"
+
+
+def read_batch(given: Mapping[str, Any], reading: Reading, world_size: int) -> BatchSizes:
+    """The sizes that the file gives or leaves to be inferred.
+
+    Raises:
+        ConfigError: as for `infer`; or the loop, or ranks that share a sequence, would decide what a step takes.
+    """
+    if given.get("managed_gradient_accumulation", True) is not True:
+        raise ConfigError(
+            "managed_gradient_accumulation: memfit's step takes the whole batch, so where a step ends cannot be left to the loop"
+        )
+    ranks = convert(int | None, given.get("sequence_parallel_size"), "sequence_parallel_size", quoted=False)
+    if ranks not in (None, 1):
+        raise ConfigError("sequence_parallel_size: memfit trains on one device, which has sequences whole")
+    train, micro, accumulation = (
+        convert(int | Auto | None, given.get(name), name, quoted=False) for name in (TRAIN, MICRO, ACCUMULATION)
+    )
+    sizes = infer(train, micro, accumulation, world_size)
+    if sizes.accumulation != 1:
+        reading.notices.append(
+            "gradient_accumulation_steps: micro-batches count for what the loss averages over (samples, or tokens that are not masked), where DeepSpeed "
+            "counts each alike; the same where each holds as much"
+        )
+    return sizes
+
+
+def micro_batches(sizes: BatchSizes, samples: int | None) -> int | None:
+    """Micro-batches in a step; None where the planner is to choose.
+
+    Args:
+        sizes: that the configuration gives.
+        samples: in the batch that is planned for; None where that is not known yet.
+
+    Raises:
+        ConfigError: the configuration is for a batch of another size.
+    """
+    if samples is not None and isinstance(sizes.train, int) and samples != sizes.train:
+        raise ConfigError(
+            f"{TRAIN}: the configuration takes {sizes.train} samples a step and the sample holds {samples}: "
+            "give a sample of a whole step, or change the configuration"
+        )
+    if isinstance(sizes.accumulation, int):
+        return sizes.accumulation
+    if samples is None or not isinstance(sizes.micro, int):
+        return None
+    if samples % sizes.micro:
+        raise ConfigError(
+            f"{MICRO}: a batch of {samples} samples cannot be taken {sizes.micro} at a time: change one of them"
+        )
+    return samples // sizes.micro

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError
-from memfit.integrations.deepspeed import batch
+from memfit.integrations.deepspeed import batch, mapping
 from memfit.integrations.deepspeed.sections import Optimizer, Scheduler
 from memfit.values.plan import Plan
 
@@ -109,13 +109,4 @@ def _left_out(plan: Plan, optimizer: Optimizer | None) -> Iterator[str]:
             f"the weights of micro-batches ({choices.weights}): DeepSpeed counts each alike, and takes all of {choices.micro_batch_size} samples; "
             "the same step where they divide the batch evenly and hold as much"
         )
-    if choices.state_format != "32bit":
-        yield "optimizer state in 8 bits: make such an optimizer in the script"
-    if choices.update == "in_backward":
-        yield "the update inside backward: DeepSpeed updates after it"
-    if choices.frozen:
-        yield f"what is frozen ({', '.join(choices.frozen)}): set requires_grad to false in the script"
-    if choices.loss_chunks > 1:
-        yield f"the loss head in {choices.loss_chunks} chunks: the model would have to do it itself"
-    if choices.streamed:
-        yield f"that the layers of {choices.streamed} are what is moved: DeepSpeed moves every parameter above a size"
+    yield from mapping.left_out(choices)

@@ -1,102 +1,17 @@
-"""The sections of a DeepSpeed configuration that memfit reads value by value, with DeepSpeed's defaults. Frozen, torch-free."""
+"""`zero_optimization`: what ranks share out among themselves, and what is moved off the device."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from memfit.integrations.deepspeed.values import AUTO, Auto, within
+from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import keys
+from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, shown, within
 
 Device = Literal["none", "cpu", "nvme"]
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """Which optimizer.
-
-    Attributes:
-        type: one of DeepSpeed's, in lower case, or a name in torch.optim. "adam" means AdamW unless `params` say adam_w_mode: false.
-        params: its settings as they stand in the file; single ones may be "auto".
-        legacy_fusion: of DeepSpeed's kernels; without effect.
-    """
-
-    type: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-    legacy_fusion: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduler:
-    """How the learning rate changes.
-
-    Attributes:
-        type: one of DeepSpeed's schedules, or a name in torch.optim.lr_scheduler.
-        params: its settings as they stand in the file; single ones may be "auto".
-    """
-
-    type: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Fp16:
-    """Training in fp16.
-
-    Attributes:
-        enabled: whether.
-        auto_cast: cast the inputs too; under autocast, operations cast theirs.
-        loss_scale: fixed factor of the loss; 0 for one that adapts itself, which the next five describe.
-        initial_scale_power: it starts at two to this power.
-        loss_scale_window: steps without overflow until it doubles.
-        hysteresis, consecutive_hysteresis: overflows that are let pass before it halves, and whether a step without one starts counting anew.
-        min_loss_scale: below which it does not fall.
-        fp16_master_weights_and_grads: no copies in fp32; refused.
-    """
-
-    enabled: bool | Auto = False
-    auto_cast: bool | Auto = False
-    loss_scale: float | Auto = field(default=0.0, metadata=within(least=0))
-    initial_scale_power: int | Auto = 16
-    loss_scale_window: int | Auto = 1000
-    hysteresis: int | Auto = 2
-    consecutive_hysteresis: bool | Auto = False
-    min_loss_scale: int | Auto = 1
-    fp16_master_weights_and_grads: bool | Auto = False
-
-
-@dataclass(frozen=True, slots=True)
-class Bf16:
-    """Training in bf16.
-
-    Attributes:
-        enabled: whether.
-        immediate_grad_update: when DeepSpeed adds gradients up; the sums are the same.
-        check_grad_overflow: skip a step whose gradients are not finite.
-        bf16_master_weights_and_grads, bf16_optimizer_states: no copies in fp32, no state in fp32; refused.
-    """
-
-    enabled: bool | Auto = False
-    immediate_grad_update: bool | Auto = False
-    check_grad_overflow: bool | Auto = True
-    bf16_master_weights_and_grads: bool | Auto = False
-    bf16_optimizer_states: bool | Auto = False
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAutocast:
-    """torch's own autocast.
-
-    Attributes:
-        enabled: whether; no "auto", which DeepSpeed would take for true.
-        dtype: "bf16" or "fp16"; None where nothing is said.
-        lower_precision_safe_modules: classes whose parameters DeepSpeed sends in that dtype; refused.
-    """
-
-    enabled: bool = False
-    dtype: str | None = None
-    lower_precision_safe_modules: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,21 +142,87 @@ class ZeroOptimization:
         """Whether parameters are to lie off the device."""
         return self.offload_param is not None and self.offload_param.device not in {"none", AUTO}
 
+    @property
+    def state_goes_with_parameters(self) -> bool:
+        """Whether optimizer state that is moved lies where parameters lie: on the same device, in the same folder."""
+        state, parameters = self.offload_optimizer, self.offload_param
+        if state is None or parameters is None or state.device not in {"cpu", "nvme"}:
+            return True
+        return (state.device, state.nvme_path) == (parameters.device, parameters.nvme_path)
 
-@dataclass(frozen=True, slots=True)
-class ActivationCheckpointing:
-    """How DeepSpeed's own checkpoint function keeps what it is called on. It switches nothing on, in DeepSpeed either.
 
-    Attributes:
-        partition_activations: share what is kept out among model-parallel ranks.
-        cpu_checkpointing: keep it in the host's memory.
-        contiguous_memory_optimization, number_checkpoints: in one buffer, for so many.
-        synchronize_checkpoint_boundary, profile: wait for the device at each; time them.
+def read_zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> ZeroOptimization:
+    """The section, in its present form where the file has an old one.
+
+    Args:
+        given: the keys of the whole file.
+        reading: takes the notices.
+        world_size: ranks that share the batch.
+
+    Raises:
+        ConfigError: a key that is gone, a placement without its stage, or what changes results.
     """
+    data = given.get("zero_optimization", {})
+    if isinstance(data, bool):
+        reading.notices.append(f"zero_optimization: {shown(data)} is the old form of stage {int(data)}")
+        data = {"stage": int(data)}
+    for key in data if isinstance(data, Mapping) else ():
+        if key in keys.REMOVED_ZERO:
+            raise ConfigError(
+                f"zero_optimization.{key}: DeepSpeed {keys.VERSION} has it no longer, and refuses it: {keys.REMOVED_ZERO[key]}"
+            )
+    if isinstance(data, Mapping) and "leaf_module" in data:
+        reading.known(data["leaf_module"], "zero_optimization.leaf_module", keys.LEAF_MODULE, closed=True)
+    zero = _without_old_names(
+        reading.section(ZeroOptimization, data, "zero_optimization", closed=True), reading.notices
+    )
+    _check_stage(zero)
+    for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, key) not in (None, False, AUTO):
+            raise ConfigError(
+                f"zero_optimization.{key}: cannot be honoured: it changes results, and memfit's plans do not"
+            )
+    if isinstance(zero.stage, int) and zero.stage > 0 and world_size == 1:
+        reading.notices.append(
+            f"zero_optimization.stage {zero.stage} holds as it is on one rank: what is shared out among one stays there"
+        )
+    return zero
 
-    partition_activations: bool | Auto = False
-    cpu_checkpointing: bool | Auto = False
-    contiguous_memory_optimization: bool | Auto = False
-    number_checkpoints: int | Auto | None = field(default=None, metadata=within(least=1))
-    synchronize_checkpoint_boundary: bool | Auto = False
-    profile: bool | Auto = False
+
+def _without_old_names(zero: ZeroOptimization, notices: list[str]) -> ZeroOptimization:
+    for old, new, section in (
+        ("cpu_offload", "offload_optimizer", OffloadOptimizer),
+        ("cpu_offload_param", "offload_param", OffloadParam),
+    ):
+        value = getattr(zero, old)
+        if value in (None, AUTO):
+            continue
+        if getattr(zero, new) is not None:
+            raise ConfigError(f"zero_optimization: {old} is the old name of {new}: give one of them")
+        notices.append(f'zero_optimization.{old} is the old form of {new}: {{"device": "cpu"}}')
+        if value is True:
+            moved: dict[str, Any] = {new: section(device="cpu")}
+            zero = replace(zero, **moved)
+    return zero
+
+
+def _check_stage(zero: ZeroOptimization) -> None:
+    path = "zero_optimization"
+    if zero.compute_grad_norm is False and zero.stage not in (1, 2, AUTO):
+        raise ConfigError(f"{path}.compute_grad_norm: false goes with stage 1 or 2, not with stage {zero.stage}")
+    state, parameters = zero.offload_optimizer, zero.offload_param
+    if state is not None and state.device in {"cpu", "nvme"} and zero.stage == 0:
+        raise ConfigError(
+            f"{path}.offload_optimizer: goes with stage 1, 2 or 3, and DeepSpeed drops it at stage 0: give a stage"
+        )
+    if state is not None and not isinstance(state.ratio, Auto) and state.ratio < 1:
+        raise ConfigError(
+            f"{path}.offload_optimizer.ratio: {state.ratio} cannot be honoured: memfit moves all state or none"
+        )
+    if parameters is not None and parameters.device in {"cpu", "nvme"} and zero.stage not in (3, AUTO):
+        raise ConfigError(
+            f"{path}.offload_param: goes with stage 3, and DeepSpeed drops it at stage {zero.stage}: give stage 3"
+        )
+    for name, part in (("offload_optimizer", state), ("offload_param", parameters)):
+        if part is not None and part.device == "nvme" and part.nvme_path is None:
+            raise ConfigError(f"{path}.{name}.nvme_path is missing: the folder to write to")

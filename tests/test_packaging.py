@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import memfit
-from memfit.dialects.deepspeed import source
 from memfit.errors import InputError
+from memfit.integrations.deepspeed import source
 from memfit.train.assemble import assemble
 from memfit.train.config import Config, DataConfig, ModelConfig
 from memfit.train.text import FolderEncoder

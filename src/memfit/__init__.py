@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from memfit import lightning as lightning
     from memfit import transformers as transformers
     from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
-    from memfit.dialects.deepspeed.training import from_deepspeed
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         SnapshotError,
         SplitError,
     )
+    from memfit.integrations.deepspeed.training import from_deepspeed
     from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.optimizers.lion import Lion
     from memfit.trackers import Tracker, tracker
@@ -84,7 +84,7 @@ _HOME: Final = {
     "Machine": "memfit.values.machine",
     "Plan": "memfit.values.plan",
     "Trace": "memfit.values.trace",
-    "from_deepspeed": "memfit.dialects.deepspeed.training",
+    "from_deepspeed": "memfit.integrations.deepspeed.training",
 }
 
 # Front doors to other libraries, each with an extra of its own: modules, loaded when first asked for.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import EngineError
-from memfit.step import generators
+from memfit.step import generators, process_generators
 from memfit.step.buffers import BufferCopies, Buffers
 from memfit.step.device import device_of
 from memfit.step.guard import Guard
 from memfit.techniques.autocast.precision import Scaling
-from memfit.train import state
 
 CPU = torch.device("cpu")
 
@@ -101,10 +100,10 @@ def test_drawing_from_an_earlier_state_leaves_the_present_one() -> None:
 
 
 def test_a_snapshot_has_every_generator_of_the_process() -> None:
-    states = state.generators()
+    states = process_generators.generators()
     assert list(states) == ["torch", "cuda", "python", "numpy"]
     drawn = torch.rand(2).tolist(), random.random(), np.random.rand()  # noqa: NPY002 - the global one is what is saved
-    state.set_generators(states)
+    process_generators.set_generators(states)
     assert drawn == (torch.rand(2).tolist(), random.random(), np.random.rand())  # noqa: NPY002 - as above
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.cli.main import main
-from memfit.dialects.deepspeed import read
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import read
 from memfit.train import log
 from memfit.train.assemble import assemble, open_door
 from memfit.train.config import Config, from_json

@@ -19,7 +19,8 @@ from torch import nn
 import memfit
 import small
 from memfit.errors import NonFiniteLossError, SnapshotError
-from memfit.train import log, snapshots, state
+from memfit.step import process_generators
+from memfit.train import log, snapshots
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
 from memfit.train.evaluate import evaluate
@@ -268,7 +269,7 @@ def test_evaluation_weighs_every_sample_alike_and_disturbs_nothing(largest: int)
     model = Noisy()
     model.inner[1].eval()  # a user's frozen batch norm
     batches = data(10, 4, None)
-    before = state.generators()
+    before = process_generators.generators()
 
     loss = evaluate(model, batches, None, largest=largest)
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from memfit.errors import SnapshotError
-from memfit.train import snapshots, state
+from memfit.step import process_generators
+from memfit.train import snapshots
 from memfit.train.data import Position
 from train.fakes import FakeEngine, Noisy
 
@@ -43,7 +44,7 @@ def write(out: Path, trained: FakeEngine, step: int = 1) -> Path:
         step=step,
         position=Position(0, step),
         samples=10,
-        loop={"generators": state.generators(), "loss": 0.5},
+        loop={"generators": process_generators.generators(), "loss": 0.5},
         config={"model": {"python": "toy:build"}},
     )
 
@@ -104,10 +105,10 @@ def test_a_restored_optimizer_keeps_the_settings_it_was_made_with(tmp_path: Path
 
 
 def test_generators_go_on_where_they_were() -> None:
-    states = state.generators()
+    states = process_generators.generators()
     drawn = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002 - the global one is meant
 
-    state.set_generators(states)
+    process_generators.set_generators(states)
 
     again = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002 - as above
     assert torch.equal(drawn[0], again[0])

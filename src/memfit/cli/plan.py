@@ -11,7 +11,7 @@ from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
-    from memfit.dialects.deepspeed import Written
+    from memfit.integrations.deepspeed import Written
     from memfit.train.config import Config
     from memfit.values.plan import Plan
 
@@ -97,7 +97,7 @@ def _written(save: Callable[[Path], None], path: Path, what: str) -> None:
 
 def _deepspeed(plan: Plan, config: Config | None) -> Written:
     """The plan in DeepSpeed's words, with the optimizer and schedule of the DeepSpeed configuration beside ours, or our own optimizer."""
-    from memfit.dialects import deepspeed
+    from memfit.integrations import deepspeed
 
     if config is None:
         return deepspeed.write(plan)

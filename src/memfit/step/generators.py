@@ -7,9 +7,8 @@ guards a step against its own failure adds nothing to its peak.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ def _drawn_from(device: torch.device) -> tuple[torch.Generator, ...]:
 
 def taken(device: torch.device) -> States:
     """States of the CPU's default generator and of the device's, as uint8 tensors."""
-    # By this name, since a capture follows the state through it (`capture.generator_states`).
+    # By this name, since a capture follows the state through it (`Recorder.seeing_generator_states`).
     states = (torch.get_rng_state(),)
     return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
 
@@ -89,24 +88,6 @@ def forked_generators(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         before.put_back()
-
-
-# -- of the whole process ------------------------------------------------------------------------------------------------------
-
-
-def of_process() -> dict[str, Any]:
-    """States of the CPU's default generator (`torch`) and of those of all CUDA devices (`cuda`), as uint8 tensors: for a file."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def put_back_in_process(states: Mapping[str, Any]) -> None:
-    """Inverse of `of_process`; states of CUDA devices are left out where there are more or fewer devices now."""
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 # -- of micro-batches that do not draw from the process's own ------------------------------------------------------------------

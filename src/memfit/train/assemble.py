@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from memfit.batches import LossFunction
-from memfit.dialects.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.errors import ConfigError, InputError
+from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.step.program import OptimizerFactory
 from memfit.train import readers, text
 from memfit.train.config import Config

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from memfit.dialects.deepspeed import AUTO, DeepSpeedConfig, Optimizer, read, source
 from memfit.errors import ConfigError
+from memfit.integrations.deepspeed import AUTO, DeepSpeedConfig, Optimizer, read, source
 
 TOTAL: Final = (
     "scheduler.params.total_num_steps"  # "auto" is the run's number of steps, which is known when its data is

@@ -15,8 +15,8 @@ import torch
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
+from memfit.step import process_generators
 from memfit.techniques.autocast.precision import autocast
-from memfit.train import state
 from memfit.train.data import Batches
 
 
@@ -64,7 +64,7 @@ def evaluate(
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and every generator is put back."""
     modes = {module: module.training for module in model.modules()}
-    states = state.generators()
+    states = process_generators.generators()
     model.eval()
     try:
         with torch.no_grad():
@@ -72,7 +72,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        state.set_generators(states)
+        process_generators.set_generators(states)
 
 
 def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> float:

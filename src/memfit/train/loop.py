@@ -18,8 +18,9 @@ import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
+from memfit.step import process_generators
 from memfit.trackers import Tracker
-from memfit.train import snapshots, state
+from memfit.train import snapshots
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
@@ -29,10 +30,11 @@ from memfit.train.log import Log
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Snapshot
+from memfit.train.state import Trained
 from memfit.values.report import StepRecord
 
 
-class Steps(state.Trained, Protocol):
+class Steps(Trained, Protocol):
     """An engine, as far as the loop needs it: `memfit.fit` makes one."""
 
     def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
@@ -204,7 +206,7 @@ class _Run:
         if settings.eval_every and self.step and self.step % settings.eval_every == 0:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not stop:
-            before = state.generators()
+            before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
             batch, after = next(data)
             # The second step, not the first: only from then on is the optimizer's state there at the peak.
@@ -212,7 +214,7 @@ class _Run:
             try:
                 record = self.engine.step(batch, meter=meter)
             except NonFiniteLossError as error:
-                state.set_generators(before)
+                process_generators.set_generators(before)
                 raise self._non_finite(error, log) from error
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
@@ -262,7 +264,7 @@ class _Run:
     def _save(self, log: Log) -> None:
         log.sync()
         loop = {
-            "generators": state.generators(),
+            "generators": process_generators.generators(),
             "loss": self.loss,
             "validation_loss": self.validation_loss,
             "evaluated": self.evaluated,

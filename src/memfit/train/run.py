@@ -13,8 +13,8 @@ import torch
 
 from memfit import api, trackers
 from memfit.api import frontier_points
-from memfit.dialects.deepspeed.training import Schedule
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
+from memfit.integrations.deepspeed.training import Schedule
 from memfit.trackers import Tracker
 from memfit.train import log, snapshots
 from memfit.train.assemble import Assembly, assemble, open_door, without_bars

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.dialects.deepspeed.training import Schedule
+from memfit.integrations.deepspeed.training import Schedule
 from memfit.train.config import ScheduleConfig
 
 

@@ -30,10 +30,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memfit.errors import SnapshotError
+from memfit.step import process_generators
 from memfit.step.buffers import further_buffers, set_buffers
 from memfit.step.optimizer_state import set_optimizer
-from memfit.train import durable, state
+from memfit.train import durable
 from memfit.train.data import Position
+from memfit.train.state import Trained
 from memfit.units import format_bytes
 
 FORMAT_VERSION: Final = 1
@@ -88,7 +90,7 @@ class Snapshot:
 
 def write(
     out: Path,
-    trained: state.Trained,
+    trained: Trained,
     *,
     step: int,
     position: Position,
@@ -357,7 +359,7 @@ def _renamed(folder: Path, target: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------- going back
 
 
-def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
+def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
     """Put parameters, buffers, optimizer state, gradient scaling and generators back; returns the loop's values.
 
     Learning rates and the like stay those of the optimizer as it is now: they come from the configuration, which may
@@ -379,5 +381,5 @@ def restore(snapshot: Snapshot, trained: state.Trained) -> dict[str, Any]:
     loop: dict[str, Any] = snapshot.load("loop.pt")
     if trained.scaling is not None and loop.get("scaling") is not None:
         trained.scaling.set_state(loop["scaling"])
-    state.set_generators(loop["generators"])
+    process_generators.set_generators(loop["generators"])
     return loop

@@ -1,0 +1,259 @@
+"""One training step under a plan in somebody else's loop: what integrations with a trainer share.
+
+The trainer keeps its loop: data, backward, clipping, update, schedule, logging, saving. An integration says where in that loop a step begins and ends, which
+call is forward and loss, and what the trainer must not be set to do. The rest is here: what a user may ask for, the plan and its rehearsal, the check
+that a batch is as planned, divergences from the plan, the meter, the record of each step. `window` has the plan for the batches of one step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from memfit import api, batches
+from memfit.batches import Batch, LossFunction
+from memfit.engine.engine import Engine
+from memfit.errors import BatchError, InputError
+from memfit.integrations.window import FIXED, plan_window
+from memfit.meter import metered
+from memfit.optimizers.alike import alike
+from memfit.searching import Budget
+from memfit.tracing import Progress
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStep:
+    """The optimizer step of a trainer, as it will run.
+
+    Attributes:
+        model: in training mode.
+        sample: the samples of a whole step; or one of its batches where `one_by_one`.
+        loss_fn: the trainer's own forward and loss.
+        optimizer: the trainer's own.
+        accumulated: batches in a step.
+        divisors: numbers of micro-batches that each batch may be divided into, rising.
+        clip_norm: global gradient norm that is clipped to; infinite where the norm is only computed, None where it is not.
+        one_by_one: the batches of a step come one after the other; else all are there when it begins.
+        why_whole: why this trainer cannot have a batch divided, perhaps known once a loss has been taken; "" where it can.
+    """
+
+    model: nn.Module
+    sample: Batch
+    loss_fn: LossFunction
+    optimizer: torch.optim.Optimizer
+    accumulated: int
+    divisors: Sequence[int]
+    clip_norm: float | None
+    one_by_one: bool = False
+    why_whole: Callable[[], str] = str
+
+
+class Adapter:
+    """What a user asked for, the engine that follows the plan, and the step that is being taken.
+
+    A subclass is a callback of one trainer. It calls `_fit` before training; then in each step `_new_step`, `_start_step`, for each micro-batch `_check`,
+    `_following` and `_note_loss`, and `_end_step`; `_stop_meter` when a step ends half way.
+
+    Args:
+        budget, host_budget, disk_budget, allow, progress: as for `memfit.plan`.
+        sample: a batch of the largest shape that will come; None where the training data can be looked through.
+        fixed: choices that are the user's, of those in `CHOICES`.
+        meter: measure the peak of each step (slower).
+
+    Attributes:
+        TRAINER: its name in messages.
+        ENTRY: what users call to give a sample.
+        CHOICES: what `fixed` may say; the rest is set in the trainer.
+        SETTLED: choices that the trainer makes for every plan, besides those in `window.FIXED`.
+        engine: with the plan, the rehearsal, and a record of every step; None before there is a plan.
+    """
+
+    TRAINER: ClassVar[str]
+    ENTRY: ClassVar[str]
+    CHOICES: ClassVar[tuple[str, ...]]
+    SETTLED: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        budget: Budget = "80%",
+        *,
+        sample: Batch | None = None,
+        host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
+        allow: Sequence[str] = (),
+        fixed: Mapping[str, Any] | None = None,
+        meter: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.budget = budget
+        self.sample = sample
+        self.host_budget = host_budget
+        self.disk_budget = disk_budget
+        self.allow = allow
+        self.fixed = dict(fixed or {})
+        self.meter = meter
+        self.progress = progress
+        self.engine: Engine | None = None
+        self._refuse_choices()
+        self._new_step()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that training follows."""
+        return self._planned.plan
+
+    @property
+    def _planned(self) -> Engine:
+        if self.engine is None:
+            raise self._no_plan()
+        return self.engine
+
+    @abstractmethod
+    def _no_plan(self) -> InputError:
+        """What to tell whoever asks for the plan before there is one."""
+
+    # -- before training -----------------------------------------------------------------------------------------------------
+
+    def _refuse_choices(self) -> None:
+        if isinstance(self.allow, str):
+            raise InputError(f"allow={self.allow!r} is a word: give a list of them, allow=[{self.allow!r}]")
+        for name in self.fixed:
+            if name not in self.CHOICES:
+                raise InputError(
+                    f"fixed={self.fixed!r}: {name!r} is no choice of a plan for {self.TRAINER}, which has {', '.join(map(repr, self.CHOICES))}; what "
+                    "else a step does is for the trainer to say"
+                )
+
+    def _divisor_asked(self, accumulated: int, samples: int, possible: Sequence[int]) -> int | None:
+        """Micro-batches in each of the trainer's batches, where `fixed` says how many a step has; None where the plan is to choose.
+
+        Args:
+            accumulated: batches in a step.
+            samples: in a batch.
+            possible: numbers of micro-batches that a batch may be divided into.
+
+        Raises:
+            InputError: so many cannot be had.
+        """
+        asked = self.fixed.get("micro_batches")
+        if asked is None:
+            return None
+        whole = isinstance(asked, int) and not isinstance(asked, bool)
+        if not whole or asked % accumulated or asked // accumulated not in possible:
+            numbers = [accumulated * divisor for divisor in possible]
+            some = f"any multiple of {accumulated} up to {numbers[-1]}" if isinstance(possible, range) else numbers
+            raise InputError(
+                f"fixed micro_batches={asked!r}: a step of this trainer is {accumulated} x {samples} samples, and each batch of {samples} is divided alike: "
+                f"there is {str(some).strip('[]')}"
+            )
+        return int(asked // accumulated)
+
+    def _fit(self, step: TrainerStep) -> Engine:
+        """Plan for this step and rehearse it; the trainer's own optimizer goes into the engine.
+
+        Raises:
+            InfeasibleError, SplitError, BudgetError, CaptureError, InputError: as for `memfit.fit`.
+        """
+        made = plan_window(
+            step.model,
+            step.sample,
+            step.loss_fn,
+            self.budget,
+            alike(step.optimizer, step.model),
+            accumulated=step.accumulated,
+            divisors=step.divisors,
+            one_by_one=step.one_by_one,
+            why_whole=step.why_whole,
+            host_budget=self.host_budget,
+            disk_budget=self.disk_budget,
+            allow=self.allow,
+            fixed={**FIXED, **self.SETTLED, **self.fixed},
+            clip_norm=step.clip_norm,
+            progress=self.progress,
+        )
+        engine = api.apply(made, step.model, step.loss_fn, step.optimizer)
+        loader_batches = step.accumulated if step.one_by_one else 1
+        api.rehearsed(engine, step.sample, self.progress, loader_batches=loader_batches)
+        self.engine = engine
+        return engine
+
+    # -- in training ---------------------------------------------------------------------------------------------------------
+
+    def _new_step(self) -> None:
+        """Nothing has run of this step yet."""
+        self._losses: list[torch.Tensor] = []
+        self._micro_batches = 0
+        self._divergences: list[str] = []
+        self._metering = ExitStack()
+        self._started = 0.0
+
+    def _start_step(self, present: Batch) -> None:
+        """The clock and the meter start; `present` are the step's batches that are on the device already."""
+        self._started = time.perf_counter()
+        if self.meter:
+            engine = self._planned
+            engine.reading = self._metering.enter_context(metered(engine.present(present), engine.device))
+
+    def _check(self, batch: Batch, most: int | None = None) -> None:
+        """See that a batch is no larger than the plan's.
+
+        Args:
+            batch: as it goes into forward.
+            most: samples it may have; None where the planned signature says it all.
+
+        Raises:
+            BatchError: it is larger; nothing has run.
+        """
+        have, planned = batches.signature(batch), self.plan.signature
+        if not batches.fits_within(have, planned) or (most is not None and batches.size(batch) > most):
+            of = "" if most is None else f" in micro-batches of {most} samples"
+            raise BatchError(
+                f"a batch is [{have}], the plan is for batches up to [{planned}]{of}: give {self.ENTRY} a sample of the largest shape that will come, or cut "
+                "the data down to it"
+            )
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Forward and loss of one micro-batch run inside, as planned; a divergence is noted and told."""
+        with self._planned.forward() as follower:
+            yield
+        self._micro_batches += 1
+        if follower is not None and follower.departure is not None:
+            self._divergences.append(follower.departure)
+            # From here through contextlib and the callback to the trainer that called it.
+            self._planned.tell_departure(follower.departure, stacklevel=6)
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """A loss, of which the step's is the sum."""
+        self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
+
+    def _end_step(self, step: int, *, divided_by: int = 1) -> None:
+        """The step is over and its gradients are gone: it is recorded.
+
+        Args:
+            step: its number, as the trainer counts.
+            divided_by: what the sum of the losses is divided by.
+        """
+        engine = self._planned
+        self._stop_meter()
+        engine.steps = step
+        peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
+        loss = sum(float(loss) for loss in self._losses) / divided_by if self._losses else math.nan
+        seconds = time.perf_counter() - self._started
+        engine.records.append(
+            StepRecord(step, loss, seconds, self._micro_batches, peak, 0, tuple(self._divergences)),
+        )
+
+    def _stop_meter(self) -> None:
+        """No meter runs from here on, whatever ended the step."""
+        self._metering.close()

@@ -1,0 +1,262 @@
+"""A Lightning Trainer kept inside a budget: planned for when training starts, `training_step` followed, steps noted.
+
+Where it takes hold, and why there. Lightning has module, optimizer and loader ready at `on_train_start`, so the plan is made there, of the step as it will run.
+In automatic optimization `training_step` is forward and loss and nothing else; the strategy calls it, in the trainer's precision. An attribute of this one
+strategy runs it inside the engine, and goes when training ends.
+
+A batch is divided there, too: of each part but the last, forward and backward run one after the other, both Lightning's own; the last part's loss, with
+the value of the whole, goes back to Lightning, which runs its backward as ever. Lightning clears gradients between the two. They are clear by then (they are
+let go before forward), so for a divided batch an attribute of this one module makes that a call which does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torchmetrics import Metric
+
+from memfit import batches
+from memfit.batches import Batch
+from memfit.engine.accumulation import weighted_micro_batches
+from memfit.errors import InfeasibleError, InputError
+from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.lightning.logged import Calls, unlogged
+from memfit.integrations.lightning.refused import refuse, why_not_divided
+from memfit.integrations.window import largest_batch
+from memfit.planner.search import doubled_up_to
+from memfit.searching import Budget
+from memfit.step.process_generators import generators_kept
+from memfit.tracing import Progress
+
+
+class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not followed by mypy
+    """Keeps a Lightning Trainer inside a budget: one line in its callbacks.
+
+    Args:
+        budget: bytes that a step may hold in all, as for `memfit.plan`.
+        sample: a batch of the loader's, of the largest shape that will come; None: the training data is looked through.
+        host_budget, disk_budget: as for `memfit.plan`, for activations; the optimizer's state stays on the device.
+        fixed: {"micro_batches": n}, parts in a whole step (those of all its batches), or {"loss_chunks": n}; the rest is Lightning's to say.
+        meter: measure the peak of each step (slower).
+        progress: as for `memfit.plan`.
+
+    Attributes:
+        engine: with the plan, the rehearsal, and a record of every step; None before training starts.
+    """
+
+    TRAINER = "Lightning"
+    ENTRY = "FitToMemory"
+    CHOICES = ("loss_chunks", "micro_batches")
+    SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
+
+    def __init__(
+        self,
+        budget: Budget = "80%",
+        *,
+        sample: Batch | None = None,
+        host_budget: Budget | None = None,
+        disk_budget: Budget | None = None,
+        fixed: Mapping[str, Any] | None = None,
+        meter: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(
+            budget, sample=sample, host_budget=host_budget, disk_budget=disk_budget, fixed=fixed, meter=meter, progress=progress
+        )  # fmt: skip
+
+    def _no_plan(self) -> InputError:
+        return InputError("FitToMemory plans when training starts: there is no plan before trainer.fit")
+
+    # -- before training -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Plan for the step of this trainer and rehearse it. Parameters and generators are left as they were, metrics are reset.
+
+        Raises:
+            InputError: the trainer does what a plan cannot stand beside.
+            InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
+        """
+        refuse(trainer, pl_module)
+        accumulated = trainer.accumulate_grad_batches
+        with generators_kept(), unlogged(pl_module):
+            self._plan_for(trainer, pl_module, self._batch(trainer), accumulated)
+        self._planned.steps = trainer.global_step
+
+        own_step = trainer.strategy.training_step
+
+        @functools.wraps(own_step)
+        def followed(*args: Any, **named: Any) -> Any:
+            return self._followed(trainer, own_step, args, named)
+
+        trainer.strategy.training_step = followed
+        if self.plan.choices.micro_batches > accumulated:
+            pl_module.optimizer_zero_grad = _nothing
+
+    def _batch(self, trainer: Any) -> Batch:
+        """One of the loader's, as `training_step` gets it."""
+        loader = trainer.train_dataloader
+        if self.sample is not None:
+            batch = self.sample
+        elif isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None:
+            batch = largest_batch(loader, loader.batch_size)
+        else:
+            raise InputError(
+                f"the training data comes from a {type(loader).__name__} that cannot be looked through: give a batch of the largest shape that will come, "
+                "FitToMemory(..., sample=...)"
+            )
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001 - as the loop does
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _plan_for(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> None:
+        own_step = trainer.strategy.training_step
+        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise InputError(
+                "training_step(dataloader_iter) draws its batches itself, so the batch of a step is not known: let it take the batch"
+            )
+
+        whole = why_not_divided(module)
+
+        def loss_fn(_: nn.Module, part: Batch) -> torch.Tensor:
+            nonlocal whole
+            output = own_step(part, 0) if takes_index else own_step(part)
+            whole = whole or why_not_divided(module, output)
+            return _loss_in(output)
+
+        norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
+        step = TrainerStep(
+            module,
+            batch,
+            loss_fn,
+            trainer.optimizers[0],
+            accumulated,
+            self._divisors(batches.size(batch), accumulated),
+            norm or None,
+            one_by_one=True,
+            why_whole=lambda: whole,
+        )
+        try:
+            self._fit(step)
+        except InfeasibleError as refused:
+            raise _left_whole(refused, whole) if whole else refused from None
+        for each in module.modules():
+            if isinstance(each, Metric):
+                each.reset()  # of what the rehearsal put in
+
+    def _divisors(self, size: int, accumulated: int) -> list[int]:
+        """Numbers of micro-batches that a batch of so many samples may be divided into: any, as it is divided here."""
+        asked = self._divisor_asked(accumulated, size, range(1, size + 1))
+        return doubled_up_to(size) if asked is None else [asked]
+
+    # -- in training ---------------------------------------------------------------------------------------------------------
+
+    def _followed(self, trainer: Any, own_step: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        module, plan = trainer.lightning_module, self.plan
+        batch, *rest = args  # Lightning's loop hands them over by position
+        self._check(batch)
+        counting = weighted_micro_batches(plan, batch)
+        calls = Calls()
+
+        def ran(part: Batch) -> Any:
+            with unlogged(module, calls), self._following():
+                return own_step(part, *rest, **named)
+
+        output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls)
+        calls.log(module)  # a moment later, still inside Lightning's own call of training_step
+        if output is not None:
+            self._note_loss(_loss_in(output))
+        return output
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Let the gradients of the step before go: Lightning does it too, but only after the forward has run beside them."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        for parameter in pl_module.parameters():
+            parameter.grad = None
+        self._new_step()
+        self._start_step(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The step is over where this was the last of its batches."""
+        accumulated = trainer.accumulate_grad_batches
+        if (batch_idx + 1) % accumulated == 0 or trainer.is_last_batch:
+            self._end_step(trainer.global_step, divided_by=accumulated)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The module is the user's again."""
+        self._release(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """As when training ends."""
+        self._stop_meter()
+        self._release(trainer, pl_module)
+
+    def _release(self, trainer: Any, module: Any) -> None:
+        if self.engine is not None:
+            vars(trainer.strategy).pop("training_step", None)
+            vars(module).pop("optimizer_zero_grad", None)
+
+
+def _added_up(
+    trainer: Any, counting: Sequence[tuple[Batch, float]], ran: Callable[[Batch], Any], calls: Calls
+) -> torch.Tensor:
+    """Forward of each part of a batch, and Lightning's backward of each but the last.
+
+    Args:
+        trainer: whose backward it is.
+        counting: parts, and the share of each in the batch's loss.
+        ran: `training_step` on a part.
+        calls: what a part logs.
+
+    Returns:
+        The batch's loss, whose gradient is the last part's alone.
+    """
+
+    def loss_of(part: Batch, share: float) -> torch.Tensor:
+        output = ran(part)
+        if output is None:
+            raise InputError(
+                "training_step gave None for a part of a batch, and what the rest then counts for is not known: leave batches whole, "
+                f'FitToMemory(..., fixed={{"micro_batches": {trainer.accumulate_grad_batches}}})'
+            )
+        loss = _loss_in(output)
+        calls.end_part(trainer.lightning_module, loss.detach(), batches.size(part), share)
+        return loss * share
+
+    *first, last = counting
+    before: list[torch.Tensor] = []
+    for part, share in first:
+        loss = loss_of(part, share)
+        trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        before.append(loss.detach())
+        del loss  # must not lie beside the next part's
+    return sum(before, start=loss_of(*last))
+
+
+def _loss_in(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of `optimizer_zero_grad`: gradients were let go before the forward, and there are those of a batch's first parts since."""
+
+
+def _left_whole(refused: InfeasibleError, why: str) -> InfeasibleError:
+    """The same refusal, with why no batch is divided."""
+    return InfeasibleError(
+        f"{refused}. Batches are left whole: {why}. A DataLoader of smaller ones, with accumulate_grad_batches as many times larger, takes the same samples "
+        "in a step",
+        budget_bytes=refused.budget_bytes,
+        minimum_bytes=refused.minimum_bytes,
+        moment=refused.moment,
+        module=refused.module,
+        remedies=refused.remedies,
+    )

@@ -1,0 +1,298 @@
+"""A Trainer fitted into a budget: its arguments set, its losses followed, its steps noted.
+
+Where it takes hold, and why there. The samples in a micro-batch and the micro-batches in a step are Trainer's arguments, so they are set there before
+`train()`, and loader, schedule and resuming follow by themselves. The engine watches forward and loss, which is what `Trainer.compute_loss` is: one method that
+subclasses override and that training and evaluation both go through. The trainer's own (bound) method is called inside: were only the model's forward followed,
+a loss taken outside of it (label smoothing, `compute_loss_func`) would be kept plain. Both are attributes of this one trainer; no class is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, overload
+
+import torch
+from torch import nn
+
+from memfit import api, batches
+from memfit.batches import Batch
+from memfit.engine import Engine
+from memfit.errors import InputError
+from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.transformers.refused import refuse
+from memfit.integrations.transformers.sample import ITEMS, largest_window, samples_of
+from memfit.integrations.window import divisors_of, parts_weights
+from memfit.searching import Budget
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise InputError(
+        "memfit.transformers needs transformers and accelerate: pip install 'memfit[transformers]'"
+    ) from error
+
+OF_TRAINER: Final[Mapping[str, str]] = {
+    "bf16": "TrainingArguments(bf16=True) is how Trainer is told so; the plan is made for it",
+    "fp16": "Accelerate would scale the gradients, which the plan for Trainer does not count; TrainingArguments(bf16=True) is planned for",
+    "in_backward": "the update is Trainer's, after backward",
+}
+
+
+class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transformers has no types that mypy follows
+    """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
+
+    Args:
+        budget, sample, host_budget, disk_budget, allow, fixed, meter, progress: as for `fit`.
+
+    Attributes:
+        engine: with the plan, the rehearsal, and a record of every step; None before `attach`.
+        notes: what was set in the trainer's arguments, and what follows from it.
+    """
+
+    TRAINER = "Trainer"
+    ENTRY = "memfit.transformers.fit"
+    CHOICES = ("loss_chunks", "micro_batches", "state_format")
+
+    notes: tuple[str, ...] = ()
+    _divisor = 1  # micro-batches that one of the user's batches has become
+    _window: Sequence[Any] = ()  # micro-batches of the step
+    _weights: Sequence[float] = ()  # of their losses in the step's
+    _divides = False
+
+    def _no_plan(self) -> InputError:
+        return InputError(
+            "FitToMemory does not know its trainer, which callbacks are not told: call memfit.transformers.fit(trainer, budget=...) in place of "
+            "passing it in callbacks=, or its attach(trainer)"
+        )
+
+    # -- before training -----------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer) -> None:
+        """Plan for this trainer's step, rehearse it, and set the trainer's arguments. Parameters and generators are left as they were.
+
+        Raises:
+            InputError: the trainer does what a plan cannot stand beside, or is attached already.
+            InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
+        """
+        if self.engine is not None or "compute_loss" in vars(trainer):
+            raise InputError(
+                "this trainer or callback has been fitted already: make the trainer anew to plan for another budget"
+            )
+        refuse(trainer)
+        args = trainer.args
+        model = trainer.accelerator.prepare_model(trainer.model)  # as train() does; once is enough. With bf16, autocast
+        model.train()
+        given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        self._own_loss: Callable[..., Any] = trainer.compute_loss
+        self._own_batches: Callable[..., Any] = trainer.get_batch_samples
+        self._trainer = trainer
+        sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
+        engine = self._fit(
+            TrainerStep(
+                model,
+                sample,
+                self._loss,
+                trainer.create_optimizer(),
+                accumulated,
+                self._divisors(given, accumulated, drops=args.dataloader_drop_last),
+                # The norm is computed even where nothing is clipped: it is logged.
+                args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
+            )
+        )
+        trainer.optimizer = engine.optimizer
+        trainer.compute_loss = self.compute_loss
+        trainer.get_batch_samples = self.get_batch_samples
+        if self.meter:
+            trainer.train = self._closing(trainer.train)
+        self._divisor = engine.plan.choices.micro_batches // accumulated
+        self._set(trainer, given)
+
+    def _closing(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Trainer's own, after which no meter runs: callbacks are not told of what ends a step half way."""
+
+        @functools.wraps(train)
+        def closing(*args: Any, **named: Any) -> Any:
+            try:
+                return train(*args, **named)
+            finally:
+                self._stop_meter()
+
+        return closing
+
+    def _refuse_choices(self) -> None:
+        super()._refuse_choices()
+        for name in self.allow:
+            if name in OF_TRAINER:
+                raise InputError(f"allow={list(self.allow)!r}: {name!r} is not for a Trainer: {OF_TRAINER[name]}")
+
+    def _divisors(self, given: int, accumulated: int, *, drops: bool) -> list[int]:
+        """Numbers of micro-batches that a batch of the user's may be divided into: equal ones, as Trainer's loader makes them."""
+        possible = divisors_of(given)
+        asked = self._divisor_asked(accumulated, given, possible)
+        if asked is not None:
+            return [asked]
+        # With a last batch left out, smaller ones would leave out less.
+        return [1] if drops else possible
+
+    def _sample(self, trainer: Trainer, window: Batch) -> Batch:
+        """The window as the engine is given it: with Trainer's count of what losses are divided by."""
+        if not isinstance(window, Mapping):
+            raise InputError(
+                f"a batch of this trainer is a {type(window).__name__}; Trainer hands a mapping to the model: let the collator make one"
+            )
+        samples = samples_of(trainer.args)
+        if batches.size(window) != samples:
+            raise InputError(
+                f"the largest step holds {batches.size(window)} samples, and the arguments say {samples} (per_device_train_batch_size x "
+                "gradient_accumulation_steps): give as many, or lower the arguments"
+            )
+        _, items = self._own_batches(iter([window]), 1, trainer.args.device)
+        inputs = dict(trainer._prepare_inputs(dict(window)))  # noqa: SLF001 - what training_step calls; brings it to the device
+        return inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
+
+    def _loss(self, _: nn.Module, batch: Batch) -> torch.Tensor:
+        """Trainer's own loss, as `loss_fn` of the plan."""
+        inputs = dict(batch)
+        items = inputs.pop(ITEMS, None)
+        trainer = self._trainer
+        with trainer.compute_loss_context_manager():
+            loss: torch.Tensor = self._own_loss(trainer.model, inputs, num_items_in_batch=items)
+        return loss
+
+    def _set(self, trainer: Trainer, given: int) -> None:
+        args, size = trainer.args, given // self._divisor
+        notes = []
+        if self._divisor > 1:
+            accumulated = args.gradient_accumulation_steps * self._divisor
+            notes.append(
+                f"per_device_train_batch_size {given} -> {size}, gradient_accumulation_steps {args.gradient_accumulation_steps} -> {accumulated}: "
+                "the same samples in a step, equal up to the order of additions"
+            )
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulated
+            trainer._train_batch_size = args.train_batch_size  # noqa: SLF001 - Trainer reads its own copy
+        if args.per_device_eval_batch_size > size:
+            notes.append(
+                f"per_device_eval_batch_size {args.per_device_eval_batch_size} -> {size}: without gradients such a batch takes less than a training step"
+            )
+            args.per_device_eval_batch_size = size
+        if args.eval_accumulation_steps is None and trainer.compute_metrics is not None:
+            notes.append("eval_accumulation_steps None -> 1: predictions wait in the host's memory")
+            args.eval_accumulation_steps = 1
+        self.notes = tuple(notes)
+        self._settled = args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+    # -- in training ---------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See that the trainer is as planned."""
+        engine = self._planned
+        have = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if have != self._settled:
+            raise InputError(
+                f"the arguments say {have[0]} x {have[1]} samples a step, the plan was made for {self._settled[0]} x {self._settled[1]}: "
+                "call memfit.transformers.fit after they are set"
+            )
+        engine.steps = state.global_step
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Trainer's own; what each of the micro-batches counts for is noted."""
+        window, items = self._own_batches(epoch_iterator, num_batches, device)
+        self._new_step()
+        self._window = list(window)
+        plan = self.plan
+        how = plan.choices.weights
+        counts: list[int | None] = [None] * len(window)
+        if self._divisor > 1 and how != "sum":
+            counts = [batches.counted(part, how) for part in window]
+        weights = parts_weights(counts, self._divisor)
+        # Trainer divides by the number of micro-batches what is not divided by the number of items, and there were fewer.
+        self._divides = self._trainer_divides(items)
+        times = len(window) / -(-len(window) // self._divisor) if self._divides and window else 1.0
+        self._weights = [weight * times for weight in weights]
+        return window, items
+
+    def _trainer_divides(self, items: Any) -> bool:
+        """Whether Trainer takes a mean over micro-batches, as its `training_step` decides it."""
+        trainer = self._trainer
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+        return not scaled
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's own signature
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trainer's own, inside the engine when training."""
+        if not model.training or not torch.is_grad_enabled():
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        batch = inputs if num_items_in_batch is None else {**inputs, ITEMS: torch.as_tensor(num_items_in_batch)}
+        self._check(batch, self.plan.choices.micro_batch_size)
+        weight = self._weights[self._micro_batches] if self._micro_batches < len(self._weights) else 1.0
+        with self._following():
+            found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        loss, outputs = found if return_outputs else (found, None)
+        if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0
+            loss = loss.new_zeros(loss.shape, requires_grad=True)
+        elif weight != 1.0:
+            loss = loss * weight
+        self._note_loss(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The clock and the meter start."""
+        self._start_step(self._window)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step is over: gradients are gone."""
+        self._end_step(state.global_step, divided_by=len(self._window) if self._divides and self._window else 1)
+
+
+@overload
+def fit(trainer: nn.Module, budget: Budget = "80%", *, sample: Batch, **named: Any) -> Engine: ...
+@overload
+def fit(trainer: Trainer, budget: Budget = "80%", **named: Any) -> FitToMemory: ...
+def fit(trainer: Any, budget: Budget = "80%", **named: Any) -> Any:
+    """Fit a Trainer into a budget: two lines before `trainer.train()`.
+
+    What is set: `per_device_train_batch_size` and `gradient_accumulation_steps` (their product stays), `per_device_eval_batch_size`, and where metrics are
+    computed `eval_accumulation_steps`. Fewer parts are taken where they are as fast; in one, losses are Trainer's own bit for bit.
+
+    Args:
+        trainer: any Trainer, made as ever and not trained yet; with PEFT models, too. Or a model without one, for a loop of your own: as `memfit.fit`,
+            which wants `sample`.
+        budget: bytes that a step may hold in all, as for `memfit.plan`.
+        named: of a Trainer: `sample`, a batch of the largest shape that will come, of as many samples as a step takes (None: the training data is
+            looked through); `host_budget` and `disk_budget` as for `memfit.plan`, for activations, as the optimizer's state stays on the device;
+            `allow`, ["8bit"] for the optimizer's state; `fixed`, such as {"micro_batches": 4}; `meter`, to measure the peak of each step (slower);
+            `progress`. Of a model: those of `memfit.fit`.
+
+    Returns:
+        The callback that was added: `.plan`, `.engine.rehearsal`, `.engine.records`, `.notes`. Of a model: the engine.
+
+    Raises:
+        InputError: the trainer is set to do what a plan cannot stand beside; says what and why.
+        InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
+    """
+    if isinstance(trainer, nn.Module):
+        if named.get("sample") is None:
+            raise InputError(
+                "a model alone does not tell its batches: give sample=..., one whole batch of the largest shape, or a Trainer"
+            )
+        trainer.train()
+        return api.fit(trainer, named.pop("sample"), budget=budget, **named)
+    if not isinstance(trainer, Trainer):
+        raise InputError(f"a transformers.Trainer or a model is needed, this is a {type(trainer).__name__}")
+    callback = FitToMemory(budget, **named)
+    callback.attach(trainer)
+    trainer.add_callback(callback)
+    return callback
+
+
+__all__ = ["FitToMemory", "fit"]

@@ -1,0 +1,180 @@
+"""The samples of one optimizer step in somebody else's training loop: the largest there will be, and the plan that divides them.
+
+Such a loop runs a step as a window of batches from its loader, so many of so many samples each. Their product stays, and so does what one batch of the user's
+is: a batch may be divided into equal parts, and two are never joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from memfit import batches
+from memfit.batches import Batch
+from memfit.errors import InfeasibleError, InputError, SplitError
+from memfit.planner.search import WORTH_MORE
+from memfit.searching import Budget, Runtime, search_for
+from memfit.tracing import Progress, Tracing, tell
+from memfit.units import parse_bytes
+from memfit.values.plan import Plan
+
+# Of the trainer, told to it and not to the plan.
+FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
+
+
+def largest_samples(data: Any, count: int) -> list[int]:
+    """Indices of the samples of a dataset that make a batch as large as any: those that are longest somewhere, then the largest.
+
+    Raises:
+        InputError: the data is a stream.
+    """
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise InputError(
+            "the training data is a stream, so the largest batch in it is not known: give one of the largest shape that will come, sample=..."
+        )
+    longest: dict[tuple[str, int], tuple[int, int]] = {}
+    sizes: list[int] = []
+    for index in range(len(data)):
+        shapes = dict(_shapes(data[index]))
+        sizes.append(sum(math.prod(shape) for shape in shapes.values()))
+        for name, shape in shapes.items():
+            for dimension, length in enumerate(shape):
+                if length > longest.get((name, dimension), (0, 0))[0]:
+                    longest[name, dimension] = length, index
+    leading = dict.fromkeys(index for _, index in longest.values())
+    others = sorted(set(range(len(data))) - set(leading), key=lambda index: -sizes[index])
+    return [*leading, *others][:count]
+
+
+def largest_batch(loader: Any, count: int) -> Batch:
+    """So many samples of a loader's dataset, in the order of `largest_samples`, collated as the loader does.
+
+    Raises:
+        InputError: the data is a stream.
+    """
+    return loader.collate_fn([loader.dataset[index] for index in largest_samples(loader.dataset, count)])
+
+
+def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What of a sample has a length, before it is collated: tensors and arrays, lists, texts."""
+    entries = sample.items() if isinstance(sample, Mapping) else enumerate(sample if isinstance(sample, tuple) else ())
+    for name, value in entries:
+        shape = getattr(value, "shape", None)
+        if shape is not None:
+            yield str(name), tuple(shape)
+        elif isinstance(value, Sized):
+            yield str(name), (len(value),)
+
+
+@dataclass(eq=False)
+class _Window(Tracing):
+    """A window of batches.
+
+    Attributes:
+        summed: its parts are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
+        why_whole: why the trainer cannot have a batch divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
+    """
+
+    summed: bool = False
+    why_whole: Callable[[], str] = str
+
+    def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
+        if self.summed:
+            return "sum", ""
+        found = (None, "") if self.why_whole() else super().weights(freeze)
+        why = self.why_whole()
+        return (None, why) if why else found
+
+
+def plan_window(
+    model: Any,
+    sample: Batch,
+    loss_fn: batches.LossFunction,
+    budget: Budget,
+    make_optimizer: Callable[..., Any],
+    *,
+    accumulated: int,
+    divisors: Sequence[int],
+    one_by_one: bool = False,
+    why_whole: Callable[[], str] = str,
+    host_budget: Budget | None,
+    disk_budget: Budget | None,
+    allow: Sequence[str],
+    fixed: Mapping[str, Any],
+    clip_norm: float | None,
+    progress: Progress | None,
+) -> Plan:
+    """The fastest plan, each batch of the window in one part or in as many as one of the divisors.
+
+    Args:
+        accumulated: batches in the window.
+        divisors: numbers of parts that a batch may be divided into, rising.
+        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
+        why_whole: as for `_Window`.
+        model, sample, loss_fn, budget, host_budget, disk_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
+        make_optimizer: `optimizer` of `memfit.plan`.
+
+    Raises:
+        InfeasibleError, SplitError, CaptureError, InputError: as for `memfit.plan`.
+    """
+    best: Plan | None = None
+    refused: InfeasibleError | None = None
+    window = partial(
+        _Window,
+        *(model, sample, loss_fn, make_optimizer, clip_norm, None, progress),
+        loader_batches=accumulated if one_by_one else 1,
+        why_whole=why_whole,
+    )
+    parted = window()
+    whole = window(summed=True) if accumulated > 1 else parted
+    budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
+    for divisor in divisors:
+        pinned = {**fixed, "micro_batches": accumulated * divisor}
+        try:
+            tracing = whole if divisor == 1 else parted
+            search = search_for(tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, fixed=pinned)
+            tell(progress, "planning", 0.9)
+            runtime = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget, disk_budget=disk_budget)
+            made = runtime.plan(budget_bytes)
+        except InfeasibleError as error:
+            least = error.minimum_bytes or math.inf
+            if refused is not None and least >= (refused.minimum_bytes or math.inf):
+                break  # smaller parts hold no less
+            refused = error
+            continue
+        except SplitError:
+            if divisor == divisors[0]:
+                raise
+            break
+        if best is not None and made.prediction.step_seconds * WORTH_MORE >= best.prediction.step_seconds:
+            break
+        best = made
+        if made.script.plain:
+            break
+    if best is not None:
+        return best
+    assert refused is not None
+    raise refused
+
+
+def divisors_of(number: int) -> list[int]:
+    """Rising."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def parts_weights(counts: Sequence[int | None], divisor: int) -> list[float]:
+    """What each part's loss counts for among the parts of its batch.
+
+    Args:
+        counts: what each part's loss is a mean over; None where losses add up as they are.
+        divisor: parts in a batch; the last batch of an epoch may have fewer.
+    """
+    weights: list[float] = []
+    for start in range(0, len(counts), divisor):
+        own = counts[start : start + divisor]
+        total = sum(count or 0 for count in own)
+        weights += [1.0 if count is None or not total else count / total for count in own]
+    return weights

@@ -1,0 +1,515 @@
+"""Hugging Face's Trainer under a budget: the same losses, the peak as predicted, and what cannot stand beside a plan refused."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.errors import BatchError, InfeasibleError, InputError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+TOKENS = 16
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+ORDER_OF_ADDITIONS = 1e-5  # of a parameter after some steps of SGD, in float32; AdamW would make much of little
+SGD = {"optim": "sgd", "learning_rate": 0.1}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+Make = Callable[..., Any]
+
+
+def classifier(dropout: float = 0.1) -> nn.Module:
+    """Its loss is the mean over the batch whatever Trainer says of the number of items, though its forward takes any keyword."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SHAPE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return transformers.BertForSequenceClassification(config)
+
+
+def language_model() -> nn.Module:
+    """Its loss is divided by the number of items."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=4))
+
+
+def data_for(model: nn.Module, samples: int = 44, tokens: int = TOKENS) -> list[dict[str, Tensor]]:
+    """Rows of equal length; of a language model, with ever more labels masked."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(samples):
+        ids = torch.randint(5, 100, (tokens,), generator=generator)
+        labels = ids.clone()
+        labels[: index % 17] = -100
+        one = torch.tensor(index % 2) if isinstance(model, transformers.BertForSequenceClassification) else labels
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": one})
+    return rows
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Make]:
+    """Makes a quiet trainer on the CPU."""
+    transformers.logging.set_verbosity_error()
+
+    def made(model: nn.Module, data: Any = None, *, kind: Any = transformers.Trainer, **named: Any) -> Any:
+        own = {name: named.pop(name) for name in ("eval_dataset", "compute_metrics", "model_init") if name in named}
+        arguments = {
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 8,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "dataloader_pin_memory": False,
+            **named,
+        }
+        args = transformers.TrainingArguments(**arguments)
+        own_data = data if data is not None else data_for(model)
+        return kind(None if "model_init" in own else model, args, train_dataset=own_data, **own)
+
+    yield made
+    transformers.logging.set_verbosity_warning()
+
+
+def logged(trained: Any, what: str = "loss") -> list[float]:
+    return [entry[what] for entry in trained.state.log_history if "loss" in entry]
+
+
+PLAIN_PEAKS: dict[str, int] = {}
+
+
+def plain_peak(trainer: Make, make: Callable[[], nn.Module] = classifier, **settings: Any) -> int:
+    """Of the whole batches as the user has them; planned for once."""
+    key = f"{make.__name__} {settings}"
+    if key not in PLAIN_PEAKS:
+        made = memfit.transformers.fit(trainer(make(), **settings), 1 << 40)
+        PLAIN_PEAKS[key] = made.plan.prediction.plain_peak_bytes
+    return PLAIN_PEAKS[key]
+
+
+def peaks(fitted: Any) -> list[int]:
+    """Measured, from the second step on: the first has no optimizer state yet."""
+    return [record.peak_bytes for record in fitted.engine.records[1:]]
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    """Largest relative difference of a parameter."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((p - q).detach().norm() / p.detach().norm().clamp_min(1e-3)) for p, q in pairs)
+
+
+# --------------------------------------------------------------------------------------------------------- same results
+
+
+def test_in_60_percent_of_the_bytes_losses_are_trainers_own_to_the_bit_and_the_peak_is_predicted(trainer: Make) -> None:
+    plainly = trainer(classifier())
+    plainly.train()
+    budget = plain_peak(trainer) * 6 // 10
+    inside = trainer(classifier())
+    fitted = memfit.transformers.fit(inside, budget, fixed={"micro_batches": 1}, meter=True)
+    inside.train()
+
+    assert not fitted.plan.script.plain
+    assert logged(inside) == logged(plainly)
+    assert logged(inside, "grad_norm") == logged(plainly, "grad_norm")
+    assert all(map(torch.equal, inside.model.parameters(), plainly.model.parameters()))
+    assert peaks(fitted) == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
+    assert max(peaks(fitted)) <= budget
+    assert [record.loss for record in fitted.engine.records] == pytest.approx(logged(plainly))
+    assert not any(record.departures for record in fitted.engine.records)
+
+
+def test_where_all_fits_nothing_is_set_and_nothing_dropped(trainer: Make) -> None:
+    fitting = trainer(classifier(), gradient_accumulation_steps=2)
+    fitted = memfit.transformers.fit(fitting, "8GiB")
+
+    assert fitted.plan.script.plain
+    assert fitted.notes == ()
+    assert (fitting.args.per_device_train_batch_size, fitting.args.gradient_accumulation_steps) == (8, 2)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("make", [language_model, lambda: classifier(dropout=0.0)], ids=["tokens", "means"])
+def test_a_divided_batch_counts_as_trainer_counts_the_whole_one(trainer: Make, make: Any, accumulated: int) -> None:
+    # An epoch ends in a window of fewer batches, the last of them smaller: 44 samples.
+    settings = {**SGD, "max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": accumulated}
+    plainly = trainer(make(), **settings)
+    plainly.train()
+    inside = trainer(make(), **settings)
+    parts = 4 * accumulated
+    fitted = memfit.transformers.fit(inside, "1GiB", fixed={"micro_batches": parts}, meter=True)
+    inside.train()
+
+    assert (inside.args.per_device_train_batch_size, inside.args.gradient_accumulation_steps) == (2, parts)
+    assert "equal up to the order of additions" in fitted.notes[0]
+    assert logged(inside) == pytest.approx(logged(plainly), rel=1e-5)
+    assert logged(inside, "grad_norm") == pytest.approx(logged(plainly, "grad_norm"), rel=1e-4)
+    assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
+    assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
+    assert not any(record.departures for record in fitted.engine.records)
+
+
+class SummedOverTokens(nn.Module):
+    """A mean over what is not masked, of a model that knows nothing of a number of items: Trainer takes the mean of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 100))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(input_ids).flatten(0, 1), labels.flatten())}
+
+
+def test_parts_are_weighted_by_what_counts_in_them_and_empty_ones_left_out(trainer: Make) -> None:
+    data = data_for(SummedOverTokens(), samples=16)
+    for row in data[::2]:
+        row["labels"] = torch.full_like(row["labels"], -100)  # samples in which nothing counts
+    settings = {**SGD, "max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    plainly = trainer(SummedOverTokens(), data, **settings)
+    plainly.train()
+    inside = trainer(SummedOverTokens(), data, **settings)
+    fitted = memfit.transformers.fit(inside, "1GiB", fixed={"micro_batches": 8})
+    inside.train()
+
+    assert fitted.plan.choices.weights == "tokens:labels"
+    assert logged(inside) == pytest.approx(logged(plainly), rel=1e-5)
+    assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
+
+
+@pytest.mark.slow
+def test_too_small_a_budget_for_whole_batches_divides_them(trainer: Make) -> None:
+    data = data_for(language_model(), 12, tokens=64)
+    settings = {"per_device_train_batch_size": 4, "max_steps": 3}
+    whole = memfit.transformers.fit(trainer(language_model(), data, **settings), "1GiB", fixed={"micro_batches": 1})
+    budget = whole.plan.runtime.search.smallest()[0] - 1
+    inside = trainer(language_model(), data, **settings)
+    fitted = memfit.transformers.fit(inside, budget, meter=True)
+    inside.train()
+
+    assert fitted.plan.choices.micro_batches > 1
+    assert inside.args.per_device_train_batch_size * inside.args.gradient_accumulation_steps == 4
+    assert max(peaks(fitted)) <= budget
+
+
+def test_a_loss_outside_of_the_model_is_followed_too(trainer: Make) -> None:
+    plainly = trainer(classifier(), label_smoothing_factor=0.1)
+    plainly.train()
+    inside = trainer(classifier(), label_smoothing_factor=0.1)
+    budget = plain_peak(trainer, label_smoothing_factor=0.1) * 6 // 10
+    fitted = memfit.transformers.fit(inside, budget, fixed={"micro_batches": 1}, meter=True)
+    inside.train()
+
+    assert logged(inside) == logged(plainly)
+    assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
+    assert not any(record.departures for record in fitted.engine.records)
+
+
+def test_bf16_is_planned_for_as_accelerate_runs_it(trainer: Make) -> None:
+    plainly = trainer(language_model(), bf16=True)
+    plainly.train()
+    inside = trainer(language_model(), bf16=True)
+    budget = plain_peak(trainer, language_model, bf16=True) * 7 // 10
+    fitted = memfit.transformers.fit(inside, budget, fixed={"micro_batches": 1}, meter=True)
+    inside.train()
+
+    assert logged(inside) == logged(plainly)
+    assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
+
+
+def test_a_resumed_run_goes_on_with_the_losses_of_one_that_was_not_stopped(trainer: Make, tmp_path: Path) -> None:
+    budget = plain_peak(trainer) * 6 // 10
+    settings = {"max_steps": 7, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    whole = trainer(classifier(), output_dir=str(tmp_path / "whole"), **settings)
+    memfit.transformers.fit(whole, budget, fixed={"micro_batches": 4})
+    whole.train()
+    resumed = trainer(classifier(), output_dir=str(tmp_path / "resumed"), **settings)
+    fitted = memfit.transformers.fit(resumed, budget, fixed={"micro_batches": 4}, meter=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+
+    assert logged(resumed) == logged(whole)  # the first three from the snapshot
+    assert [record.step for record in fitted.engine.records] == [4, 5, 6, 7]
+    assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+    # The optimizer's state is there from the first resumed step on.
+    predicted = fitted.plan.prediction.peak_bytes
+    assert [r.peak_bytes for r in fitted.engine.records] == [pytest.approx(predicted, rel=0.01)] * 4
+
+
+def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
+    assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB", disk_budget="1GiB")
+
+
+class Failing(transformers.TrainerCallback):
+    """Ends the second step half way, once."""
+
+    failed = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == 1 and not self.failed:
+            self.failed = True
+            raise RuntimeError("half way")
+
+
+def test_a_step_that_fails_leaves_no_meter_open(trainer: Make) -> None:
+    inside = trainer(classifier())
+    fitted = memfit.transformers.fit(inside, "1GiB", meter=True)
+    inside.add_callback(Failing())
+    with pytest.raises(RuntimeError, match="half way"):
+        inside.train()
+
+    assert len(fitted.engine.records) == 1
+    assert not torch.autograd._profiler_enabled()
+    assert gc.isenabled()  # held back while a meter runs
+    inside.train()
+    assert peaks(fitted)[1:] == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
+
+
+# ------------------------------------------------------------------------------------------------ adapters, 8-bit state
+
+
+# peft asks models for what transformers calls otherwise since.
+OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(language_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+@OLD_NAME
+def test_adapters_train_under_a_budget_and_the_frozen_rest_takes_neither_gradients_nor_state(trainer: Make) -> None:
+    plainly = trainer(adapted())
+    plainly.train()
+    every, alone = plain_peak(trainer, language_model), plain_peak(trainer, adapted)
+    inside = trainer(adapted())
+    fitted = memfit.transformers.fit(inside, alone * 7 // 10, fixed={"micro_batches": 1}, meter=True)
+    inside.train()
+
+    assert logged(inside) == logged(plainly)
+    assert all(map(torch.equal, inside.model.parameters(), plainly.model.parameters()))
+    assert peaks(fitted) == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
+    frozen = 4 * sum(p.numel() for p in inside.model.parameters() if not p.requires_grad)
+    assert every - alone > 2 * frozen  # the two moments of AdamW
+
+
+@pytest.mark.slow
+def test_8_bit_state_is_given_to_trainer_and_saved_with_it(trainer: Make, tmp_path: Path) -> None:
+    inside = trainer(classifier(), save_strategy="steps", save_steps=2)
+    fitted = memfit.transformers.fit(
+        inside, "1GiB", allow=["8bit"], fixed={"state_format": "8bit", "micro_batches": 1}, meter=True
+    )
+    inside.train()
+
+    assert isinstance(inside.optimizer.optimizer, memfit.optimizers.chunked.ChunkedOptimizer)
+    assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
+    saved = torch.load(tmp_path / "out" / "checkpoint-4" / "optimizer.pt", weights_only=False)
+    assert saved["state"]
+
+
+# ----------------------------------------------------------------------------------------------------- the sample, data
+
+
+def ragged(longest: int) -> list[dict[str, list[int]]]:
+    rows = []
+    for index in range(40):
+        length = longest if index == 29 else 4 + index % 7
+        rows.append({"input_ids": [5 + index] * length, "attention_mask": [1] * length, "labels": index % 2})
+    return rows
+
+
+class Padding:
+    """Pads to the longest of the batch."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        padded = {
+            name: torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
+            for name in ("input_ids", "attention_mask")
+        }
+        return {**padded, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+class Padded(transformers.Trainer):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, data_collator=Padding(), **named)
+
+
+def test_the_plan_is_for_the_longest_sample_there_is(trainer: Make) -> None:
+    inside = trainer(classifier(), ragged(29), kind=Padded, max_steps=5)
+    fitted = memfit.transformers.fit(inside, "1GiB", meter=True)
+    inside.train()
+
+    assert "input_ids int64[8, 29]" in fitted.plan.signature
+    predicted = fitted.plan.prediction.peak_bytes
+    assert max(peaks(fitted)) == pytest.approx(predicted, rel=0.01)  # the step with the long sample
+    assert min(peaks(fitted)) < 0.9 * predicted
+
+
+def test_a_batch_larger_than_the_sample_is_refused_before_it_runs(trainer: Make) -> None:
+    inside = trainer(classifier(), ragged(29), kind=Padded, max_steps=5)
+    memfit.transformers.fit(inside, "1GiB", sample=Padding()(ragged(29)[:8]))
+
+    with pytest.raises(BatchError, match="give memfit.transformers.fit a sample of the largest shape"):
+        inside.train()
+
+
+def test_evaluation_goes_on_in_batches_no_larger_than_training_has(trainer: Make) -> None:
+    model = classifier()
+    inside = trainer(model, eval_dataset=data_for(model, 12), eval_strategy="steps", eval_steps=2)
+    fitted = memfit.transformers.fit(inside, "1GiB", fixed={"micro_batches": 2})
+    inside.train()
+    plainly = trainer(classifier(), eval_dataset=data_for(model, 12), per_device_eval_batch_size=4)
+    plainly.model.load_state_dict(inside.model.state_dict())
+
+    assert inside.args.per_device_eval_batch_size == 4
+    assert any("per_device_eval_batch_size 8 -> 4" in note for note in fitted.notes)
+    assert inside.evaluate()["eval_loss"] == plainly.evaluate()["eval_loss"]
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data_for(language_model()))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "tries batch sizes until one does not run out of memory"),
+    "torch_compile": ({"torch_compile": True}, "runs other operations than the model's own"),
+    "checkpointing": ({"activation_checkpointing": True}, "recomputes every layer whether or not"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha changes the model's forward in train()"),
+    "model_init": ({"model_init": language_model}, "model_init makes another model in train()"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
+def test_settings_that_a_plan_cannot_stand_beside_are_refused(trainer: Make, case: tuple[Any, str]) -> None:
+    settings, why = case
+
+    with pytest.raises(InputError, match=why):
+        memfit.transformers.fit(trainer(classifier(), **settings), "1GiB")
+
+
+def test_more_than_one_process_is_refused(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(classifier())
+    monkeypatch.setattr(type(made.args), "world_size", 2)
+
+    with pytest.raises(InputError, match="2 devices: a plan is for one process"):
+        memfit.transformers.fit(made, "1GiB")
+
+
+@pytest.mark.parametrize("flag", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_sharded_training_is_refused(trainer: Make, flag: str) -> None:
+    made = trainer(classifier())
+    setattr(made, flag, True)
+
+    with pytest.raises(InputError, match="DeepSpeed and FSDP divide parameters"):
+        memfit.transformers.fit(made, "1GiB")
+
+
+def test_a_model_that_recomputes_by_itself_is_refused(trainer: Make) -> None:
+    model = classifier()
+    model.activation_checkpointing_enable()  # type: ignore[operator]
+
+    with pytest.raises(InputError, match="activation_checkpointing_disable"):
+        memfit.transformers.fit(trainer(model), "1GiB")
+
+
+def test_fp16_and_what_is_trainers_own_are_refused(trainer: Make) -> None:
+    made = trainer(classifier())
+    made.args.fp16 = True
+    with pytest.raises(InputError, match="take bf16=True"):
+        memfit.transformers.fit(made, "1GiB")
+    with pytest.raises(InputError, match=r"TrainingArguments\(bf16=True\) is how Trainer is told so"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", allow=["bf16"])
+    with pytest.raises(InputError, match="'update' is no choice of a plan for Trainer"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", fixed={"update": "in_backward"})
+    with pytest.raises(InputError, match="is divided alike: there is 1, 2, 4, 8"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", fixed={"micro_batches": 3})
+    with pytest.raises(InputError, match=r"give a list of them"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", allow="8bit")
+
+
+def test_what_is_no_trainer_what_is_fitted_already_and_what_changed_since_are_told(trainer: Make) -> None:
+    with pytest.raises(InputError, match="this is a str"):
+        memfit.transformers.fit("trainer", "1GiB")  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="a model alone does not tell its batches"):
+        memfit.transformers.fit(classifier(), "1GiB")  # type: ignore[call-overload]
+    fitted = trainer(classifier())
+    memfit.transformers.fit(fitted, "1GiB")
+    with pytest.raises(InputError, match="has been fitted already"):
+        memfit.transformers.fit(fitted, "1GiB")
+    fitted.args.gradient_accumulation_steps = 3
+    with pytest.raises(InputError, match="the arguments say 8 x 3 samples a step, the plan was made for 8 x 1"):
+        fitted.train()
+    alone = trainer(classifier())
+    alone.add_callback(memfit.transformers.FitToMemory("1GiB"))
+    with pytest.raises(InputError, match="does not know its trainer"):
+        alone.train()
+
+
+def test_data_of_unknown_size_wants_a_sample_and_a_sample_wants_all_samples(trainer: Make) -> None:
+    with pytest.raises(InputError, match="the training data is a stream"):
+        memfit.transformers.fit(trainer(language_model(), Stream()), "1GiB")
+    few = torch.utils.data.default_collate(data_for(language_model(), 4))
+    with pytest.raises(InputError, match="the largest step holds 4 samples, and the arguments say 8"):
+        memfit.transformers.fit(trainer(language_model(), Stream()), "1GiB", sample=few)
+
+
+@pytest.mark.slow
+def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
+    made = trainer(language_model())
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.transformers.fit(made, "200KiB")
+
+    assert caught.value.minimum_bytes is not None
+    fitted = memfit.transformers.fit(trainer(language_model()), caught.value.minimum_bytes)
+    assert fitted.plan.prediction.peak_bytes <= caught.value.minimum_bytes
+    assert made.args.per_device_train_batch_size == 8  # nothing was set
+
+
+def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [
+        name for name in sys.modules if name.startswith(("memfit.transformers", "memfit.integrations.transformers"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(
+        vars(memfit), "transformers", raising=False
+    )  # not delattr, which looks first, and so loads it again
+
+    with pytest.raises(InputError, match=r"pip install 'memfit\[transformers\]'"):
+        _ = memfit.transformers
+
+
+def test_a_model_alone_gives_an_engine_as_memfit_fit_does() -> None:
+    model = language_model()
+    batch = torch.utils.data.default_collate(data_for(model, 8))
+    engine = memfit.transformers.fit(model, "1GiB", sample=batch, fixed={"micro_batches": 1})
+
+    assert engine.step(batch).loss > 0

@@ -87,14 +87,14 @@ _HOME: Final = {
     "from_deepspeed": "memfit.integrations.deepspeed.training",
 }
 
-# Front doors to other libraries, each with an extra of its own: modules, loaded when first asked for.
-_DOORS: Final = ("lightning", "transformers")
+# Integrations with other libraries, each with an extra of its own: modules, loaded when first asked for.
+_INTEGRATIONS: Final = ("lightning", "transformers")
 
 if not TYPE_CHECKING:  # To a type checker this would make every misspelt name an Any.
 
     def __getattr__(name: str) -> object:
         """Load a public name when it is first asked for."""
-        if name in _DOORS:
+        if name in _INTEGRATIONS:
             return import_module(f"memfit.{name}")
         if name not in __all__:
             message = f"module 'memfit' has no attribute {name!r}"
@@ -105,4 +105,4 @@ if not TYPE_CHECKING:  # To a type checker this would make every misspelt name a
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_DOORS, "__version__"])
+    return sorted([*__all__, *_INTEGRATIONS, "__version__"])

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as a dialect: `read(path_or_dict)` gives a `DeepSpeedConfig`, checked and with the defaults of one named version.
+"""DeepSpeed's configuration, read and trained: `read(path_or_dict)` gives a `DeepSpeedConfig`, checked and with the defaults of one named version.
 
     config = read("ds_config.json")
     config.batch                # samples per step, per micro-batch, and micro-batches per step: given or inferred as DeepSpeed does

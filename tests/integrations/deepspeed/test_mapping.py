@@ -8,7 +8,7 @@ import pytest
 
 from memfit.integrations.deepspeed import AUTO, read
 from memfit.integrations.deepspeed.mapping import KEYS, UNSAID, KeyMapping, asked, left_out
-from memfit.values.choices import Choices
+from memfit.techniques.choices import Choices
 
 FIELDS = {each.name for each in fields(Choices)}
 

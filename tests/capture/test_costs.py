@@ -16,7 +16,7 @@ import memfit
 import small
 from memfit.capture import costs
 from memfit.capture.capture import Captured, capture, capture_real
-from memfit.capture.costs import Cost, CostTable, cache_folder, estimated_costs, with_costs
+from memfit.capture.costs import Cost, CostTable, estimated_costs, with_costs
 from memfit.capture.recorder import CallSpec
 from memfit.meter import metered
 from memfit.values.machine import known_machine
@@ -295,14 +295,6 @@ def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
     one = CostTable(CPU, tmp_path).path
     torch.set_num_threads(2)
     assert CostTable(CPU, tmp_path).path != one
-
-
-def test_the_folder_is_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
-    monkeypatch.delenv("MEMFIT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
-    assert cache_folder() == tmp_path / "theirs" / "memfit"
 
 
 def damaged(content: str) -> Callable[[Path], None]:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,9 @@ from memfit.errors import (
 from memfit.meter import Reading, metered
 from memfit.step.precision import Scaling
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
+from memfit.storage.tiers import tier_below
+from memfit.streaming.stream import LayerStream
+from memfit.streaming.watch import WATCHED_BY_NOBODY, Watch
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
@@ -108,9 +111,11 @@ class Engine:
         optimizer: over the model's parameters; None to compute gradients only.
         stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
         below: what makes room on the tiers below the device, for what the plan swaps; None for those that are there.
+        folder: for what is offloaded to disk; None for the one that is set.
 
     Attributes:
         stream: of a plan that streams layers; None else.
+        folder: as given.
         planner: makes a plan for a batch whose forward departed from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
@@ -126,6 +131,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         stream: LayerStream | None = None,
         below: Makers | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         self.model = model
         self.stream = stream
@@ -141,7 +147,8 @@ class Engine:
         self._plans: dict[str, Plan] = {}
         self._warned: set[str] = set()
         self._changed: dict[str, torch.Tensor] = {}  # copies of the buffers that forward writes
-        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
+        self.folder = folder
+        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device, folder))
         self.planner: Callable[[Batch], Plan] | None = None
         self._departed: set[str] = set()
         self._halfway = ""  # why no step can go on from here
@@ -155,8 +162,9 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have, swaps more than a lower tier has room for, or streams other layers than
-                the plans before.
+            InfeasibleError: the plan offloads more than a lower tier has space for.
+            EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be made for
+                what it offloads.
         """
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
@@ -186,7 +194,7 @@ class Engine:
     def _stream_as(self, plan: Plan) -> None:
         path = plan.choices.streamed
         if path and self.stream is None and not self._plans:
-            self.stream = LayerStream(self.model, path)
+            self.stream = LayerStream(self.model, path, tier_below(self.device, self.folder))
         have = "" if self.stream is None else self.stream.blocks.path
         if path != have:
             raise EngineError(

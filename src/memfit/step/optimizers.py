@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -105,15 +106,19 @@ def _of_bitsandbytes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # ------------------------------------------------------------------------------------------------------------ as planned
 
 
-def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Module) -> torch.optim.Optimizer:
+def arranged(
+    optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Module, folder: str | Path | None = None
+) -> torch.optim.Optimizer:
     """The optimizer as the choices have it; capture and engine both train with what comes out.
 
     Args:
         optimizer: as the user's factory made it. What a `ChunkedOptimizer` of the user's own has besides the choices, it keeps.
         choices: `state_format`, `state_place` and `update` count.
         model: tells the parameters' names.
+        folder: for state that lies on disk; None for the one that is set.
 
     Raises:
+        InfeasibleError: as for `ChunkedOptimizer`.
         InputError: as for `ChunkedOptimizer`; or the optimizer cannot update inside backward.
     """
     reason = why_not_in_backward(optimizer) if choices.update == "in_backward" else None
@@ -122,11 +127,13 @@ def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Modul
     if isinstance(optimizer, ChunkedOptimizer):
         state_format = optimizer.state_format if choices.state_format == "32bit" else choices.state_format
         state_place = optimizer.state_place if choices.state_place == "device" else choices.state_place
-        optimizer.rearrange(state_format, state_place)
+        optimizer.rearrange(state_format, state_place, folder)
     elif (choices.state_format, choices.state_place) == ("32bit", "device"):
         return optimizer
     else:
-        optimizer = ChunkedOptimizer(optimizer, state_format=choices.state_format, state_place=choices.state_place)
+        optimizer = ChunkedOptimizer(
+            optimizer, state_format=choices.state_format, state_place=choices.state_place, folder=folder
+        )
     optimizer.name(dict(model.named_parameters(remove_duplicate=False)))
     return optimizer
 

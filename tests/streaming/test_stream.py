@@ -23,9 +23,10 @@ from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
 from memfit.step.blocks import blocks_at
-from memfit.step.filling import filled, from_tensors, reset
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import LayerStream, Watch
+from memfit.streaming.initialisation import filled, from_tensors, reset
+from memfit.streaming.stream import LayerStream
+from memfit.streaming.watch import Watch
 from memfit.values.choices import Choices
 from models import huggingface
 from models.built import Built

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from memfit.step.filling import filled, reset
+from memfit.streaming.initialisation import filled, reset
 from memfit.units import format_bytes, parse_bytes
 
 HEADS: Final = 8

@@ -324,7 +324,7 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned for a GPU that is not here, where in so small a model it pays to recompute; swapped as told to, and followed here."""
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     model, sample = chain(2), rows(2048)
     named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1, "streamed": "", "state_place": "device"}}
     plan = memfit.plan(model, sample, squared_error, "1GiB", adamw, host_budget="17MiB", disk_budget="1GiB", **named)

@@ -24,10 +24,10 @@ from memfit.searching import Budget, Runtime, parts_frozen, search_for
 from memfit.step.arranging import arranged
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
-from memfit.step.filling import Fill, reset
 from memfit.step.program import OptimizerFactory
-from memfit.step.stream import LayerStream
-from memfit.step.tiers import tier_below
+from memfit.storage.tiers import tier_below
+from memfit.streaming.initialisation import Fill, reset
+from memfit.streaming.stream import LayerStream
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
@@ -61,6 +61,7 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     device: str | None = None,
+    lower_tier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """How to train inside `budget` bytes, and what it will take; nothing is trained.
@@ -83,6 +84,7 @@ def plan(
         fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.
         device: None for the device of the model, or the name of a GPU that is not here ("rtx4090"): then seconds are estimated.
+        lower_tier: folder on the disk that the plan is to count on, as for `apply`; None for the one that is set.
         progress: called with what is being done and the share done.
 
     Raises:
@@ -93,7 +95,7 @@ def plan(
     """
     machine = machine_of(model, device)
     budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
-    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
+    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress, folder=lower_tier)
     search = search_for(
         tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
     )
@@ -343,11 +345,13 @@ def apply(
         model: of the structure the plan was made for; the user's own object is trained.
         loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be a factory or made already.
         fill: of a plan that streams layers and a model on the meta device: gives each module its values, so that the model is never there as a whole.
-        lower_tier: folder for what a plan that streams layers keeps on disk; None for host memory below a GPU, and the system's folder for temporary files.
+        lower_tier: folder for all that the plan offloads to disk, and on a GPU for its streamed layers, which are in host memory else; None for the folder
+            that is set (`MEMFIT_OFFLOAD_DIR`). Hand the same one to `plan`, whose seconds are those of its disk.
 
     Raises:
         PlanFileError: the plan is for another model.
-        InfeasibleError: the lower tier has no room.
+        InfeasibleError: a lower tier has no space for what is offloaded to it.
+        EngineError: no file can be made in the folder.
     """
     have = _digest(model, plan.choices.frozen)
     if have != plan.model:
@@ -367,7 +371,7 @@ def apply(
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
     if chosen is not None:
-        chosen = arranged(chosen, plan.choices, model)
+        chosen = arranged(chosen, plan.choices, model, lower_tier)
     loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
     stream: LayerStream | None = None
     if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
@@ -378,7 +382,7 @@ def apply(
             except BaseException:
                 stream.close()  # puts the layers back into the user's model: nobody gets the engine that knows where they are
                 raise
-    engine = Engine(plan, model, loss_fn, chosen, stream)
+    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
     if runtime is not None:
         engine.planner = _planner_of(engine, runtime)
     return engine
@@ -413,6 +417,7 @@ def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
                 freeze=chosen.frozen,
                 fixed=fixed,
                 clip_norm=norm,
+                lower_tier=engine.folder,
             )
         # Placed by hand, it stays so.
         tracing = Tracing(engine.model, batch, engine.loss_fn, optimizer, norm)
@@ -441,8 +446,8 @@ def fit(
 ) -> Engine:
     """Plan, apply, rehearse one real step under the meter, and repair the plan when the measurement is above the budget.
 
-    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan`; `lower_tier` is
-    that of `apply`.
+    The rehearsal leaves parameters, buffers, optimizer and generators as they were. Arguments and errors are those of `plan` and
+    `apply`.
 
     Args:
         fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
@@ -466,6 +471,7 @@ def fit(
         freeze=freeze,
         fixed=fixed,
         clip_norm=clip_norm,
+        lower_tier=lower_tier,
         progress=progress,
     )
     engine = apply(made, model, lower_tier=lower_tier)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
 from memfit import batches
 from memfit.batches import LossFunction
-from memfit.engine.swap import STAGES_BYTES, swap_folder
 from memfit.errors import InputError, SplitError
 from memfit.planner.by_hand import Placement
 from memfit.planner.candidates import Offers, candidates, offers_to
@@ -24,6 +23,8 @@ from memfit.planner.search import CANNOT_RUN, Search
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import StreamedLayer
 from memfit.step.program import OptimizerFactory
+from memfit.storage.folders import free_bytes, offload_folder
+from memfit.storage.staging import STAGES_BYTES
 from memfit.techniques.accumulation import ACCUMULATION
 from memfit.techniques.autocast.precision import FORMATS
 from memfit.techniques.choices import Choices
@@ -147,7 +148,7 @@ def _below(tracing: Tracing, host_budget: Budget | None, disk_budget: Budget | N
     if host_budget == 0 or (host_budget is None and not gpu):
         return None
     if host_budget is not None:
-        total = _host_bytes() if gpu else _disk_bytes()
+        total = _host_bytes() if gpu else _disk_bytes(tracing.folder)
         return replace(tracing.link, room_bytes=parse_bytes(host_budget, total_bytes=total))
     return tracing.link
 
@@ -168,7 +169,7 @@ def _two_below(tracing: Tracing, host_budget: Budget | None, disk_budget: Budget
             f"host_budget={host_budget!r} does not hold the {format_bytes(STAGES_BYTES)} that copies to the disk pass through: give it more, or leave out "
             "disk_budget"
         )
-    disk = replace(tracing.disk, room_bytes=parse_bytes(disk_budget, total_bytes=_disk_bytes()))
+    disk = replace(tracing.disk, room_bytes=parse_bytes(disk_budget, total_bytes=_disk_bytes(tracing.folder)))
     return replace(tracing.link, room_bytes=host_bytes - STAGES_BYTES, below=disk)
 
 
@@ -176,9 +177,9 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _disk_bytes() -> int:
-    """What is free on the disk that is swapped to."""
-    return shutil.disk_usage(swap_folder()).free
+def _disk_bytes(folder: str | Path | None) -> int:
+    """What is free on the disk that is offloaded to."""
+    return free_bytes(offload_folder(folder))
 
 
 def _tier(below: Link | None, name: str) -> Link | None:

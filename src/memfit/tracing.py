@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -16,16 +17,17 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
-from memfit.capture.costs import lower_tier, other_bytes, with_costs
+from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource
 from memfit.capture.splitting import Splitting, find_splitting
-from memfit.engine.swap import swap_folder
 from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
+from memfit.storage.folders import offload_folder
+from memfit.storage.links import link_below
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
@@ -51,6 +53,7 @@ class Tracing:
         device: name of a device that is not here; None for the model's.
         progress: told what is being done.
         loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
+        folder: for what is offloaded to disk; None for the one that is set.
 
     Attributes:
         here: the device the model lies on.
@@ -65,6 +68,7 @@ class Tracing:
     device: str | None = None
     progress: Progress | None = None
     loader_batches: int = 1
+    folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.here = device_of(self.model)
@@ -142,7 +146,9 @@ class Tracing:
             link = self.link_to(choices.state_place)
             moved = state_transfers(self.state_bytes(choices.frozen, choices.state_format), link)
         elif choices.streamed:
-            moved = layer_transfers(trace, self.layers(choices), self.link, clips=self.clip_norm is not None)
+            # A folder that is named takes the layers to its disk, also from a GPU.
+            link = self.link if self.folder is None or self.device is not None else self.link_to("disk")
+            moved = layer_transfers(trace, self.layers(choices), link, clips=self.clip_norm is not None)
         else:
             return trace
         return replace(trace, transfer_seconds=moved.seconds, waited_seconds=moved.waited_seconds)
@@ -185,12 +191,12 @@ class Tracing:
         """To the tier below."""
         if self.device is not None:
             return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
-        return lower_tier(self.here, swap_folder())
+        return link_below(self.here, offload_folder(self.folder))
 
     @cached_property
     def disk(self) -> Link:
         """To the disk below a GPU's host, through which all of it passes; this computer's disk, also for a GPU that is not here."""
-        own = lower_tier(torch.device("cpu"), swap_folder())
+        own = link_below(torch.device("cpu"), offload_folder(self.folder))
         return replace(
             own,
             out_bandwidth=min(own.out_bandwidth, self.link.out_bandwidth),

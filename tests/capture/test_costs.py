@@ -20,7 +20,7 @@ from memfit.capture.calls import CallSpec
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
-from memfit.capture.costs import Cost, cache_folder, with_costs
+from memfit.capture.costs import Cost, with_costs
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource
 from memfit.meter import metered
@@ -305,14 +305,6 @@ def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
     one = CostTable(CPU, tmp_path).path
     torch.set_num_threads(2)
     assert CostTable(CPU, tmp_path).path != one
-
-
-def test_the_folder_is_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
-    monkeypatch.delenv("MEMFIT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
-    assert cache_folder() == tmp_path / "theirs" / "memfit"
 
 
 def damaged(content: str) -> Callable[[Path], None]:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.capture import costs
 from memfit.cli import extras
 from memfit.cli.main import main
 from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
+from memfit.storage import links
 from memfit.trackers import tensorboard
 from memfit.train import run as runs
 from train.fakes import Api, non_finite, plan
@@ -503,7 +503,7 @@ def test_doctor_says_why_a_disk_cannot_be_swapped_to(
     def refused(device: torch.device, folder: Path) -> None:
         raise InputError("the disk to swap to cannot be measured")
 
-    monkeypatch.setattr(costs, "lower_tier", refused)
+    monkeypatch.setattr(links, "link_below", refused)
     data, text = Ran(capsys, "doctor", "--json").data, Ran(capsys, "doctor")
 
     assert data["links"][-1]["reason"] == "the disk to swap to cannot be measured"

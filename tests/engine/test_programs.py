@@ -722,7 +722,7 @@ def test_a_write_that_was_not_planned_changes_nothing_that_is_made_again(
     fraction: float, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients were wrong: the rerun of `a + 1` read `a` after the write."""
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     model, sample = Overwriting(), torch.randn(64, 32)
     loss_fn = lambda m, b: m(b).square().mean()  # noqa: E731
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})

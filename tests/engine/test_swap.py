@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import memfit
 import small
 from engine.forced import LINK, Choice, everything, forced
-from memfit.capture import costs
 from memfit.engine import swap
-from memfit.engine.swap import Copy, DiskArena, LowerTiers, tiers_below
-from memfit.errors import EngineError, InputError
+from memfit.engine.swap import LowerTiers, tiers_below
+from memfit.errors import EngineError, InfeasibleError
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
-from memfit.values.machine import Link
+from memfit.storage import files
+from memfit.storage.arenas import Copy, DiskArena, Storage
 from models import CASES, Case, case
 from models.outcome import measured_peak, outcome_of
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where these tests swap to."""
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     return tmp_path
 
 
@@ -146,8 +146,8 @@ def test_the_process_really_gets_smaller() -> None:
 class Watched(DiskArena):
     """Notes what is begun and what is waited for."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, size: int, folder: str | Path | None) -> None:
+        super().__init__(size, folder)
         self.told: list[tuple[str, int, int]] = []
 
     def _noted(self, way: str, copy: Copy, offset: int, size: int) -> Copy:
@@ -161,10 +161,10 @@ class Watched(DiskArena):
 
         return Waiting()
 
-    def copy_down(self, storage: swap.Storage, offset: int) -> Copy:
+    def copy_down(self, storage: Storage, offset: int) -> Copy:
         return self._noted("down", super().copy_down(storage, offset), offset, storage.nbytes())
 
-    def copy_up(self, storage: swap.Storage, offset: int) -> Copy:
+    def copy_up(self, storage: Storage, offset: int) -> Copy:
         return self._noted("up", super().copy_up(storage, offset), offset, storage.nbytes())
 
 
@@ -176,8 +176,8 @@ def test_copies_begin_and_end_in_the_order_of_the_plan_and_no_more_are_on_their_
     made, _ = forced(model, sample, loss_fn, everything(lag))
     arenas: list[Watched] = []
 
-    def watched(size: int) -> Watched:
-        arenas.append(Watched(size))
+    def watched(size: int, folder: str | Path | None) -> Watched:
+        arenas.append(Watched(size, folder))
         return arenas[-1]
 
     monkeypatch.setattr(swap, "DiskArena", watched)
@@ -208,7 +208,7 @@ def test_the_peak_does_not_depend_on_how_fast_the_disk_is(monkeypatch: pytest.Mo
     sample, model = small.rows(), small.chain(3)
     made, _ = forced(model, sample, small.squared_error, everything(2), small.adamw)
     fast = measured_peak(made, model, sample, small.squared_error, small.adamw)
-    write, read = swap._write, swap._read
+    write, read = files.write_whole, files.read_whole
 
     def slow(move: Any) -> Any:
         def moved(file: int, memory: memoryview, offset: int) -> None:
@@ -217,8 +217,8 @@ def test_the_peak_does_not_depend_on_how_fast_the_disk_is(monkeypatch: pytest.Mo
 
         return moved
 
-    monkeypatch.setattr(swap, "_write", slow(write))
-    monkeypatch.setattr(swap, "_read", slow(read))
+    monkeypatch.setattr(files, "write_whole", slow(write))
+    monkeypatch.setattr(files, "read_whole", slow(read))
     assert measured_peak(made, model, sample, small.squared_error, small.adamw) == fast
 
 
@@ -423,9 +423,9 @@ def broken(file: int, memory: memoryview, offset: int) -> None:
 @pytest.mark.parametrize(
     ("name", "failing", "sentence"),
     [
-        ("_write", out_of_space, "the disk is full, .* the step was not taken"),
-        ("_write", broken, r"could not be copied \(Input/output error\): the step was not taken"),
-        ("_read", broken, r"could not be copied \(Input/output error\): the step was not taken"),
+        ("write_whole", out_of_space, r"could not be written .*No space left on device.* the step was not taken"),
+        ("write_whole", broken, r"could not be written .*\(Input/output error\).* the step was not taken"),
+        ("read_whole", broken, r"could not be read .*\(Input/output error\).* the step was not taken"),
     ],
 )
 def test_a_disk_that_fails_fails_the_step_and_nothing_else(
@@ -437,7 +437,7 @@ def test_a_disk_that_fails_fails_the_step_and_nothing_else(
 ) -> None:
     engine, before = trained, small.state_of(trained.model, trained.optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(swap, name, failing)
+        patch.setattr(files, name, failing)
         with pytest.raises(EngineError, match=sentence):
             engine.step(small.rows())
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
@@ -446,22 +446,22 @@ def test_a_disk_that_fails_fails_the_step_and_nothing_else(
 
 def test_a_file_cut_short_under_the_run_is_noticed(trained: memfit.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, before = trained, small.state_of(trained.model, trained.optimizer)
-    read = swap._read
+    read = files.read_whole
 
     def cut(file: int, memory: memoryview, offset: int) -> None:
         os.ftruncate(file, 0)
         read(file, memory, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(swap, "_read", cut)
-        with pytest.raises(EngineError, match="the swap file has become shorter"):
+        patch.setattr(files, "read_whole", cut)
+        with pytest.raises(EngineError, match="something cut it while it was in use: the step was not taken"):
             engine.step(small.rows())
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
 
 
 def test_the_file_has_no_name_and_goes_with_the_engine(here: Path) -> None:
     def workers() -> int:
-        return sum(t.name.startswith("memfit swap") for t in threading.enumerate())
+        return sum(t.name.startswith("memfit offload") for t in threading.enumerate())
 
     gc.collect()
     before = workers()
@@ -478,7 +478,8 @@ def test_the_file_has_no_name_and_goes_with_the_engine(here: Path) -> None:
 
 def test_no_room_is_told_before_anything_runs(here: Path) -> None:
     with pytest.raises(
-        EngineError, match="the plan swaps 1.00 PiB to disk, and .* free .*: make room, set MEMFIT_SWAP"
+        InfeasibleError,
+        match="offloaded activations need 1.00 PiB on disk, and .*: make room there, set MEMFIT_OFFLOAD",
     ):
         DiskArena(1 << 50)
     assert list(here.iterdir()) == []
@@ -486,51 +487,17 @@ def test_no_room_is_told_before_anything_runs(here: Path) -> None:
     made, _ = forced(model, small.rows(), small.squared_error, everything(1))
     number, placed = next(iter(made.script.swaps.items()))
     swaps = {**made.script.swaps, number: replace(placed, offset=1 << 50)}
-    with pytest.raises(EngineError, match="to disk"):
+    with pytest.raises(InfeasibleError, match="on disk"):
         memfit.apply(replace(made, script=replace(made.script, swaps=swaps)), model, small.squared_error, None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match=r"no file can be made in .*file \(Not a directory\): set MEMFIT_SWAP_DIR"):
+    with pytest.raises(EngineError, match=r"no file can be made in .*file \(Not a directory\): set MEMFIT_OFFLOAD_DIR"):
         DiskArena(1, tmp_path / "file")
 
 
-# -- the room ----------------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_come_back_as_they_went(here: Path) -> None:
-    arena = DiskArena(1 << 20, here)
-    storages = [torch.randint(0, 255, (n,), dtype=torch.uint8).untyped_storage() for n in (1, 4095, 4096, 70001)]
-    offsets = [0, 4096, 8192, 12288]
-    for copy in [arena.copy_down(s, o) for s, o in zip(storages, offsets, strict=True)]:
-        copy.wait()
-    back = [torch.zeros(s.nbytes(), dtype=torch.uint8).untyped_storage() for s in storages]
-    for copy in [arena.copy_up(s, o) for s, o in zip(back, offsets, strict=True)]:
-        copy.wait()
-    assert [bytes(s) for s in back] == [bytes(s) for s in storages]
-    arena.close()
-
-
-def test_a_copy_holds_its_storage_until_it_is_done_and_no_longer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    write = swap._write
-
-    def gated(file: int, memory: memoryview, offset: int) -> None:
-        gate.wait()
-        write(file, memory, offset)
-
-    monkeypatch.setattr(swap, "_write", gated)
-    arena = DiskArena(1 << 16, here)
-    tensor = torch.arange(100)
-    arena.copy_down(tensor.untyped_storage(), 0)  # nobody waits for it
-    expected = bytes(tensor.untyped_storage())
-    del tensor
-    gate.set()
-    arena.settle()
-    back = torch.zeros(100, dtype=torch.int64)
-    arena.copy_up(back.untyped_storage(), 0).wait()
-    assert bytes(back.untyped_storage()) == expected
+# -- who has the arenas ------------------------------------------------------------------------------------------------------
 
 
 def test_room_is_lent_to_one_at_a_time() -> None:
@@ -555,34 +522,3 @@ def test_room_is_lent_to_one_at_a_time() -> None:
     tiers.reserve({"disk": 1 << 14})
     assert tiers.arenas["disk"] is not arenas["disk"]
     tiers.close()
-
-
-# -- the link ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_link_is_measured_once_for_each_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(here / "cache"))
-    measured: list[Path] = []
-    disk_link = costs._disk_link
-
-    def counted(folder: Path) -> Link:
-        measured.append(folder)
-        return disk_link(folder)
-
-    monkeypatch.setattr(costs, "_disk_link", counted)
-    first = costs.lower_tier(torch.device("cpu"), here)
-    assert costs.lower_tier(torch.device("cpu"), here) == first
-    assert len(measured) == 1
-    assert first.tier == "disk"
-    assert first.out_bandwidth > 1e5
-    assert first.in_bandwidth > 1e5
-    assert 0 < first.latency_seconds < 1
-
-
-def test_a_disk_without_room_for_the_measurement_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"cannot be measured: .* does not take 64 MiB \(No space left on device\)"):
-        costs._disk_link(here)

@@ -16,11 +16,15 @@ import small
 from engine.forced import Choice, forced
 from engine.test_swap import mixed, out_of_space
 from memfit.engine import swap
-from memfit.engine.swap import Arena, Copy, DiskArena, StagedDiskArena, Storage
-from memfit.errors import EngineError
+from memfit.errors import EngineError, InfeasibleError
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.search import Search
+from memfit.storage import files, staging
+from memfit.storage.arenas import Arena, Copy, DiskArena, Storage
+from memfit.storage.files import DiskFile
+from memfit.storage.raw_bytes import memory_of_storage
+from memfit.storage.staging import StagedDiskArena
 from memfit.values.machine import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,8 +38,8 @@ PIECE_BYTES = 5000  # storages of the models here are larger, so that they pass 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where these tests swap to, and in which pieces."""
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr(swap, "STAGE_BYTES", PIECE_BYTES)
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
+    monkeypatch.setattr(staging, "PIECE_BYTES", PIECE_BYTES)
     return tmp_path
 
 
@@ -50,16 +54,16 @@ class MemoryArena(DiskArena):
     def _carry_down(self) -> Any:
         buffer = self.buffer
 
-        def carry(_: int, storage: Storage, offset: int) -> None:
-            buffer[offset : offset + storage.nbytes()] = swap._memory(storage).cast("B")
+        def carry(_: DiskFile, storage: Storage, offset: int) -> None:
+            buffer[offset : offset + storage.nbytes()] = memory_of_storage(storage)
 
         return carry
 
     def _carry_up(self) -> Any:
         buffer = self.buffer
 
-        def carry(_: int, storage: Storage, offset: int) -> None:
-            swap._memory(storage).cast("B")[:] = buffer[offset : offset + storage.nbytes()]
+        def carry(_: DiskFile, storage: Storage, offset: int) -> None:
+            memory_of_storage(storage)[:] = buffer[offset : offset + storage.nbytes()]
 
         return carry
 
@@ -212,14 +216,14 @@ def cut(file: int, memory: memoryview, offset: int) -> None:
     READ(file, memory, offset)
 
 
-READ = swap._read
+READ = files.read_whole
 
 
 @pytest.mark.parametrize(
     ("name", "failing", "sentence"),
     [
-        ("_write", out_of_space, "the disk is full, .* the step was not taken"),
-        ("_read", cut, "the swap file has become shorter"),
+        ("write_whole", out_of_space, r"could not be written .*No space left on device.* the step was not taken"),
+        ("read_whole", cut, "something cut it while it was in use: the step was not taken"),
     ],
 )
 def test_a_disk_below_the_host_that_fails_fails_the_step_and_nothing_else(
@@ -229,7 +233,7 @@ def test_a_disk_below_the_host_that_fails_fails_the_step_and_nothing_else(
     engine.step(small.rows())
     before = small.state_of(engine.model, engine.optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(swap, name, failing)
+        patch.setattr(files, name, failing)
         with pytest.raises(EngineError, match=sentence):
             engine.step(small.rows())
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
@@ -242,7 +246,7 @@ def test_whatever_goes_wrong_on_the_way_is_told_and_nobody_waits_for_ever(
     def lost(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(swap, "_write", lost)
+    monkeypatch.setattr(files, "write_whole", lost)
     arena = StagedDiskArena(1 << 16, CPU, here)
     with pytest.raises(EngineError, match=r"could not be copied \(the device is gone\): the step was not taken"):
         arena.copy_down(torch.ones(9).untyped_storage(), 0).wait()
@@ -250,7 +254,7 @@ def test_whatever_goes_wrong_on_the_way_is_told_and_nobody_waits_for_ever(
 
 def test_no_room_on_the_second_tier_gives_back_the_first_and_names_its_budget() -> None:
     tiers = swap.LowerTiers(below([]))
-    with pytest.raises(EngineError, match="to disk, and .* free .* or plan with a smaller disk_budget"):
+    with pytest.raises(InfeasibleError, match="on disk, and .* or plan with a smaller disk_budget"):
         tiers.reserve({"host": 100, "disk": 1 << 50})
     assert not tiers.arenas
     tiers.reserve({"host": 100, "disk": 100})

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from torch import nn
 import memfit
 from faults.runs import alike
 from faults.test_steps import FAILING, STEPS, batch, build, engine, loss_of, planned, state_of, untouched
-from memfit.errors import EngineError, InfeasibleError, InputError, MemfitError, SnapshotError
+from memfit.errors import EngineError, InfeasibleError, SnapshotError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,8 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where everything goes that goes to disk."""
     made = tmp_path / "below"
     made.mkdir()
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(made))
-    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(made))
     return made
 
 
@@ -57,7 +55,7 @@ def test_a_disk_that_is_full_by_now_stops_no_run(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = f'mount -t tmpfs -o size=4m none {disk} || exit 99; exec "$0" {__file__} {disk}'
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "MEMFIT_SWAP_DIR": str(tmp_path)}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "MEMFIT_OFFLOAD_DIR": str(tmp_path)}
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, sys.executable],  # noqa: S607 - where the distribution has put it
         env={**os.environ, "OMP_NUM_THREADS": "1", **paths}, capture_output=True, text=True, check=False, timeout=300,
@@ -73,7 +71,7 @@ def fill_up_and_go_on() -> None:
     torch.set_num_threads(1)
     for technique in BELOW:
         planned(technique)  # which measures a disk, with more than this one holds
-    os.environ["MEMFIT_SWAP_DIR"] = tempfile.tempdir = sys.argv[1]
+    os.environ["MEMFIT_OFFLOAD_DIR"] = sys.argv[1]
     rest = Path(sys.argv[1]) / "rest"
     for technique in BELOW:
         states = untouched(technique)
@@ -106,16 +104,16 @@ def failing_once(name: str) -> tuple[SimpleNamespace, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("technique", "module", "name", "sentence"),
+    ("technique", "name", "sentence"),
     [
-        ("8-bit state on disk", "state_file", "preadv", "cannot read the optimizer state in .*the step was not taken"),
-        ("streamed layers", "tiers", "preadv", "the lower tier could not read .*the step was not taken"),
+        ("8-bit state on disk", "preadv", "optimizer states could not be read from .*the step was not taken"),
+        ("streamed layers", "preadv", "streamed layers could not be read from .*the step was not taken"),
         # Gradients are the first that is written, as they wait for the norm of all; parameters change later.
-        ("streamed layers", "tiers", "pwritev", "the lower tier could not write .*the step was not taken"),
+        ("streamed layers", "pwritev", "streamed layers could not be written to .*the step was not taken"),
     ],
 )
 def test_a_disk_that_fails_before_the_update_fails_one_step(
-    technique: str, module: str, name: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    technique: str, name: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = untouched(technique)
     made = engine(technique)
@@ -124,7 +122,7 @@ def test_a_disk_that_fails_before_the_update_fails_one_step(
         made.step(batch(number))
     failing, calls = failing_once(name)
     with monkeypatch.context() as patch:
-        patch.setattr(f"memfit.step.{module}.os", failing)
+        patch.setattr("memfit.storage.files.os", failing)
         with pytest.raises(EngineError, match=sentence):
             made.step(batch(FAILING))
     assert calls
@@ -140,9 +138,9 @@ def test_a_disk_that_fails_in_the_middle_of_the_update_is_named_and_not_trained_
     made = engine("8-bit state on disk")
     made.step(batch(0))
     with monkeypatch.context() as patch:
-        patch.setattr("memfit.step.state_file.os", failing_once("pwritev")[0])
+        patch.setattr("memfit.storage.files.os", failing_once("pwritev")[0])
         with pytest.raises(
-            EngineError, match=r"failed half way \(cannot write the optimizer state in .*\(Input/output error\)\)"
+            EngineError, match=r"failed half way \(optimizer states could not be written to .*\(Input/output error\)"
         ):
             made.step(batch(1))
     with pytest.raises(EngineError, match="load the last snapshot"):
@@ -150,17 +148,25 @@ def test_a_disk_that_fails_in_the_middle_of_the_update_is_named_and_not_trained_
 
 
 @pytest.mark.parametrize(
-    ("technique", "reserved", "error", "sentence"),
+    ("technique", "reserved", "sentence"),
     [
-        ("swap", 0, EngineError, "make room, set MEMFIT_SWAP_DIR to another disk, or plan with a smaller host_budget"),
-        ("8-bit state on disk", 0, InputError, "make room there, set TMPDIR to a folder on another disk, or keep"),
-        ("streamed layers", 1, InfeasibleError, "free some disk space, or name a folder on a larger disk"),
-        ("streamed layers", 4, InfeasibleError, "free some disk space, or name a folder on a larger disk"),
+        (
+            "swap",
+            0,
+            "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan with a smaller host_budget",
+        ),
+        (
+            "8-bit state on disk",
+            0,
+            "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or keep the state",
+        ),
+        ("streamed layers", 1, "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without"),
+        ("streamed layers", 4, "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without"),
     ],
     ids=["swap", "state", "layers", "state of layers"],
 )
 def test_without_room_below_nothing_is_begun_and_the_model_is_whole(
-    technique: str, reserved: int, error: type[MemfitError], sentence: str, monkeypatch: pytest.MonkeyPatch
+    technique: str, reserved: int, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(technique)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -175,7 +181,7 @@ def test_without_room_below_nothing_is_begun_and_the_model_is_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(InfeasibleError, match=sentence):
             memfit.apply(planned(technique), model)
     assert calls == reserved + 1
     assert alike(dict(model.state_dict()), before)

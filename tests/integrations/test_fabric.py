@@ -103,7 +103,7 @@ def fit(**named: Any) -> memfit.Engine:
 
 
 def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     plain = fit(fabric=fabric())
     below = fit(fabric=fabric(), host_budget="64MiB", fixed={"state_place": "disk", "micro_batches": 1})
 

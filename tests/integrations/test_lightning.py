@@ -325,7 +325,7 @@ def test_what_keeps_a_batch_whole_is_told(make: Any, why: str) -> None:
 
 
 def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.lightning.FitToMemory("1GiB", host_budget="64MiB")
     trained(Module(), fitted)
     assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20

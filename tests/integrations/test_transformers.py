@@ -255,7 +255,7 @@ def test_a_resumed_run_goes_on_with_the_losses_of_one_that_was_not_stopped(train
 
 
 def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
     assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
     with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):

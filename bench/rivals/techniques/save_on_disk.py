@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit import batches
-from memfit.engine.swap import swap_folder
+from memfit.storage.folders import offload_folder
 from rivals.arrangement import Arrange, Loss
 from rivals.subjects import Built, Subject
 
@@ -32,7 +32,7 @@ class _File:
     """A tensor in a file, which goes with it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        with tempfile.NamedTemporaryFile(dir=swap_folder(), delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=offload_folder(), delete=False) as file:
             torch.save(tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor, file)
         self.path = Path(file.name)
 

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import threading
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Final
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,10 +11,7 @@ from memfit import dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.generator_states import GENERATOR_STATE
-from memfit.capture.present_machine import device_name
-from memfit.errors import InputError
-from memfit.values.machine import Link
-from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace, digest
+from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +31,6 @@ class Cost:
     made_bytes: tuple[int, ...] | None = None
     layouts: ResultLayouts | None = None
     measured: bool = True
-
-
-def cache_folder() -> Path:
-    """Where measured costs are kept: MEMFIT_CACHE_DIR, or memfit's folder in the user's cache."""
-    base = os.environ.get("MEMFIT_CACHE_DIR")
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
 
 
 def with_costs(
@@ -119,86 +102,3 @@ def other_bytes(device: torch.device, known: Iterable[torch.Tensor]) -> int:
         -(-s.nbytes() // 512) * 512 for s in dispatch.storages_of(t for t in known if t.device == device).values()
     )
     return max(0, torch.cuda.memory_allocated(device) - held)
-
-
-LINK_BYTES: Final = 64 << 20  # of a measured copy: what is shorter says more about caches than about the link
-LINK_PIECE_BYTES: Final = 8 << 20  # of a storage, as models have them
-LINK_ROUNDS: Final = 3  # the first makes the file's blocks; what else the disk does can only add
-LINK_FORMAT: Final = 1
-
-
-def lower_tier(device: torch.device, folder: Path) -> Link:
-    """The link to the tier below a present device, measured once and kept on disk: a GPU's to pinned host memory, a CPU's to the disk of a folder.
-
-    Args:
-        device: from which.
-        folder: on the disk that a CPU swaps to; kept apart by disk, as each has its own speed.
-    """
-    disk = 0 if device.type == "cuda" else folder.stat().st_dev
-    identity = digest(device_name(device), device.type, disk, torch.__version__, LINK_FORMAT)
-    path = cache_folder() / "links" / f"{identity}.json"
-    with suppress(OSError, ValueError, TypeError):
-        return Link(**json.loads(path.read_text()))
-    link = _host_link(device) if device.type == "cuda" else _disk_link(folder)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(link)))
-        temporary.replace(path)
-    return link
-
-
-def _disk_link(folder: Path) -> Link:
-    """Bandwidths of the disk itself: written through to it, and read with nothing of it in memory.
-
-    The page cache may be faster for as long as there is memory to spare, which is not what somebody has who swaps.
-    """
-    piece = memoryview(bytearray(os.urandom(1 << 20) * (LINK_PIECE_BYTES >> 20)))
-    offsets = range(0, LINK_BYTES, LINK_PIECE_BYTES)
-    try:
-        with tempfile.TemporaryFile(prefix="memfit-link-", dir=folder, buffering=0) as opened:
-            file = opened.fileno()
-            os.posix_fallocate(file, 0, LINK_BYTES)
-            down, up = [], []
-            for _ in range(LINK_ROUNDS):
-                begin = time.perf_counter()
-                for offset in offsets:
-                    os.pwrite(file, piece, offset)
-                os.fdatasync(file)
-                down.append(time.perf_counter() - begin)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                begin = time.perf_counter()
-                for offset in offsets:
-                    os.preadv(file, [piece], offset)
-                up.append(time.perf_counter() - begin)
-            times = []
-            for _ in range(10):
-                start = time.perf_counter()
-                worker = threading.Thread(target=os.pwrite, args=(file, piece[:1], 0))
-                worker.start()
-                worker.join()
-                times.append(time.perf_counter() - start)
-    except OSError as error:
-        raise InputError(
-            f"the disk to swap to cannot be measured: {folder} does not take {LINK_BYTES >> 20} MiB ({error.strerror}): set MEMFIT_SWAP_DIR to another folder"
-        ) from error
-    return Link("disk", LINK_BYTES / min(down), LINK_BYTES / min(up), sorted(times)[len(times) // 2])
-
-
-def _host_link(device: torch.device) -> Link:
-    below = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    above = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-
-    def seconds(target: torch.Tensor, source: torch.Tensor) -> float:
-        times = []
-        for _ in range(4):  # the first sets things up
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(float(start.elapsed_time(end)) / 1e3)
-        return min(times)
-
-    latency = seconds(below[:1], above[:1])
-    return Link("host", LINK_BYTES / seconds(below, above), LINK_BYTES / seconds(above, below), latency)

@@ -1,4 +1,4 @@
-"""A streamed step (`memfit.step.stream`) -> a Trace: the whole step, all micro-batches, as it runs.
+"""A streamed step (`memfit.streaming`) -> a Trace: the whole step, all micro-batches, as it runs.
 
 Nothing in it is planned storage by storage: what backward reads is made again by running blocks again, which is part of the step. So the trace has no saves
 and no pass that is repeated; it says what the bytes are. What autograd holds inside a block that runs again lives from when it is made until backward lets go.
@@ -19,8 +19,9 @@ from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource
 from memfit.garbage import uncollected
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import LayerStream, Watch
-from memfit.step.tiers import NoTier
+from memfit.storage.tiers import NoTier
+from memfit.streaming.stream import LayerStream
+from memfit.streaming.watch import Watch
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Phase, Save, Storage, Trace
 

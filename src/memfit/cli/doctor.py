@@ -128,7 +128,7 @@ def _control_group() -> tuple[int | None, int]:
 
 
 def disk() -> dict[str, Any]:
-    """The disk under the working folder, where snapshots and offloaded storages go, and how fast it takes them."""
+    """The disk under the working folder, where snapshots go, and how fast it takes them."""
     usage = shutil.disk_usage(Path.cwd())
     tier: dict[str, Any] = {
         "name": "disk",
@@ -209,14 +209,14 @@ def link(device: str) -> dict[str, Any]:
     """The link from a device to where it offloads, as plans use it: measured once and kept."""
     import torch
 
-    from memfit.capture.costs import lower_tier
-    from memfit.engine.swap import swap_folder
+    from memfit.storage.folders import offload_folder
+    from memfit.storage.links import link_below
 
     found: dict[str, Any] = {"device": device, "tier": "host" if device != "cpu" else "disk", "reason": None}
     if device == "cpu":
-        found["folder"] = str(swap_folder())
+        found["folder"] = str(offload_folder())
     try:
-        measured = lower_tier(torch.device(device), swap_folder())
+        measured = link_below(torch.device(device), offload_folder())
     except (
         InputError,
         RuntimeError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,8 @@ from memfit.errors import (
 from memfit.meter import Reading
 from memfit.step.device import device_of
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import LayerStream
+from memfit.storage.tiers import tier_below
+from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
@@ -53,9 +55,11 @@ class Engine:
         optimizer: over the model's parameters; None to compute gradients only.
         stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
         below: what makes room on the tiers below the device, for what the plan swaps; None for those that are there.
+        folder: for what is offloaded to disk; None for the one that is set.
 
     Attributes:
         stream: of a plan that streams layers; None else.
+        folder: as given.
         planner: makes a plan for a batch whose forward diverged from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
@@ -71,12 +75,14 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         stream: LayerStream | None = None,
         below: Makers | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.stream = stream
+        self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
@@ -87,7 +93,7 @@ class Engine:
         self._plans = PlanTable()
         self._history = History()
         self._transactions = Transactions(model)
-        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device))
+        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device, folder))
         self._executor = Executor(self._lower_tiers)
         self.add(plan)
 
@@ -97,8 +103,9 @@ class Engine:
         """Plan for one more signature of batch; the first one stays `plan`.
 
         Raises:
-            EngineError: the plan names a buffer that the model does not have, swaps more than a lower tier has room for, or streams other layers than
-                the plans before.
+            InfeasibleError: the plan offloads more than a lower tier has space for.
+            EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be made for
+                what it offloads.
         """
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
@@ -119,7 +126,7 @@ class Engine:
     def _stream_as(self, plan: Plan) -> None:
         path = plan.choices.streamed
         if path and self.stream is None and not self._plans:
-            self.stream = LayerStream(self.model, path)
+            self.stream = LayerStream(self.model, path, tier_below(self.device, self.folder))
         have = "" if self.stream is None else self.stream.blocks.path
         if path != have:
             raise EngineError(

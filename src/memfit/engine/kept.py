@@ -14,8 +14,9 @@ import torch
 
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import WriteCheck
-from memfit.engine.swap import Arena, Copy, LowerTiers
+from memfit.engine.swap import LowerTiers
 from memfit.errors import EngineError
+from memfit.storage.arenas import Arena, Copy
 
 LET_GO: Final = (
     "backward asked again for a tensor that was already let go. For a second backward through the same graph use "

@@ -8,7 +8,8 @@ from memfit.batches import Batch
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.meter import Reading
 from memfit.step.program import StepProgram
-from memfit.step.stream import WATCHED_BY_NOBODY, LayerStream, Watch
+from memfit.streaming.stream import LayerStream
+from memfit.streaming.watch import WATCHED_BY_NOBODY, Watch
 from memfit.values.report import StepRecord
 
 

@@ -24,7 +24,8 @@ from memfit import dispatch
 from memfit.errors import InputError
 from memfit.optimizers.elementwise import CODES, MOMENTS, Group, own_step, why_no_8bit, why_not_there
 from memfit.optimizers.formats import BLOCK, blocks, dequantise, quantise
-from memfit.step.keeping import Keeping, Part, Stretch, Workspace, flat, shaped
+from memfit.optimizers.memory_order import flat, shaped
+from memfit.optimizers.state_storage import StateSlice, StateStorage, StateTensor, Workspace
 
 # Elements updated at a time. On the CPU the workspace stays in the cache; on a GPU each chunk costs some twenty launches.
 CHUNK: Final[Mapping[str, int]] = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -43,13 +44,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: one of `MOMENTS`; its parameter groups, and state if it has any, are taken over. It is not to be used by itself any more.
         state_format: "32bit" (as the optimizer keeps it, to the bit) or "8bit" (`formats`).
-        state_place: "device", "host" (pinned memory, for parameters on a GPU) or "disk" (`StateFile`).
+        state_place: "device", "host" (pinned memory, for parameters on a GPU) or "disk" (a file without a name).
         in_32bit: patterns of parameters that keep 32 bits, such as "*embeddings": of the parameter's name or of a module it is in (`fnmatch`).
         names: parameters by name, for the patterns; None where the optimizer was given names, or `name` is called later.
-        folder: of the file; the folder for temporary files when None.
+        folder: of the file; None for the one that is set (MEMFIT_OFFLOAD_DIR).
 
     Raises:
-        InputError: the optimizer cannot be treated so, a pattern matches nothing, or there is no room on the disk.
+        InputError: the optimizer cannot be treated so, or a pattern matches nothing.
+        InfeasibleError: the disk has no space for the state.
     """
 
     def __init__(
@@ -90,10 +92,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if reason is not None:
             raise InputError(f"{reason}. Take another optimizer, or leave its state as it is")
         self.state_format, self.state_place = state_format, state_place
-        self._keeping = Keeping(state_place, self._folder)
+        self._storage = StateStorage(state_place, self._folder)
 
-    def rearrange(self, state_format: str, state_place: str) -> None:
-        """Keep the state otherwise from the first step on.
+    def rearrange(self, state_format: str, state_place: str, folder: str | Path | None = None) -> None:
+        """Keep the state otherwise from the first step on; on disk in this folder, where the optimizer was made with none of its own.
 
         Raises:
             InputError: as for a new one; or there is state already.
@@ -105,13 +107,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 f"the optimizer has state already, {self.state_format} on the {self.state_place}, and the plan wants it {state_format} on the {state_place}: "
                 "give apply() the function that makes the optimizer, then load the state into it"
             )
+        self._folder = self._folder if self._folder is not None else folder
         self._arrange(state_format, state_place)
 
     def name(self, names: Mapping[str, nn.Parameter]) -> None:
         """Tell the parameters' names, which `in_32bit` speaks of.
 
         Raises:
-            InputError: a pattern matches no parameter of this optimizer; or there is no room on the disk.
+            InputError: a pattern matches no parameter of this optimizer.
+            InfeasibleError: the disk has no space for the state.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         exempt: set[Tensor] = set()
@@ -128,7 +132,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _reserve(self) -> None:
         pairs = ((group, p) for group in self.param_groups for p in group["params"] if p.requires_grad)
-        self._keeping.reserve(
+        self._storage.reserve(
             [(p, part) for group, p in pairs if not self._as_ever(p) for part in self._parts(group, p)]
         )
 
@@ -176,7 +180,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._reserve()
         try:
             for parameter in fresh:  # room for all of it before anything is updated
-                self.state[parameter] = self._keeping.made(parameter, self._parts(group, parameter))
+                self.state[parameter] = self._storage.made(parameter, self._parts(group, parameter))
             if as_ever:
                 self._run(group, as_ever, self.state)
             workspaces = Workspace(), Workspace()
@@ -202,7 +206,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _update_in_chunks(self, group: Group, parameter: Tensor, workspace: Workspace, *, fresh: bool) -> None:
         assert parameter.grad is not None
         values, gradient = flat(parameter.detach(), parameter), flat(parameter.grad.detach(), parameter)
-        state, keeping = self.state[parameter], self._keeping
+        state, storage = self.state[parameter], self._storage
         packed = self._packed(parameter)
         computed = _computed_in(parameter.dtype) if packed else parameter.dtype
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
@@ -228,34 +232,34 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 part_gradient = buffer("gradient", count).copy_(part_gradient)
             lying = {
                 name: list(
-                    keeping.stretches(state, parameter, self._parts_of(name, parameter), start, stop, chunk, workspace)
+                    storage.slices(state, parameter, self._parts_of(name, parameter), start, stop, chunk, workspace)
                 )
                 for name in moments
             }
             own = {}
             if not fresh:
                 own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in shared.items()}
-                for name, stretches in lying.items():
-                    for stretch in stretches:
-                        keeping.load(state, parameter, stretch)
-                    own[name] = stretches[0].there
+                for name, slices in lying.items():
+                    for piece in slices:
+                        storage.load(state, parameter, piece)
+                    own[name] = slices[0].there
                     if packed:
-                        dequantise(*_both(stretches), buffer(name, padded), buffer("scratch", padded))
+                        dequantise(*_both(slices), buffer(name, padded), buffer("scratch", padded))
                         own[name] = buffer(name, count)
             part.grad = part_gradient
             states = defaultdict(dict, {part: own})
             self._run(group, [part], states)
             own, part.grad = states[part], None
-            for name, stretches in lying.items():
+            for name, slices in lying.items():
                 if packed:
                     held = "moment" if fresh else name
                     if fresh:
                         buffer(held, count).copy_(own.pop(name))  # it goes before there is anything else
-                    quantise(buffer(held, padded), count, *_both(stretches), buffer("scratch", padded))
+                    quantise(buffer(held, padded), count, *_both(slices), buffer("scratch", padded))
                 elif fresh:
-                    stretches[0].there.copy_(own[name])
-                for stretch in stretches:
-                    keeping.store(state, parameter, stretch)
+                    slices[0].there.copy_(own[name])
+                for piece in slices:
+                    storage.store(state, parameter, piece)
             if computed != parameter.dtype:
                 values[start:stop].copy_(part)
         for key, value in own.items():
@@ -285,12 +289,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Whether its state is as the optimizer itself keeps it, so that nothing need be cut into chunks."""
         return self.state_place == "device" and not self._packed(parameter)
 
-    def _parts_of(self, moment: str, parameter: Tensor) -> tuple[Part, ...]:
+    def _parts_of(self, moment: str, parameter: Tensor) -> tuple[StateTensor, ...]:
         if not self._packed(parameter):
-            return (Part(moment, parameter.dtype),)
-        return Part(f"{moment}_codes", CODES[moment]), Part(f"{moment}_scales", torch.float32, BLOCK)
+            return (StateTensor(moment, parameter.dtype),)
+        return StateTensor(f"{moment}_codes", CODES[moment]), StateTensor(f"{moment}_scales", torch.float32, BLOCK)
 
-    def _parts(self, group: Group, parameter: Tensor) -> list[Part]:
+    def _parts(self, group: Group, parameter: Tensor) -> list[StateTensor]:
         return [part for moment in MOMENTS[self.kind](group) for part in self._parts_of(moment, parameter)]
 
     # -- saving and loading --------------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state = self.state[parameter]
             readable = {key: value for key, value in state.items() if not _is_moment(value)}
             for part in self._parts(group, parameter):
-                whole = self._keeping.whole(state, parameter, part)
+                whole = self._storage.whole(state, parameter, part)
                 readable[part.name] = whole if self._packed(parameter) else shaped(whole, parameter)
             found["state"][index] = readable
         return found
@@ -337,7 +341,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in moments}
         else:
             self._reserve()
-            state = self._keeping.made(parameter, self._parts(group, parameter))
+            state = self._storage.made(parameter, self._parts(group, parameter))
         for key, value in saved.items():
             if not _is_moment(value):
                 where = parameter.device if on_device else "cpu"
@@ -358,10 +362,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             stop = min(start + chunk, parameter.numel())
             count, padded = stop - start, blocks(stop - start) * BLOCK
             taken = [given[0][start:stop], *(scales[start // BLOCK : blocks(stop)] for scales in given[1:])]
-            stretches = list(self._keeping.stretches(state, parameter, parts, start, stop, chunk, workspace))
+            slices = list(self._storage.slices(state, parameter, parts, start, stop, chunk, workspace))
             if packed is was_packed:
-                for stretch, value in zip(stretches, taken, strict=True):
-                    stretch.there.copy_(value)
+                for piece, value in zip(slices, taken, strict=True):
+                    piece.there.copy_(value)
             else:
                 moment, scratch = (
                     workspace.get(what, chunk, _computed_in(parameter.dtype), parameter)[:padded]
@@ -369,12 +373,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 )
                 if packed:
                     moment[:count].copy_(taken[0])
-                    quantise(moment, count, *_both(stretches), scratch)
+                    quantise(moment, count, *_both(slices), scratch)
                 else:
                     dequantise(taken[0].to(parameter.device), taken[1].to(parameter.device), moment, scratch)
-                    stretches[0].there.copy_(moment[:count])
-            for stretch in stretches:
-                self._keeping.store(state, parameter, stretch)
+                    slices[0].there.copy_(moment[:count])
+            for piece in slices:
+                self._storage.store(state, parameter, piece)
 
 
 def _chunk(parameter: Tensor) -> int:
@@ -382,9 +386,9 @@ def _chunk(parameter: Tensor) -> int:
     return min(CHUNK.get(parameter.device.type, CHUNK["cuda"]), max(1, blocks(parameter.numel())) * BLOCK)
 
 
-def _both(stretches: Sequence[Stretch]) -> tuple[Tensor, Tensor]:
+def _both(slices: Sequence[StateSlice]) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
-    codes, scales = stretches
+    codes, scales = slices
     return codes.there, scales.there
 
 

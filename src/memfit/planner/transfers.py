@@ -1,7 +1,7 @@
 """What a step moves between the device and the tier below by itself, whatever a plan swaps: optimizer state that lies there, and streamed layers.
 
-Worked out from the trace's seconds and the link's, in the order in which `memfit.step.stream` does things: its worker does one job after the other, and the
-computation waits for a layer that is not there yet. Printed before the first step; `memfit.step.hiding` says afterwards what a step really took.
+Worked out from the trace's seconds and the link's, in the order in which `memfit.streaming` does things: its worker does one job after the other, and the
+computation waits for a layer that is not there yet. Printed before the first step; `memfit.streaming.overlap` says afterwards what a step really took.
 """
 
 from __future__ import annotations

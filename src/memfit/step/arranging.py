@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,19 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.registry import BY_NAME
 
 
-def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Module) -> torch.optim.Optimizer:
+def arranged(
+    optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Module, folder: str | Path | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that runs under these choices.
 
     Args:
         optimizer: as the user's factory made it. What a `ChunkedOptimizer` of the user's own has besides the choices, it keeps.
         choices: whose techniques may ask for state elsewhere or otherwise.
         model: tells the parameters' names.
+        folder: for state on disk; None for the one that is set.
 
     Raises:
+        InfeasibleError: as for `ChunkedOptimizer`.
         InputError: as for `ChunkedOptimizer`; or the optimizer cannot be used under a technique.
     """
     settings: dict[str, Any] = {}
@@ -32,10 +37,10 @@ def arranged(optimizer: torch.optim.Optimizer, choices: Choices, model: nn.Modul
         settings.update(BY_NAME[name].optimizer_settings(setting))
     if isinstance(optimizer, ChunkedOptimizer):
         have = {"state_format": optimizer.state_format, "state_place": optimizer.state_place}
-        optimizer.rearrange(**{**have, **settings})
+        optimizer.rearrange(**{**have, **settings}, folder=folder)
     elif not settings:
         return optimizer
     else:
-        optimizer = ChunkedOptimizer(optimizer, **settings)
+        optimizer = ChunkedOptimizer(optimizer, **settings, folder=folder)
     optimizer.name(dict(model.named_parameters(remove_duplicate=False)))
     return optimizer

@@ -400,7 +400,7 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
     assert config.fit.budget is not None
     return api.plan(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config, assembly), device=device, progress=display.stage,
+        **plan_arguments(config, assembly), **_lower_tier(assembly), device=device, progress=display.stage,
     )  # fmt: skip
 
 

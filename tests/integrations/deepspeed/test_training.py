@@ -385,7 +385,7 @@ def test_state_on_nvme_lies_in_the_folder_that_is_named(tmp_path: Path, one_thre
 def test_what_lies_on_nvme_counts_on_the_tier_where_the_disk_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     below = {"device": "nvme", "nvme_path": str(tmp_path)}
     door = from_deepspeed(
         whole(optimizer=torch_adam("AdamW"), zero_optimization={"stage": 2, "offload_optimizer": below})

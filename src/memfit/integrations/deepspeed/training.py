@@ -96,8 +96,8 @@ class FromDeepSpeed:
 
     @property
     def lower_tier(self) -> str | None:
-        """Folder for parameters that lie on the disk; None where none is named."""
-        return self._folder("offload_param")
+        """Folder for what lies on the disk, parameters or else optimizer state; None where none is named."""
+        return self._folder("offload_param") or self._folder("offload_optimizer")
 
     def plan(
         self,
@@ -131,7 +131,8 @@ class FromDeepSpeed:
         said = self._arguments(model, sample, allow, fixed)
         made = api.plan(
             model, sample, loss_fn, budget, factory,
-            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress, **said,
+            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress,
+            lower_tier=self.lower_tier, **said,
         )  # fmt: skip
         return replace(made, notes=(*made.notes, *self._told()))
 

@@ -15,8 +15,8 @@ import torch
 import memfit
 from memfit.errors import EngineError, InfeasibleError
 from memfit.step.program import StepProgram
-from memfit.step.stream import LayerStream
-from memfit.step.tiers import DiskTier
+from memfit.storage.tiers import DiskTier
+from memfit.streaming.stream import LayerStream
 from models.transformer import build_gpt
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "beyond_memory.py"
@@ -49,7 +49,7 @@ def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="name a folder that exists"):
+    with pytest.raises(EngineError, match="set MEMFIT_OFFLOAD_DIR to a folder that exists"):
         DiskTier(tmp_path / "nowhere")
 
 
@@ -58,7 +58,7 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path: 
     kept = tier.reserve(4096)
     tier.write(kept, torch.arange(1024, dtype=torch.int32))
     asked = 1 << 55
-    with pytest.raises(InfeasibleError, match="free some disk space") as caught:
+    with pytest.raises(InfeasibleError, match="make room there") as caught:
         tier.reserve(asked)
 
     assert caught.value.minimum_bytes == asked + 4096
@@ -78,9 +78,9 @@ def test_a_file_cut_under_the_run_ends_it_with_a_reason(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
     stream, program, sample = stream_of(tier)
     stream.step(program, [sample], [None])
-    os.ftruncate(tier._file, 8192)
+    os.ftruncate(tier._file._file, 8192)
     for _ in range(2):  # and no later step goes on from there
-        with pytest.raises(EngineError, match="too early: something cut it while it was in use"):
+        with pytest.raises(EngineError, match="something cut it while it was in use: load the last snapshot"):
             stream.step(program, [sample], [None])
 
 
@@ -91,8 +91,8 @@ def test_a_disk_that_fails_under_the_run_ends_it_with_a_reason(tmp_path: Path, m
     def failing(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("memfit.step.tiers.os", SimpleNamespace(**{**vars(os), "pwritev": failing}))
-    with pytest.raises(EngineError, match=r"could not write .* \(No space left on device\)"):
+    monkeypatch.setattr("memfit.storage.files.os", SimpleNamespace(**{**vars(os), "pwritev": failing}))
+    with pytest.raises(EngineError, match=r"could not be written .* \(No space left on device\)"):
         stream.step(program, [sample], [None])
     assert stream.updating
 
@@ -106,7 +106,7 @@ def test_the_engine_says_that_a_failed_write_left_half_a_step(tmp_path: Path, mo
     def failing(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("memfit.step.tiers.os", SimpleNamespace(**{**vars(os), "pwritev": failing}))
+    monkeypatch.setattr("memfit.storage.files.os", SimpleNamespace(**{**vars(os), "pwritev": failing}))
     for _ in range(2):
         with pytest.raises(EngineError, match="failed half way"):
             engine.step(sample)

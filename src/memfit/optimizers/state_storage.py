@@ -1,4 +1,4 @@
-"""Where optimizer state lies between updates: as flat tensors on the device or in pinned host memory, or in a file; brought to the device by stretches."""
+"""Where optimizer state lies between updates: as flat tensors on the device or in pinned host memory, or in a file; brought to the device slice by slice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.optimizers.formats import blocks
-from memfit.step.state_file import StateFile
+from memfit.storage.files import OPTIMIZER_STATE, DiskFile
+from memfit.storage.pinned import empty_on_host
+from memfit.storage.raw_bytes import memory_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StateTensor:
     """One flat tensor of a parameter's state.
 
     Attributes:
@@ -35,16 +37,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A stretch of one flat tensor of state.
+class StateSlice:
+    """A slice of one flat tensor of state.
 
     Attributes:
-        part, first, last: which.
+        of, first, last: which.
         there: on the device, where it is worked on; the state itself where that lies there.
         staged: in host memory, where a file is read to and written from.
     """
 
-    part: Part
+    of: StateTensor
     first: int
     last: int
     there: Tensor
@@ -71,31 +73,28 @@ class Workspace:
 
 def _empty(like: Tensor, length: int, dtype: torch.dtype, *, host: bool) -> Tensor:
     # Made from the parameter, so that beside a fake one nothing is allocated.
-    if not host:
-        return like.new_empty((length,), dtype=dtype)
-    pinned = like.is_cuda and not isinstance(like, FakeTensor)
-    return like.new_empty((length,), dtype=dtype, device="cpu", pin_memory=pinned)
+    return empty_on_host(like, length, dtype) if host else like.new_empty((length,), dtype=dtype)
 
 
-class Keeping:
+class StateStorage:
     """The state of an optimizer's parameters in one place.
 
     Args:
         place: "device", "host" or "disk".
-        folder: of the file; the folder for temporary files when None.
+        folder: of the file; the one that is set when None.
     """
 
     def __init__(self, place: str, folder: str | Path | None = None) -> None:
         self.place = place
         self._folder = folder
-        self._file: StateFile | None = None
+        self._file: DiskFile | None = None
         self._offsets: dict[tuple[Tensor, str], int] = {}
 
-    def reserve(self, wanted: Sequence[tuple[Tensor, Part]]) -> None:
+    def reserve(self, wanted: Sequence[tuple[Tensor, StateTensor]]) -> None:
         """Space on the disk, taken at once, for what has none yet; nothing elsewhere.
 
         Raises:
-            InputError: there is no room.
+            InfeasibleError: there is none.
         """
         if self.place != "disk":
             return
@@ -107,31 +106,31 @@ class Keeping:
         if not new:
             return
         if self._file is None:
-            self._file = StateFile(self._folder)
+            self._file = DiskFile(OPTIMIZER_STATE, self._folder)
         sizes = [part.length(parameter.numel()) * part.dtype.itemsize for parameter, part in new]
         offset = self._file.reserve(sum(sizes))
         for (parameter, part), size in zip(new, sizes, strict=True):
             self._offsets[parameter, part.name] = offset
             offset += size
 
-    def made(self, parameter: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
+    def made(self, parameter: Tensor, parts: Sequence[StateTensor]) -> dict[str, Any]:
         """New state of a parameter, contents undefined, as the optimizer's `state` is to list it."""
         if self.place == "disk":
             return {}
         host = self.place == "host"
         return {p.name: _empty(parameter, p.length(parameter.numel()), p.dtype, host=host) for p in parts}
 
-    def stretches(
+    def slices(
         self,
         state: dict[str, Any],
         parameter: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[StateTensor],
         start: int,
         stop: int,
         chunk: int,
         workspace: Workspace,
-    ) -> Iterator[Stretch]:
-        """The stretches of these parts that belong to elements [start, stop) of a parameter; `chunk` is the largest number at a time."""
+    ) -> Iterator[StateSlice]:
+        """The slices of these tensors that belong to elements [start, stop) of a parameter; `chunk` is the largest number at a time."""
         for part in parts:
             first, last = start // part.per, part.length(stop)
             if self.place == "device":
@@ -142,59 +141,39 @@ class Keeping:
                 if self.place == "disk" and parameter.is_cuda:
                     staged = workspace.get(f"{part.name} staged", longest, part.dtype, parameter, host=True)
                     staged = staged[: last - first]
-            yield Stretch(part, first, last, there, staged)
+            yield StateSlice(part, first, last, there, staged)
 
-    def load(self, state: dict[str, Any], parameter: Tensor, stretch: Stretch) -> None:
-        """Bring a stretch to the device."""
+    def load(self, state: dict[str, Any], parameter: Tensor, piece: StateSlice) -> None:
+        """Bring a slice to the device."""
         if self.place == "host":
-            stretch.there.copy_(state[stretch.part.name][stretch.first : stretch.last], non_blocking=True)
+            piece.there.copy_(state[piece.of.name][piece.first : piece.last], non_blocking=True)
         elif self.place == "disk" and not isinstance(parameter, FakeTensor):
             assert self._file is not None
-            self._file.read(stretch.staged, self._offset(parameter, stretch))
-            if stretch.staged is not stretch.there:
-                stretch.there.copy_(stretch.staged)
+            self._file.read(memory_of(piece.staged), self._offset(parameter, piece))
+            if piece.staged is not piece.there:
+                piece.there.copy_(piece.staged)
 
-    def store(self, state: dict[str, Any], parameter: Tensor, stretch: Stretch) -> None:
+    def store(self, state: dict[str, Any], parameter: Tensor, piece: StateSlice) -> None:
         """Inverse of `load`."""
         if self.place == "host":
-            state[stretch.part.name][stretch.first : stretch.last].copy_(stretch.there, non_blocking=True)
+            state[piece.of.name][piece.first : piece.last].copy_(piece.there, non_blocking=True)
         elif self.place == "disk" and not isinstance(parameter, FakeTensor):
             assert self._file is not None
-            if stretch.staged is not stretch.there:
-                stretch.staged.copy_(stretch.there)
-            self._file.write(stretch.staged, self._offset(parameter, stretch))
+            if piece.staged is not piece.there:
+                piece.staged.copy_(piece.there)
+            self._file.write(memory_of(piece.staged), self._offset(parameter, piece))
 
-    def _offset(self, parameter: Tensor, stretch: Stretch) -> int:
-        return self._offsets[parameter, stretch.part.name] + stretch.first * stretch.part.dtype.itemsize
+    def _offset(self, parameter: Tensor, piece: StateSlice) -> int:
+        return self._offsets[parameter, piece.of.name] + piece.first * piece.of.dtype.itemsize
 
-    def whole(self, state: dict[str, Any], parameter: Tensor, part: Part) -> Tensor:
+    def whole(self, state: dict[str, Any], parameter: Tensor, part: StateTensor) -> Tensor:
         """All of a part as a flat tensor in memory: to be read, not written."""
         if self.place != "disk":
             found: Tensor = state[part.name]
             if self.place == "host" and parameter.is_cuda:
-                torch.cuda.synchronize(parameter.device)  # its last stretches may still be on the way
+                torch.cuda.synchronize(parameter.device)  # its last slices may still be on the way
             return found
         read = torch.empty(part.length(parameter.numel()), dtype=part.dtype)
         assert self._file is not None
-        self._file.read(read, self._offsets[parameter, part.name])
+        self._file.read(memory_of(read), self._offsets[parameter, part.name])
         return read
-
-
-# -- parameters as flat tensors ----------------------------------------------------------------------------------------------
-
-
-def order_of(tensor: Tensor) -> list[int]:
-    """The dimensions in the order of memory, outermost first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda d: -int(strides[d]) if tensor.shape[d] > 1 else 0)
-
-
-def flat(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor of a parameter's shape in the order of the parameter's memory: a view where it is laid out alike and without gaps, else a copy."""
-    return tensor.permute(order_of(parameter)).reshape(-1)
-
-
-def shaped(values: Tensor, parameter: Tensor) -> Tensor:
-    """Inverse of `flat`, as a view."""
-    order = order_of(parameter)
-    return values.view([parameter.shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])

@@ -21,7 +21,7 @@ from memfit.step.autocast import Autocast
 
 
 class _AbandonedError(BaseException):
-    """Raised inside a strand that shall not go on; never seen outside."""
+    """Raised inside a micro-batch that shall not go on; never seen outside."""
 
 
 class Onlooker(Protocol):
@@ -57,8 +57,8 @@ class _Surroundings:
             yield
 
 
-class _Strand:
-    """One body in a thread of its own, which runs only between `resume` and its own next `wait`."""
+class _MicroBatch:
+    """The forward of one micro-batch in a thread of its own, which runs only between `resume` and its own next `wait`."""
 
     def __init__(
         self, body: Callable[[], Any], surroundings: _Surroundings, seed: int | None, onlooker: Onlooker
@@ -74,7 +74,7 @@ class _Strand:
         self._surroundings = surroundings
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="memfit-strand", daemon=True)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="memfit micro-batch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -86,7 +86,7 @@ class _Strand:
                     self.result = self._body()
         except _AbandonedError:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised again where the strands are run
+        except BaseException as error:  # noqa: BLE001 - raised again where they are run
             self.error = error
         finally:
             self.done = True
@@ -101,7 +101,7 @@ class _Strand:
         self._onlooker.enter_thread()
 
     def enter_generators(self, device: torch.device) -> None:
-        """The default generators go on where this strand left them."""
+        """The default generators go on where this micro-batch left them."""
         if self.states:
             generators.put_back(self.states, device)
             self.states = ()
@@ -128,10 +128,10 @@ class _Strand:
         self._thread.join()
 
 
-class Strands:
-    """Bodies that take turns; a single one runs where it is, without a thread.
+class Interleaving:
+    """Forwards of micro-batches that take turns; a single one runs where it is, without a thread.
 
-    With one body, random numbers are drawn as if there were no strands. With several, the first draws from the default generators, and each other from
+    With one, random numbers are drawn as if there were no turns. With several, the first draws from the default generators, and each other from
     generators seeded from their state and its own number.
 
     Args:
@@ -140,7 +140,7 @@ class Strands:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._running: _Strand | None = None
+        self._running: _MicroBatch | None = None
 
     def run(self, bodies: Sequence[Callable[[], Any]], onlooker: Onlooker) -> list[Any]:
         """Run them all; what they return. The first error of any of them ends the others and is raised."""
@@ -150,28 +150,30 @@ class Strands:
         seeds = [None, *(generators.derived_seed(before, i) for i in range(1, len(bodies)))]
         del before
         surroundings = _Surroundings(self._device)
-        strands = [_Strand(body, surroundings, seed, onlooker) for body, seed in zip(bodies, seeds, strict=True)]
+        micro_batches = [
+            _MicroBatch(body, surroundings, seed, onlooker) for body, seed in zip(bodies, seeds, strict=True)
+        ]
         try:
-            while any(not strand.done for strand in strands):
-                for strand in strands:
-                    if strand.done:
+            while any(not micro_batch.done for micro_batch in micro_batches):
+                for micro_batch in micro_batches:
+                    if micro_batch.done:
                         continue
-                    strand.enter_generators(self._device)
-                    self._running = strand
-                    strand.resume()
+                    micro_batch.enter_generators(self._device)
+                    self._running = micro_batch
+                    micro_batch.resume()
                     self._running = None
-                    if not strand.done or strand is strands[0]:
-                        strand.states = generators.taken(self._device)
-                    if strand.error is not None:
-                        raise strand.error
+                    if not micro_batch.done or micro_batch is micro_batches[0]:
+                        micro_batch.states = generators.taken(self._device)
+                    if micro_batch.error is not None:
+                        raise micro_batch.error
         finally:
-            if self._running is not strands[0]:
-                strands[0].enter_generators(self._device)
-            for strand in strands:
-                if not strand.done:
-                    strand.abandon(running=strand is self._running)
+            if self._running is not micro_batches[0]:
+                micro_batches[0].enter_generators(self._device)
+            for micro_batch in micro_batches:
+                if not micro_batch.done:
+                    micro_batch.abandon(running=micro_batch is self._running)
             self._running = None
-        return [strand.result for strand in strands]
+        return [micro_batch.result for micro_batch in micro_batches]
 
     def wait(self) -> None:
         """Called inside a body, at a place that each passes: goes on when all others have come as far."""

@@ -1,4 +1,4 @@
-"""Do the transfers of layer streaming hide behind computation? Worked out from what one step took, never from a data sheet.
+"""Do the transfers of layer streaming overlap with computation, so that they hide behind it? Worked out from what one step took, never from a data sheet.
 
 In forward a layer of P parameters, w bytes each, is read over a link of B bytes/s while another computes 2PT operations for T tokens at F FLOP/s: it
 hides where T >= wF/2B. In backward the worker has to bring the optimizer's state, update (M seconds a layer), write both back and read the next layer,
@@ -8,6 +8,9 @@ while a layer runs forward and backward again, 6PT operations. Measured seconds 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -44,9 +47,17 @@ class Measured:
         self.backward_seconds = self.backward_seconds or [0.0] * self.layers
 
 
+@contextmanager
+def timed(seconds: list[float], index: int) -> Iterator[None]:
+    """Add the seconds that the block takes, unless it fails."""
+    started = time.perf_counter()
+    yield
+    seconds[index] += time.perf_counter() - started
+
+
 @dataclass(frozen=True, slots=True)
-class Hiding:
-    """Whether transfers hide, and from how many tokens on they would.
+class Overlap:
+    """Whether transfers overlap with computation, and from how many tokens on they would.
 
     Attributes:
         tokens: that went through a layer in the step measured.
@@ -81,12 +92,12 @@ class Hiding:
         )
 
 
-def hiding(measured: Measured) -> Hiding:
-    """What one step says about hiding; of a step in which every layer was read."""
+def overlap(measured: Measured) -> Overlap:
+    """What one step says about overlap; of a step in which every layer was read."""
     read, behind = _median(measured.read_seconds), _median(measured.behind_seconds)
     forward = _median([s for s in measured.forward_seconds if s])
     backward = _median([s for s in measured.backward_seconds if s])
-    return Hiding(
+    return Overlap(
         measured.tokens,
         _needed(measured.tokens, read, forward),
         _needed(measured.tokens, read + behind, backward),

@@ -23,9 +23,10 @@ from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
-from memfit.step.filling import filled, from_tensors, reset
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.step.stream import LayerStream, Watch
+from memfit.streaming.initialisation import filled, from_tensors, reset
+from memfit.streaming.stream import LayerStream
+from memfit.streaming.watch import Watch
 from memfit.techniques.choices import Choices
 from memfit.techniques.layer_streaming.blocks import blocks_at
 from models import huggingface

@@ -1,0 +1,51 @@
+"""Which folder on disk is used: one for what is offloaded, one for what has been measured.
+
+What is offloaded to disk (activations, streamed layers, optimizer state) lies in one folder, and the speed and the free space that a plan counts on are
+that folder's. A caller may name it (`lower_tier=` of `memfit.apply`); else the setting does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Final
+
+SETTING: Final = "MEMFIT_OFFLOAD_DIR"
+FORMER_SETTING: Final = "MEMFIT_SWAP_DIR"
+
+_told: set[str] = set()
+
+
+def offload_folder(named: str | Path | None = None) -> Path:
+    """The folder for what is offloaded to disk.
+
+    The first that exists of: MEMFIT_OFFLOAD_DIR, MEMFIT_SWAP_DIR (its former name), TMPDIR, and /var/tmp, which unlike /tmp is nowhere kept in memory.
+
+    Args:
+        named: by the caller, whose word counts whatever is set; also where there is no such folder, so that nothing lands on another disk unsaid.
+    """
+    if named is not None:
+        return Path(named)
+    for setting in (SETTING, FORMER_SETTING, "TMPDIR"):
+        folder = os.environ.get(setting)
+        if folder and Path(folder).is_dir():
+            if setting == FORMER_SETTING and setting not in _told:
+                _told.add(setting)
+                warnings.warn(f"{FORMER_SETTING} is now called {SETTING}: set that", DeprecationWarning, stacklevel=2)
+            return Path(folder)
+    lasting = Path("/var/tmp")  # noqa: S108 - files there have no name
+    return lasting if lasting.is_dir() else Path(tempfile.gettempdir())
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: MEMFIT_CACHE_DIR, or memfit's folder in the user's cache."""
+    base = os.environ.get("MEMFIT_CACHE_DIR")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"

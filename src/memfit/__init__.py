@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from memfit import lightning as lightning
     from memfit import transformers as transformers
-    from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
+    from memfit.api import apply, fit, frontier, measure, plan, recompute, record
     from memfit.dialects.deepspeed.training import from_deepspeed
     from memfit.engine import Engine
     from memfit.errors import (
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
         SnapshotError,
         SplitError,
     )
+    from memfit.planning import replan, smallest_budget
     from memfit.step.lion import Lion
     from memfit.step.optimizers import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.trackers import Tracker, tracker
+    from memfit.values.bundle import TraceBundle
     from memfit.values.machine import Machine
     from memfit.values.plan import Plan
     from memfit.values.trace import Trace
@@ -61,6 +63,7 @@ __all__ = [
     "SnapshotError",
     "SplitError",
     "Trace",
+    "TraceBundle",
     "Tracker",
     "apply",
     "eight_bit",
@@ -72,11 +75,13 @@ __all__ = [
     "recompute",
     "record",
     "replan",
+    "smallest_budget",
     "tracker",
 ]
 
 _HOME: Final = {
-    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
+    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record"), "memfit.api"),
+    **dict.fromkeys(("replan", "smallest_budget"), "memfit.planning"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.step.optimizers"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
@@ -84,6 +89,7 @@ _HOME: Final = {
     "Machine": "memfit.values.machine",
     "Plan": "memfit.values.plan",
     "Trace": "memfit.values.trace",
+    "TraceBundle": "memfit.values.bundle",
     "from_deepspeed": "memfit.dialects.deepspeed.training",
 }
 

@@ -13,6 +13,7 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script import compile_script
 from memfit.planner.timeline import Timeline
+from memfit.planning import planning_of
 from memfit.values.machine import Link
 from memfit.values.trace import Trace
 
@@ -42,7 +43,7 @@ def forced(
 ) -> tuple[memfit.Plan, Trace]:
     """A plan that swaps as it is told, not as it pays."""
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
-    search = plain.runtime.search
+    search = planning_of(plain)
     trace = search.solver(parts).trace
     recipes = Recipes(trace, link)
     reruns = choice(recipes)

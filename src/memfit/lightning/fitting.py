@@ -31,15 +31,16 @@ from memfit.engine.engine import counting_parts
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.lightning.logged import Calls, unlogged
 from memfit.lightning.refused import refuse, why_not_divided
+from memfit.lower_tiers import requested
 from memfit.meter import metered
-from memfit.planner.search import doubled_up_to
-from memfit.searching import Budget
+from memfit.planner.solvers import doubled_up_to
+from memfit.progress import Progress
 from memfit.step.optimizers import alike
-from memfit.tracing import Progress
 from memfit.train import state
-from memfit.train.window import FIXED, largest_samples, plan_window
+from memfit.train.window import FIXED, Window, largest_samples, plan_window
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+from memfit.values.request import Budget
 
 CHOICES: Final = ("loss_chunks", "micro_batches")  # of a plan for Lightning, the user's to fix
 
@@ -171,27 +172,29 @@ class FitToMemory(Callback):  # type: ignore[misc]  # lightning is not followed 
         optimizer = trainer.optimizers[0]
         norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
         try:
-            made = plan_window(
+            window = Window(
                 module,
                 batch,
                 loss_fn,
-                self.budget,
                 alike(optimizer, module),
                 accumulated=accumulated,
                 divisors=self._divisors(size, accumulated),
                 one_by_one=True,
                 why_whole=lambda: whole,
+            )
+            request = requested(
+                module,
+                budget=self.budget,
                 host_budget=self.host_budget,
                 disk_budget=self.disk_budget,
-                allow=(),
                 fixed={
                     **FIXED,
                     "state_format": "32bit",
                     **{n: v for n, v in self.fixed.items() if n != "micro_batches"},
                 },
                 clip_norm=norm or None,
-                progress=self.progress,
             )
+            made = plan_window(window, request, self.progress)
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
         engine = api.apply(made, module, loss_fn, optimizer)

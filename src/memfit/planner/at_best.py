@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from memfit.planner.head import head_of
 from memfit.planner.prices import Solver
-from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
+from memfit.planner.transfers import block_seconds, state_transfers
+from memfit.values.bundle import StreamedLayer
 from memfit.values.machine import Link
 from memfit.values.trace import Category, Phase
 

@@ -22,15 +22,16 @@ from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
 from memfit.errors import BatchError, InputError
+from memfit.lower_tiers import requested
 from memfit.meter import metered
-from memfit.searching import Budget
+from memfit.progress import Progress
 from memfit.step.optimizers import alike
-from memfit.tracing import Progress
-from memfit.train.window import FIXED, divisors_of, parts_weights, plan_window
+from memfit.train.window import FIXED, Window, divisors_of, parts_weights, plan_window
 from memfit.transformers.refused import refuse
 from memfit.transformers.sample import ITEMS, largest_window, samples_of
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+from memfit.values.request import Budget
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -130,22 +131,25 @@ class FitToMemory(TrainerCallback):  # type: ignore[misc]  # transformers has no
         self._trainer = trainer
         sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
         optimizer = trainer.create_optimizer()
-        made = plan_window(
+        window = Window(
             model,
             sample,
             self._loss,
-            self.budget,
             alike(optimizer, model),
             accumulated=accumulated,
             divisors=self._divisors(trainer),
+        )
+        request = requested(
+            model,
+            budget=self.budget,
             host_budget=self.host_budget,
             disk_budget=self.disk_budget,
             allow=self.allow,
             fixed={**FIXED, **(self.fixed or {})},
             # The norm is computed even where nothing is clipped: it is logged.
             clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
-            progress=self.progress,
         )
+        made = plan_window(window, request, self.progress)
         engine = api.apply(made, model, optimizer=optimizer)
         api.rehearsed(engine, sample, self.progress)
         self.engine = engine

@@ -19,9 +19,8 @@ from typing import Any, Final
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.values.choices import Choices
-from memfit.values.machine import Link
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 BEFORE_STEP: Final = -1
 
 
@@ -146,7 +145,6 @@ class Trace:
         transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
         waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
-        lower_tier: to the tiers below that plans from this trace may swap to, with the room that is left there; None for none.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -172,7 +170,6 @@ class Trace:
     waited_seconds: float = 0.0
     torch_version: str = ""
     drawn_bytes: tuple[tuple[int, ...], ...] = ()
-    lower_tier: Link | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -232,10 +229,9 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        apart = {"operations", "storages", "saves", "choices", "lower_tier"}
+        apart = {"operations", "storages", "saves", "choices"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        tier = None if self.lower_tier is None else asdict(self.lower_tier)
-        return {**scalars, "choices": asdict(self.choices), "lower_tier": tier, **rows, "names": list(names)}
+        return {**scalars, "choices": asdict(self.choices), **rows, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
@@ -246,7 +242,13 @@ class Trace:
         """
         if not isinstance(data, Mapping) or data.get("format_version") != FORMAT_VERSION:
             have = data.get("format_version") if isinstance(data, Mapping) else type(data).__name__
-            raise PlanFileError(f"this trace has format {have!r}, this memfit reads {FORMAT_VERSION}: capture it again")
+            if isinstance(data, Mapping) and data.get("memfit") == "bundle":
+                raise PlanFileError(
+                    "this is a trace bundle, not a single trace: read it with memfit.TraceBundle.load(path)"
+                )
+            raise PlanFileError(
+                f"this trace has format {have!r}, this memfit reads {FORMAT_VERSION}: capture it again with memfit.record(...).save(path)"
+            )
         try:
             names = data["names"]
             ops, sts, svs = data["operations"], data["storages"], data["saves"]
@@ -299,7 +301,6 @@ class Trace:
                     "notes",
                     "changed_buffers",
                     "drawn_bytes",
-                    "lower_tier",
                 }
             }
             return cls(
@@ -311,7 +312,6 @@ class Trace:
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 drawn_bytes=drawn,
-                lower_tier=Link.from_json(data["lower_tier"]),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

@@ -1,0 +1,235 @@
+"""What one model, batch and optimizer offer under a request, and whether they can honour it: the bundle that planning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from memfit import lower_tiers
+from memfit.capture.source import TraceSource
+from memfit.errors import InputError, SplitError
+from memfit.planner.by_hand import Placement
+from memfit.planner.head import LossHead, head_of, sets_peak
+from memfit.planner.timeline import Timeline
+from memfit.planner.ways import Offers, ways
+from memfit.planning import Planning
+from memfit.step.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.step.freeze import frozen, frozen_parts
+from memfit.step.optimizers import offered
+from memfit.step.precision import why_not_scaled
+from memfit.step.program import OptimizerFactory
+from memfit.units import format_bytes
+from memfit.values.bundle import StreamedLayer, TraceBundle
+from memfit.values.choices import Choices
+from memfit.values.machine import Link
+from memfit.values.request import Request
+from memfit.values.topology import Topology
+from memfit.values.trace import Category
+
+SLOTS: Final = 2  # layers that are on the device while others are streamed
+OF_OPTIMIZERS: Final = ("state_format", "state_place", "update")  # choices that only the optimizer can refuse
+
+
+def planning_for(source: TraceSource, request: Request, placement: Placement | None = None) -> Planning:
+    """What makes the plans for this model, batch and request.
+
+    Args:
+        source: of the traces; several requests may share it.
+        request: what the user asked.
+        placement: of recomputation, where the user does it by hand.
+
+    Raises:
+        SplitError: a number of micro-batches was fixed and the batch does not split.
+        InputError, CaptureError: as for `memfit.plan`.
+    """
+    return Planning(offered_bundle(source, request), source, placement)
+
+
+def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
+    """What planning starts from: the request held against model, batch and optimizer, what they offer under it, and the trace of the baseline.
+
+    Raises:
+        SplitError, InputError, CaptureError: as for `planning_for`.
+    """
+    model, fixed, freeze = source.model, request.fixed, request.freeze
+    micro_batches = _micro_batches(fixed, source.samples)
+    parts = frozen_parts(model, freeze) if freeze else ()
+    lower_tiers.check(source.machine, request)
+    optimizers = _optimizer_offers(model, source.optimizer, freeze)
+    # What the optimizer cannot have is said before anything is captured.
+    ways(optimizers, fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS})
+    weighting = None
+    if micro_batches is not None and micro_batches > 1:
+        weighting = source.weighting(freeze)
+        if weighting.weights is None:
+            raise SplitError(
+                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave it out, or use a model that treats samples apart'
+            )
+    topology = Topology.single(source.machine, lower_tiers.measured_links(source.here, source.machine, request))
+    below = lower_tiers.opened(topology, request)
+    choices = Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze))
+    plain = source.trace_of(choices)
+    timeline = Timeline(plain)
+    head = head_of(timeline)
+    state = plain.bytes_of(Category.OPTIMIZER_STATE)
+    layers = _streamable(source, below, freeze, fixed.get("streamed"))
+    _check_free_space(source, request, below, layers)
+    offers = _offers(model, optimizers, timeline, head, fixed, below, layers)
+    clips = request.clip_norm is not None
+    possible, refused = ways(offers, allow=request.allow, freeze=freeze, fixed=fixed, clips=clips)
+    given = request.host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
+    if given and not any(way.streamed or way.state_place != "device" for way in possible):
+        assert request.host_budget is not None
+        no_room = f"host_budget={request.host_budget.given!r} has no room for its {format_bytes(state)}"
+        why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
+        refused = (*refused, f"optimizer state on the tier below: {why}")
+    chunks = fixed.get("loss_chunks", 1)
+    if head is not None and chunks > 1:
+        found = head_of(Timeline(source.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
+        if found is not None and found.rows == head.rows:
+            raise InputError(
+                f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
+                "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
+            )
+    return TraceBundle(
+        request,
+        topology,
+        source.samples,
+        possible,
+        refused,
+        lower_tier=below,
+        state_bytes=state,
+        layers=layers,
+        frozen=parts,
+        weighting=weighting,
+        traces={choices: plain},
+    )
+
+
+def _check_free_space(
+    source: TraceSource, request: Request, below: Link | None, layers: Sequence[StreamedLayer]
+) -> None:
+    """See that what the user wants to be kept on a lower tier finds space in what he gives of it."""
+    fixed, given = request.fixed, request.host_budget
+    place = fixed.get("state_place", "device")
+    if given is None:
+        return
+    host = f"host_budget={given.given!r}"
+    if fixed.get("streamed"):
+        needed = _lying_bytes(layers, request.clip_norm)
+        _check_room(host, below, needed, "layers and optimizer state", "plan without streaming")
+    elif place != "device":
+        tier = next((link for link in (below.chain if below is not None else ()) if link.tier == place), None)
+        needed = source.state_bytes(request.freeze, fixed.get("state_format", "32bit"))
+        if below is None or tier is below:
+            _check_room(host, below, needed, "optimizer state", "keep the state on the device")
+        elif tier is not None:  # else nobody said how much of the disk may be used
+            assert request.disk_budget is not None
+            disk = f"disk_budget={request.disk_budget.given!r}"
+            _check_room(disk, tier, needed, "optimizer state", "keep the state on the device")
+
+
+def _streamable(
+    source: TraceSource, below: Link | None, freeze: Sequence[str], asked: Any
+) -> tuple[StreamedLayer, ...]:
+    """The layers that the user wants streamed, or that could be; none where there is nothing to gain or no room below."""
+    if isinstance(asked, str) and asked:
+        return source.layers(Choices(frozen=tuple(freeze), streamed=blocks_at(source.model, asked).path))
+    if asked is not None or below is None or source.optimizer is None:
+        return ()
+    found = repeated_blocks(source.model)
+    if not found or len(found[0].paths) <= SLOTS:
+        return ()
+    layers = source.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
+    lying = _lying_bytes(layers, source.clip_norm)
+    return layers if below.room_bytes is None or lying <= below.room_bytes else ()
+
+
+def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
+    """What lies below where these are streamed; gradients only where they wait there for the norm of all."""
+    return sum(
+        layer.weight_bytes + layer.state_bytes + (layer.gradient_bytes if clip_norm is not None else 0)
+        for layer in layers
+    )
+
+
+def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
+    """See that what the user wants to lie on a tier finds room in what he gives of it."""
+    room_bytes = 0 if tier is None else tier.room_bytes
+    if room_bytes is not None and needed > room_bytes:
+        raise InputError(
+            f"{given} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+        )
+
+
+def _optimizer_offers(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Offers:
+    if make_optimizer is None:
+        return Offers(why_not=dict.fromkeys(OF_OPTIMIZERS, "there is no optimizer"), on_request={"state_place": ()})
+    with frozen(model, freeze):
+        values, why_not = offered(make_optimizer(p for p in model.parameters() if p.requires_grad))
+    # Moving bytes to a lower tier is the user's to ask for: on a machine without a GPU that tier is the disk.
+    return Offers(values, why_not, {"state_place": values.pop("state_place", ())})
+
+
+def _offers(
+    model: nn.Module,
+    optimizers: Offers,
+    plain: Timeline,
+    head: LossHead | None,
+    fixed: Mapping[str, Any],
+    below: Link | None,
+    layers: Sequence[StreamedLayer],
+) -> Offers:
+    """What a step could have besides running as it does.
+
+    Args:
+        model: as for `plan`.
+        optimizers: what the optimizer could have.
+        plain: the step as it is.
+        head: its loss head.
+        fixed: choices that the user fixed.
+        below: link to the lower tier.
+        layers: that could be streamed.
+    """
+    values = dict(optimizers.values)
+    why_not = dict(optimizers.why_not)
+    on_request = dict(optimizers.on_request)
+    state = plain.trace.bytes_of(Category.OPTIMIZER_STATE)
+    roomy = {
+        link.tier
+        for link in (below.chain if below is not None else ())
+        if link.room_bytes is None or state <= link.room_bytes
+    }
+    if state and roomy:
+        values["state_place"] = tuple(place for place in on_request["state_place"] if place in roomy)
+    if layers:
+        path = layers[0].path.rpartition(".")[0] or MODEL_ITSELF
+        (on_request if fixed.get("streamed") else values)["streamed"] = (path,)
+    values["precision"] = ("bf16", "fp16")
+    unscalable = why_not_scaled(model)
+    if unscalable is not None:
+        values["precision"], why_not["precision"] = ("bf16",), unscalable
+    if head is None:
+        why_not["loss_chunks"] = "this step takes no cross entropy of what a linear layer makes"
+    else:
+        chunks = fixed.get("loss_chunks", 1)
+        bits = fixed.get("micro_batches") == 1  # what adds up in another order is not on offer then
+        worth = head.chunks() if not bits and sets_peak(plain, head) else ()
+        own = (chunks,) if isinstance(chunks, int) and 1 < chunks <= head.rows else ()
+        values["loss_chunks"] = tuple(dict.fromkeys((*own, *worth)))
+        why_not["loss_chunks"] = f"its loss head has {head.rows} rows"
+    return Offers(values, why_not, on_request)
+
+
+def _micro_batches(fixed: Mapping[str, Any], samples: int) -> int | None:
+    number = fixed.get("micro_batches")
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
+        raise InputError(
+            f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed"
+        )
+    return number

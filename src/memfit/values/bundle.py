@@ -126,7 +126,10 @@ class TraceBundle:
         Raises:
             LookupError: it was not captured.
         """
-        return self.traces[replace(self.candidates[0], micro_batches=self.request.micro_batches or 1)]
+        trace = self.traces[replace(self.candidates[0], micro_batches=self.request.micro_batches or 1)]
+        if trace.micro_batches == 1 or self.weighting is None:
+            return trace
+        return replace(trace, choices=replace(trace.choices, weights=self.weighting.weights or "whole"))
 
     def with_trace(self, choices: Choices, trace: Trace) -> TraceBundle:
         """The same, with one trace more."""

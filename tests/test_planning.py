@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def recorded(**named: Any) -> TraceBundle:
-    return memfit.record(small.chain(2), small.rows(8), small.squared_error, small.adamw, **named)
+    return memfit.record(small.chain(1), small.rows(2), small.squared_error, small.adamw, **named)
 
 
 WITHOUT_TORCH = """
@@ -50,8 +50,8 @@ print(json.dumps([smallest, plans]))
 
 
 def test_whoever_holds_a_bundle_plans_as_the_model_does_without_torch(tmp_path: Path) -> None:
-    model, sample = small.chain(2), small.rows(8)
-    asked: dict[str, Any] = {"allow": ["8bit", "in_backward"], "freeze": ["0"]}
+    model, sample = small.chain(2), small.rows(2)
+    asked: dict[str, Any] = {"allow": ["8bit"], "freeze": ["0"]}
     memfit.record(model, sample, small.squared_error, small.adamw, **asked).save(tmp_path / "bundle")
     first = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, **asked)
     smallest, largest = memfit.smallest_budget(first), first.prediction.plain_peak_bytes
@@ -71,7 +71,7 @@ def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
     for each in (bundle, refused):
         each.save(tmp_path / "bundle")
         assert TraceBundle.load(tmp_path / "bundle") == each
-    assert bundle.trace.choices == Choices(1, 8)
+    assert bundle.trace.choices == Choices(1, 2)
     assert len({choices.micro_batches for choices in bundle.traces}) > 1
     assert {choices.precision for choices in bundle.traces} == {"full", "bf16"}
 

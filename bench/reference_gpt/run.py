@@ -130,6 +130,8 @@ def main() -> None:
     measuring.steady_allocator()
     import torch
 
+    import memfit
+
     torch.set_num_threads(1)
     plain, blocks = Plain(every_block=False), Plain(every_block=True)
     for warm in (plain, blocks):

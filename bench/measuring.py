@@ -37,6 +37,14 @@ def steady_allocator() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **_KEEPING})  # noqa: S606
 
 
+def planning(source: Any, **arguments: Any) -> Any:
+    """What makes the plans for a `TraceSource`, which several requests may share; arguments as for `memfit.frontier`."""
+    from memfit.lower_tiers import requested
+    from memfit.offers import planning_for
+
+    return planning_for(source, requested(source.model, device=source.device, clip_norm=source.clip_norm, **arguments))
+
+
 def machine(**more: Any) -> dict[str, Any]:
     """What the figures were taken on, and with which versions."""
     import torch

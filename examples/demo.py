@@ -39,7 +39,8 @@ from rich.console import Console  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import memfit  # noqa: E402
-from memfit.api import frontier_points, replan  # noqa: E402
+from memfit.api import frontier_points  # noqa: E402
+from memfit.planning import replan  # noqa: E402
 from memfit.units import format_bytes, format_seconds  # noqa: E402
 from memfit.views import write_report  # noqa: E402
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import memfit
 from memfit import api
+from memfit.planning import planning_of
 
 WIDTH = 32
 
@@ -51,7 +52,7 @@ def plan_at(fraction: float, model: nn.Module, sample: Any, loss_fn: Any = squar
     optimizer = named.pop("optimizer", adamw)
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": 1}, **named)
     assert plain.script.plain
-    search = plain.runtime.search
+    search = planning_of(plain)
     smallest, largest = search.smallest()[0], search.plain_peak()
     return api.replan(plain, round(smallest + fraction * (largest - smallest)))
 

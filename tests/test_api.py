@@ -18,6 +18,7 @@ from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanF
 from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
+from memfit.planning import Planning, planning_of
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category
 from small import WIDTH, adamw, chain, plan_at, rows, same, squared_error, state_of
@@ -30,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_a_saved_trace_gives_the_plans_that_the_model_gives(tmp_path: Path) -> None:
     model, sample = chain(batch_norm=True), rows()
-    trace = memfit.record(model, sample, squared_error, adamw, clip_norm=1.0)
-    trace.save(tmp_path / "trace.gz")
-    loaded = memfit.Trace.load(tmp_path / "trace.gz")
-    assert loaded == trace
+    bundle = memfit.record(model, sample, squared_error, adamw, clip_norm=1.0)
+    bundle.save(tmp_path / "trace.gz")
+    loaded = memfit.TraceBundle.load(tmp_path / "trace.gz")
+    assert loaded == bundle
     plain = memfit.replan(loaded, 1 << 40)
     assert plain.script.plain
     budget = plain.prediction.plain_peak_bytes * 8 // 10
@@ -52,9 +53,10 @@ def test_a_saved_trace_gives_the_plans_that_the_model_gives(tmp_path: Path) -> N
 def test_a_saved_trace_is_planned_with_the_room_below_that_it_was_made_with(tmp_path: Path) -> None:
     model, sample = chain(dropout=0.1), rows(4096)
     least: list[int] = []
+    fixed = {"micro_batches": 1, "state_place": "device", "streamed": ""}
     for given in (None, "64MiB"):
-        memfit.record(model, sample, squared_error, adamw, host_budget=given).save(tmp_path / "trace.gz")
-        loaded = memfit.Trace.load(tmp_path / "trace.gz")
+        memfit.record(model, sample, squared_error, adamw, host_budget=given, fixed=fixed).save(tmp_path / "trace.gz")
+        loaded = memfit.TraceBundle.load(tmp_path / "trace.gz")
         with pytest.raises(InfeasibleError) as caught:
             memfit.replan(loaded, 1)
         least.append(caught.value.minimum_bytes)
@@ -64,7 +66,6 @@ def test_a_saved_trace_is_planned_with_the_room_below_that_it_was_made_with(tmp_
     made = memfit.replan(loaded, least[1])
     (tier,) = made.prediction.tiers
     assert tier.bytes > 0
-    fixed = {"micro_batches": 1, "state_place": "device", "streamed": ""}
     direct = memfit.plan(model, sample, squared_error, least[1], adamw, host_budget="64MiB", fixed=fixed)
     assert (made.prediction.peak_bytes, made.script) == (direct.prediction.peak_bytes, direct.script)
     engine = memfit.apply(made, model, squared_error, adamw)
@@ -76,17 +77,18 @@ def test_what_the_state_takes_of_the_room_below_is_not_planned_with_twice() -> N
     model, sample = chain(), rows()
     state = 2 * 4 * sum(p.numel() for p in model.parameters())
     fixed = {"state_place": "disk"}
-    trace = memfit.record(model, sample, squared_error, adamw, host_budget="1MiB", fixed=fixed)
-    assert trace.lower_tier is not None
-    assert trace.lower_tier.room_bytes is not None
-    assert (1 << 20) - trace.lower_tier.room_bytes == pytest.approx(state, abs=1024)
-    assert memfit.replan(trace, "1GiB").choices.state_place == "disk"
+    bundle = memfit.record(model, sample, squared_error, adamw, micro_batches=1, host_budget="1MiB", fixed=fixed)
+    left = Planning(bundle).solver(1).recipes.lower_tier
+    assert left is not None
+    assert left.room_bytes is not None
+    assert (1 << 20) - left.room_bytes == pytest.approx(state, abs=1024)
+    assert memfit.replan(bundle, "1GiB").choices.state_place == "disk"
 
 
 def test_a_trace_of_parts_keeps_to_them() -> None:
-    trace = memfit.record(chain(), rows(16), squared_error, adamw, micro_batches=3)
-    assert trace.choices == Choices(3, 6, "samples")
-    made = memfit.replan(trace, "1GiB")
+    bundle = memfit.record(chain(), rows(16), squared_error, adamw, micro_batches=3)
+    assert bundle.trace.choices == Choices(3, 6, "samples")
+    made = memfit.replan(bundle, "1GiB")
     assert made.choices.micro_batches == 3
     assert made.choices.weights == "samples"
 
@@ -103,8 +105,8 @@ def test_more_parts_than_their_size_asks_for_are_said_and_counted_as_they_run() 
     assert engine.step(sample).micro_batches == 2
     assert engine.step(sample, meter=True).peak_bytes == three.prediction.peak_bytes == two.prediction.peak_bytes
     assert three.prediction.plain_step_seconds == pytest.approx(two.prediction.plain_step_seconds)
-    trace = memfit.record(model, sample, squared_error, adamw, micro_batches=3)
-    assert trace.micro_batches == memfit.replan(trace, "1GiB").choices.micro_batches == 2
+    bundle = memfit.record(model, sample, squared_error, adamw, micro_batches=3)
+    assert bundle.trace.micro_batches == memfit.replan(bundle, "1GiB").choices.micro_batches == 2
 
 
 def test_a_batch_that_does_not_split_is_not_recorded_in_parts() -> None:
@@ -122,8 +124,8 @@ def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.gz"
     memfit.record(chain(1), rows(8), squared_error, adamw).save(path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(PlanFileError, match="not a readable trace"):
-        memfit.Trace.load(path)
+    with pytest.raises(PlanFileError, match="not a readable trace bundle"):
+        memfit.TraceBundle.load(path)
 
 
 # -- budgets at the edge ---------------------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ def test_optimizer_state_and_swapped_activations_share_the_room_below() -> None:
     # A batch that departs is planned for with the same room.
     assert engine.planner is not None
     again = engine.planner(rows(256))
-    assert again.runtime.search.lower_tier == plan.runtime.search.lower_tier
+    assert planning_of(again).bundle.lower_tier == planning_of(plan).bundle.lower_tier
     assert again.choices.state_place == "disk"
 
 
@@ -315,8 +317,8 @@ def test_a_budget_of_nothing_below_moves_nothing() -> None:
     named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1}}
     still = memfit.plan(model, sample, squared_error, budget, adamw, host_budget=0, **named)
     moving = memfit.plan(model, sample, squared_error, budget, adamw, **named)
-    assert still.runtime.search.lower_tier is None
-    assert moving.runtime.search.lower_tier.tier == "host"
+    assert planning_of(still).bundle.lower_tier is None
+    assert planning_of(moving).bundle.lower_tier.tier == "host"
     assert moving.prediction.step_seconds <= still.prediction.step_seconds
 
 
@@ -328,11 +330,11 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
     model, sample = chain(2), rows(2048)
     named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1, "streamed": "", "state_place": "device"}}
     plan = memfit.plan(model, sample, squared_error, "1GiB", adamw, host_budget="17MiB", disk_budget="1GiB", **named)
-    host, disk = plan.runtime.search.lower_tier.chain
+    host, disk = planning_of(plan).bundle.lower_tier.chain
     assert (host.tier, host.room_bytes) == ("host", 1 << 20)  # 16 MiB of it are on the way to the disk
     assert (disk.tier, disk.room_bytes) == ("disk", 1 << 30)
     assert disk.in_bandwidth <= host.in_bandwidth
-    recipes = plan.runtime.search.solver(1).recipes
+    recipes = planning_of(plan).solver(1).recipes
     swapped = {
         s: ways[n % 2 * len(PREFETCH_DISTANCES)] for n, (s, ways) in enumerate(sorted(recipes.reloads_of.items()))
     }
@@ -348,13 +350,13 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
 
 def test_a_trace_keeps_what_is_fixed_and_frozen(tmp_path: Path) -> None:
     model, sample = chain(3), rows(16)
-    trace = memfit.record(model, sample, squared_error, adamw, freeze=["0"], fixed={"state_format": "8bit"})
-    trace.save(tmp_path / "trace.gz")
-    made = memfit.replan(memfit.Trace.load(tmp_path / "trace.gz"), "1GiB")
+    bundle = memfit.record(model, sample, squared_error, adamw, freeze=["0"], fixed={"state_format": "8bit"})
+    bundle.save(tmp_path / "trace.gz")
+    made = memfit.replan(memfit.TraceBundle.load(tmp_path / "trace.gz"), "1GiB")
     assert made.choices.frozen == ("0",)
     assert made.choices.state_format == "8bit"
     whole = memfit.record(model, sample, squared_error, adamw)
-    assert trace.bytes_of(Category.OPTIMIZER_STATE) < whole.bytes_of(Category.OPTIMIZER_STATE) // 2
+    assert bundle.trace.bytes_of(Category.OPTIMIZER_STATE) < whole.trace.bytes_of(Category.OPTIMIZER_STATE) // 2
     assert all(p.requires_grad for p in model.parameters())
     engine = memfit.apply(made, model, squared_error, adamw)
     engine.step(sample)

@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memfit
 from memfit import batches
+from memfit.capture.trace_source import RNG_STATE_BYTES
 from memfit.meter import metered
 from memfit.planner.baselines.segment_rules import sqrt_segments
 from memfit.planner.modules import flowing_out, module_calls, repeated_blocks
+from memfit.planning import planning_of
 from memfit.step.program import state_tensors
-from memfit.tracing import RNG_STATE_BYTES
 from models import build_gpt, case
 from models.outcome import measured_peak, outcome_of
 from small import adamw, chain, rows, squared_error
@@ -116,7 +117,7 @@ def flops_of(made: memfit.Plan, model: nn.Module, sample: Any, loss_fn: Any) -> 
         batches.loss_of(model, sample, loss_fn).backward()
     for parameter in model.parameters():
         parameter.grad = None
-    trace = made.runtime.search.solver(1).trace
+    trace = planning_of(made).solver(1).trace
     products = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
     assert any(name in products for name in made.script.operations)
     forward = [trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0]
@@ -136,7 +137,7 @@ def product_flops(key: str) -> int:
 
 
 def test_flops_are_counted_as_torch_counts_them() -> None:
-    trace = memfit.record(*gpt(), None)
+    trace = memfit.record(*gpt(), None, micro_batches=1).trace
     forward = [trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0]
     model, sample, loss_fn = gpt()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
@@ -151,7 +152,7 @@ def test_flops_are_counted_as_torch_counts_them() -> None:
 def test_the_outputs_of_named_modules_are_kept_and_what_lies_between_is_rebuilt() -> None:
     model, sample, loss_fn = gpt()
     made = memfit.recompute(model, sample, loss_fn, adamw, keep=["blocks.*.attention"])
-    solver = made.runtime.search.solver(1)
+    solver = planning_of(made).solver(1)
     recipes, trace = solver.recipes, solver.trace
     calls = module_calls(trace)
     kept = {s for n in range(5) for call in calls[f"blocks.{n}.attention"] for s in flowing_out(recipes, call)}
@@ -221,7 +222,7 @@ def test_what_must_not_run_twice_stays_and_is_named() -> None:
     ],
 )
 def test_repeated_blocks_are_found(name: str, paths: list[str]) -> None:
-    trace = memfit.record(*case(name).build(), None)
+    trace = memfit.record(*case(name).build(), None, micro_batches=1).trace
     assert [call.path for call in repeated_blocks(trace)] == paths
 
 
@@ -238,7 +239,7 @@ def test_a_module_that_runs_again_at_once_is_as_many_blocks() -> None:
                 x = self.layers[0](x)
             return x
 
-    trace = memfit.record(Again(), rows(), squared_error, None)
+    trace = memfit.record(Again(), rows(), squared_error, None, micro_batches=1).trace
     assert [call.path for call in repeated_blocks(trace)] == ["layers.0"] * 3
 
 

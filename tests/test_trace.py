@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from memfit.errors import PlanFileError
+from memfit.identity import digest
 from memfit.techniques.choices import Choices
-from memfit.values.machine import Link
-from memfit.values.trace import FORMAT_VERSION, Category, Trace, digest
+from memfit.values.trace import FORMAT_VERSION, Category, Trace
 from planner import traces
 
 
@@ -23,7 +23,6 @@ def trace() -> Trace:
         traces.drawn(4, forward=12, rng_bytes=16, dispatch=1e-5),
         notes=("a note", "ünïcode"),
         choices=Choices(3, 5, "tokens:labels"),
-        lower_tier=Link("host", 2e9, 3e9, 1e-5, 1 << 30, below=Link("disk", 1e9, 1e9)),
     )
 
 

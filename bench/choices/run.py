@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ Row = dict[str, Any]
 MODELS = ("gpt", "bert_sdpa", "unet")
 SHARES = (0.6, 0.35)  # of the plain peak
 EVERYTHING: Mapping[str, Any] = {"allow": ["bf16", "8bit", "in_backward"], "host_budget": "8GiB"}
-ON_PURPOSE = 1.01  # as `memfit.planner.search.WORTH_MORE`
+ON_PURPOSE = 1.01  # as `memfit.planner.found.WORTH_MORE`
 LARGE = "large"
 LARGE_WORDS = "BERT-large, batch 32, 128 tokens"
 LARGE_SHARES = (0.7, 0.4)
@@ -34,15 +33,15 @@ LARGE_SHARES = (0.7, 0.4)
 
 def drawn(search: Any, budget: int, draws: int) -> tuple[int, float, str]:
     """How many random choices fit, the fewest seconds of them, and what that one is."""
-    chances = [(way, number) for way in search.ways for number in search.numbers()]
+    from memfit.planner.solvers import doubled_up_to
+
+    chances = [(way, number) for way in search.bundle.candidates for number in doubled_up_to(search.bundle.samples)]
     random.Random(0).shuffle(chances)
     fitting, best, words = 0, inf, ""
     for way, number in chances:
         if fitting == draws:
             break
-        alone = replace(
-            search, ways=(way,), refused=(), fixed_micro_batches=number
-        )  # keeps what is captured and planned already
+        alone = search.restricted(way, number)  # keeps what is captured and planned already
         seconds, name = seconds_of(alone, budget)
         fitting += seconds < inf
         if seconds < best:
@@ -68,18 +67,17 @@ def seconds_of(search: Any, budget: int) -> tuple[float, str]:
 def rows_of(name: str, draws: int) -> list[Row]:
     """One model at every budget."""
     from memfit.api import default_optimizer
-    from memfit.searching import search_for
-    from memfit.tracing import Tracing
+    from memfit.capture.trace_source import TraceSource
     from models import case
 
     # Traces are kept: every search captures what none before it has, and times nothing again.
-    tracing = Tracing(*case(name).build(), default_optimizer)
-    plain = search_for(tracing).plain_peak()
+    source = TraceSource(*case(name).build(), default_optimizer)
+    plain = measuring.planning(source).plain_peak()
     rows: list[Row] = []
     for share in SHARES:
         budget = round(plain * share)
         begin = time.process_time()
-        search = search_for(tracing, **EVERYTHING)
+        search = measuring.planning(source, **EVERYTHING)
         chosen, words = seconds_of(search, budget)
         cpu = time.process_time() - begin
         fitting, best, other = drawn(search, budget, draws)
@@ -89,13 +87,13 @@ def rows_of(name: str, draws: int) -> list[Row]:
                 "model": name,
                 "share": share,
                 "budget_bytes": budget,
-                "ways": len(search.ways),
+                "ways": len(search.bundle.candidates),
                 "chosen": words,
                 "chosen_seconds": chosen,
                 "fitting": fitting,
                 "best": other,
                 "best_seconds": best if fitting else None,
-                "without_seconds": seconds_of(search_for(tracing), budget)[0],
+                "without_seconds": seconds_of(measuring.planning(source), budget)[0],
                 "cpu_seconds": cpu,
             }
         )

@@ -14,6 +14,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from memfit.planning import planning_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measuring
@@ -154,7 +156,7 @@ def _ours(
     if subject.chain:
         plain_seconds = ours.solver().trace.plain_step_seconds
         # What memfit's budgets hold beside the trace (copies of written buffers, slack), which rotor's points do not.
-        beside = ours.base("recompute only").runtime.search.plain_peak() - ours.solver().plain.peak
+        beside = planning_of(ours.base("recompute only")).plain_peak() - ours.solver().plain.peak
         points = rotor.points(ours.solver(), subject.block_paths(ours.model))
         for peak, extra in points:
             best, _ = ours.plan("recompute only", peak + beside)

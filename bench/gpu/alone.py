@@ -109,7 +109,7 @@ def planned_with(setting: Setting, technique: Technique, model: nn.Module, sampl
     below = room_below(setting) if technique.swaps else 0
     made = memfit.plan(model, sample, None, 1 << 50, adamw, fixed=fixed, host_budget=below)
     if technique.share < 1.0:
-        high, low = made.prediction.plain_peak_bytes, made.runtime.search.smallest()[0]
+        high, low = made.prediction.plain_peak_bytes, memfit.smallest_budget(made)
         made = memfit.replan(made, round(low + technique.share * (high - low)))
     return made, memfit.apply(made, model)
 
@@ -168,7 +168,7 @@ def swap(setting: Setting) -> Iterator[dict[str, Any]]:
         "recompute only": memfit.plan(model, sample, None, 1 << 50, adamw, fixed=fixed, host_budget=0),
     }
     high = bases["recompute only"].prediction.plain_peak_bytes
-    low = bases["recompute only"].runtime.search.smallest()[0]
+    low = memfit.smallest_budget(bases["recompute only"])
     for share in (1.0, 0.7, 0.4, 0.1):
         for name, base in bases.items():
             if share == 1.0 and name == "recompute and swap":

@@ -107,7 +107,7 @@ def rivals(setting: Setting, build: Callable[[], tuple[nn.Module, Any]], name: s
     plain = memfit.plan(
         model, sample, None, 1 << 50, adamw, fixed={"micro_batches": 1}, host_budget=room_below(setting)
     )
-    low = plain.runtime.search.smallest()[0]
+    low = memfit.smallest_budget(plain)
     high = plain.prediction.plain_peak_bytes
     wanted = {
         f"the peak of {r}": row["allocated_bytes"]

@@ -84,7 +84,7 @@ def predict(setting: Setting) -> Iterator[dict[str, Any]]:
         begin = time.perf_counter()
         plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
         planning = time.perf_counter() - begin
-        high, low = plain.prediction.plain_peak_bytes, plain.runtime.search.smallest()[0]
+        high, low = plain.prediction.plain_peak_bytes, memfit.smallest_budget(plain)
         for share in (1.0, 0.5, 0.0):
             made = memfit.replan(plain, round(low + share * (high - low)))
             row = planned_row(setting, made, model, sample)

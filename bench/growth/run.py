@@ -50,11 +50,12 @@ def row_of(blocks: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Block() for _ in range(blocks))), torch.rand(64, WIDTH)
     marks = [time.process_time()]
-    trace = memfit.record(model, batch, loss_of)
+    bundle = memfit.record(model, batch, loss_of, micro_batches=1)
+    trace = bundle.trace
     marks.append(time.process_time())
-    low = memfit.replan(trace, 1 << 50).prediction.plain_peak_bytes
+    low = memfit.replan(bundle, 1 << 50).prediction.plain_peak_bytes
     marks.append(time.process_time())
-    made = memfit.replan(trace, round(low * (1 - SHARE) + trace.bytes_before_step * SHARE))
+    made = memfit.replan(bundle, round(low * (1 - SHARE) + trace.bytes_before_step * SHARE))
     marks.append(time.process_time())
     captured, plain, planned = (b - a for a, b in itertools.pairwise(marks))
     return {

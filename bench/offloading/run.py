@@ -68,7 +68,7 @@ def ask(name: str, *, quick: bool, rounds: int) -> list[Row]:
         "recompute only": memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed=fixed),
     }
     high = rows[0]["peak_bytes"]
-    low = max(base.runtime.search.smallest()[0] for base in bases.values())
+    low = max(memfit.smallest_budget(base) for base in bases.values())
     budgets = {f"peak of {save_on_disk.NAME}": rows[1]["peak_bytes"]}
     budgets |= {f"{share:.2f}": round(low + share * (high - low)) for share in (SHARES[:1] if quick else SHARES)}
     for what, budget in budgets.items():

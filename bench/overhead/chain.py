@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.planning import planning_of
 
 LAYERS = 100
 
@@ -40,7 +41,7 @@ def engines_between(
 ) -> tuple[int, tuple[memfit.Engine, ...]]:
     """Number of forward operations, and an engine for each budget this share of the way from the smallest to plain."""
     plain = memfit.plan(model, batch, loss_of, 1 << 40, None, fixed={"micro_batches": 1})
-    search = plain.runtime.search
+    search = planning_of(plain)
     low, high = search.smallest()[0], plain.prediction.plain_peak_bytes
     plans = (memfit.replan(plain, round(low + (high - low) * share)) for share in shares)
     return search.solver(1).trace.forward_operations, tuple(memfit.apply(made, model) for made in plans)

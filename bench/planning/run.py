@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memfit.planning import planning_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measuring
@@ -43,7 +45,7 @@ def row_of(name: str, built: tuple[Any, Any, Any], choice: str, fixed: dict[str,
     budget = plain.prediction.plain_peak_bytes * 6 // 10
     made = memfit.replan(plain, budget)
     whole = time.perf_counter() - begin
-    trace = plain.runtime.search.solver(1).trace
+    trace = planning_of(plain).solver(1).trace
     path = Path(os.environ["MEMFIT_CACHE_DIR"]) / "trace.gz"
     trace.save(path)
     again = []

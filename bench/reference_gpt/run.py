@@ -130,6 +130,8 @@ def main() -> None:
     measuring.steady_allocator()
     import torch
 
+    import memfit
+
     torch.set_num_threads(1)
     plain, blocks = Plain(every_block=False), Plain(every_block=True)
     for warm in (plain, blocks):
@@ -147,7 +149,7 @@ def main() -> None:
                 budget = lasting + int((plain_peak - lasting) * share)
                 rows[f"budget {share:.2f} of the activations, {name}"] = Planned(budget, fixed)
         rows[f"peak of every block, {name}"] = Planned(blocks_peak, fixed)
-        smallest = rows[f"peak of every block, {name}"].plan.runtime.search.smallest()[0]
+        smallest = memfit.smallest_budget(rows[f"peak of every block, {name}"].plan)
         rows[f"smallest budget, {name}"] = Planned(smallest, fixed)
         print(f"planned: {name}", file=sys.stderr, flush=True)
     peaks: dict[str, int] = {}

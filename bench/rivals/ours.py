@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import memfit
+from memfit.planning import planning_of
 
 from .arrangement import adamw
 from .subjects import Subject
@@ -54,11 +55,11 @@ class Ours:
 
     def smallest(self, choice: str) -> int:
         """The smallest budget there is a plan for."""
-        return int(self.base(choice).runtime.search.smallest()[0])
+        return int(memfit.smallest_budget(self.base(choice)))
 
     def solver(self) -> Any:
         """The solver for the whole batch."""
-        return self.base("recompute only").runtime.search.solver(1)
+        return planning_of(self.base("recompute only")).solver(1)
 
     def arranged(self, plan: memfit.Plan) -> Planned:
         """The model as the plan has it, parameters and buffers as they were built."""

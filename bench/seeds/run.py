@@ -108,28 +108,26 @@ def largest(extra: Callable[[int], float], limit: float, known: int) -> int:
 
 def print_batch(bert: Bert, batch: int) -> None:
     """Extra time of one batch, recomputing alone and with a host to swap to."""
-    from memfit.searching import search_for
-    from memfit.tracing import Tracing
+    from memfit.capture.trace_source import TraceSource
 
-    tracing = Tracing(*bert.build(batch), adam, device=CARD)
+    source = TraceSource(*bert.build(batch), adam, device=CARD)
     for way, below in HOST.items():
-        extra = slowdown_of(search_for(tracing, host_budget=below, fixed=ACTIVATIONS_ONLY), BERT_BYTES)
+        extra = slowdown_of(measuring.planning(source, host_budget=below, fixed=ACTIVATIONS_ONLY), BERT_BYTES)
         print(f"{bert.name}, batch {batch}, {way}: {100 * extra:+.1f} %", flush=True)
 
 
 def bert_row(bert: Bert) -> Row:
     """Largest batches of one shape."""
-    from memfit.searching import search_for
-    from memfit.tracing import Tracing
+    from memfit.capture.trace_source import TraceSource
 
     begin = time.perf_counter()
-    tracings: dict[tuple[int, bool], Tracing] = {}
+    sources: dict[tuple[int, bool], TraceSource] = {}
     extras: dict[tuple[str, int], float] = {}
 
     def search(batch: int, below: str | int = 0, *, recompute: bool = False) -> Any:
-        if (batch, recompute) not in tracings:
-            tracings[batch, recompute] = Tracing(*bert.build(batch, recompute=recompute), adam, device=CARD)
-        return search_for(tracings[batch, recompute], host_budget=below, fixed=ACTIVATIONS_ONLY)
+        if (batch, recompute) not in sources:
+            sources[batch, recompute] = TraceSource(*bert.build(batch, recompute=recompute), adam, device=CARD)
+        return measuring.planning(sources[batch, recompute], host_budget=below, fixed=ACTIVATIONS_ONLY)
 
     def plainly(batch: int, *, recompute: bool = False) -> float:
         return 0.0 if search(batch, recompute=recompute).plain_peak() <= BERT_BYTES else inf
@@ -243,15 +241,14 @@ NETWORKS = (
 
 def network_row(network: Network) -> Row:
     """Bytes plain, at the published extra time, and seconds in the published bytes."""
-    from memfit.searching import search_for
-    from memfit.tracing import Tracing
+    from memfit.capture.trace_source import TraceSource
 
     begin = time.perf_counter()
-    tracing = Tracing(*network.build(), adam, device=CARD)
+    source = TraceSource(*network.build(), adam, device=CARD)
     limit = network.published[2] or 0.12
     ways = {}
     for way, below in HOST.items():
-        search = search_for(tracing, host_budget=below, fixed=ACTIVATIONS_ONLY)
+        search = measuring.planning(source, host_budget=below, fixed=ACTIVATIONS_ONLY)
         smallest = search.smallest()[0]
         low, high = smallest, search.plain_peak()
         if slowdown_of(search, smallest) <= limit:

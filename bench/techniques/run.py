@@ -14,6 +14,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from memfit.planning import planning_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measuring
@@ -80,7 +82,7 @@ def trained(chosen: Sequence[Technique]) -> tuple[Any, Any, int]:
     plan = memfit.plan(model, sample, loss_fn, PLENTY, adamw, **asked(chosen))
     if any(technique.tight for technique in chosen):
         # Of what lasts nothing can be dropped: the share is of what is above it.
-        smallest = plan.runtime.search.smallest()[0]
+        smallest = memfit.smallest_budget(plan)
         plain = plan.prediction.peak_bytes
         plan = memfit.replan(plan, max(smallest, round(SHARE * plain)))
     engine = memfit.apply(plan, model)
@@ -146,11 +148,11 @@ def claims() -> Row:
 
     model, sample, loss_fn = case(MODEL).build()
     plan = memfit.plan(model, sample, loss_fn, PLENTY, adamw, fixed={"micro_batches": 1})
-    trace = plan.runtime.search.solver(1).trace
+    trace = planning_of(plan).solver(1).trace
     of: dict[str, int] = {}
     for storage in trace.storages:
         of[storage.category] = of.get(storage.category, 0) + storage.bytes
-    saved = sum(trace.storages[s].bytes for s in plan.runtime.search.solver(1).recipes.saved)
+    saved = sum(trace.storages[s].bytes for s in planning_of(plan).solver(1).recipes.saved)
     frozen = sum(
         p.numel() * 4 * 3
         for name, p in model.named_parameters()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from memfit import lightning as lightning
     from memfit import transformers as transformers
-    from memfit.api import apply, fit, frontier, measure, plan, recompute, record, replan
+    from memfit.api import apply, fit, frontier, measure, plan, recompute, record
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
         SnapshotError,
         SplitError,
     )
+    from memfit.hardware.machine import Machine
     from memfit.integrations.deepspeed.training import from_deepspeed
     from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.optimizers.lion import Lion
+    from memfit.planning import replan, smallest_budget
     from memfit.trackers import Tracker, tracker
-    from memfit.values.machine import Machine
+    from memfit.values.bundle import TraceBundle
     from memfit.values.plan import Plan
     from memfit.values.trace import Trace
 
@@ -61,6 +63,7 @@ __all__ = [
     "SnapshotError",
     "SplitError",
     "Trace",
+    "TraceBundle",
     "Tracker",
     "apply",
     "eight_bit",
@@ -72,18 +75,21 @@ __all__ = [
     "recompute",
     "record",
     "replan",
+    "smallest_budget",
     "tracker",
 ]
 
 _HOME: Final = {
-    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record", "replan"), "memfit.api"),
+    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record"), "memfit.api"),
+    **dict.fromkeys(("replan", "smallest_budget"), "memfit.planning"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.optimizers.eight_bit"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
     "Lion": "memfit.optimizers.lion",
-    "Machine": "memfit.values.machine",
+    "Machine": "memfit.hardware.machine",
     "Plan": "memfit.values.plan",
     "Trace": "memfit.values.trace",
+    "TraceBundle": "memfit.values.bundle",
     "from_deepspeed": "memfit.integrations.deepspeed.training",
 }
 

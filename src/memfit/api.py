@@ -1,4 +1,4 @@
-"""The public functions: plan, recompute, apply, fit, measure, frontier, record, replan."""
+"""The public functions that take a model: plan, recompute, record, frontier, apply, fit, measure. Those that take plans and bundles are in `planning`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
+from memfit.capture.trace_source import TraceSource
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError, PlanFileError
-from memfit.planner.by_hand import Placement, plan_by_hand
-from memfit.planner.search import Search
+from memfit.lower_tiers import requested
+from memfit.offers import planning_for
+from memfit.planner.by_hand import Placement
+from memfit.planning import changed, planning_of, replan, smallest_budget
+from memfit.progress import Progress, tell
 from memfit.rehearsal import rehearse
-from memfit.searching import Budget, Runtime, parts_frozen, search_for
 from memfit.step.arranging import arranged
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
@@ -31,13 +34,13 @@ from memfit.streaming.stream import LayerStream
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
-from memfit.tracing import Progress, Tracing, machine_of, tell
 from memfit.units import format_bytes, parse_bytes
+from memfit.values.bundle import TraceBundle
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, StepRecord
+from memfit.values.request import Budget, Request, TierBudget
 from memfit.values.script import Script
-from memfit.values.trace import Trace
 
 REPAIR_ROUNDS: Final = 3
 
@@ -93,16 +96,34 @@ def plan(
         InputError: something else about the input.
         CaptureError: the step cannot be predicted.
     """
-    machine = machine_of(model, device)
-    budget_bytes = parse_bytes(budget, total_bytes=machine.memory_bytes)
-    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress, folder=lower_tier)
-    search = search_for(
-        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    request = requested(
+        model,
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allow,
+        freeze=freeze,
+        fixed=fixed,
+        clip_norm=clip_norm,
+        device=device,
+        folder=lower_tier,
+    )
+    return _planned(model, sample, loss_fn, optimizer, request, progress)
+
+
+def _planned(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    request: Request,
+    progress: Progress | None = None,
+) -> Plan:
+    planning = planning_for(
+        TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, request.device, progress), request
     )
     tell(progress, "planning", 0.9)
-    parts = parts_frozen(model, freeze)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
-    found = runtime.plan(budget_bytes)
+    found = planning.plan()
     tell(progress, "planned", 1.0)
     return found
 
@@ -148,13 +169,13 @@ def recompute(
             f"fixed streamed={(fixed or {})['streamed']!r} cannot be honoured by recompute: streamed layers are computed again as wholes already, so there is "
             "nothing to place. Call memfit.plan"
         )
-    whole = {"micro_batches": 1, **(fixed or {})}
-    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(tracing, fixed=whole)
+    request = requested(model, fixed={"micro_batches": 1, **(fixed or {})}, clip_norm=clip_norm, device=device)
+    source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress)
+    planning = planning_for(source, request, placement)
     tell(progress, "planning", 0.9)
-    made = plan_by_hand(search, placement)
+    made = planning.plan_by_hand()
     tell(progress, "planned", 1.0)
-    return replace(made, runtime=Runtime(search, loss_fn, optimizer, whole, placement=placement))
+    return made
 
 
 def _placement(keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None) -> Placement:
@@ -185,79 +206,46 @@ def record(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = default_optimizer,
     *,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     host_budget: Budget | None = None,
     disk_budget: Budget | None = None,
+    allow: Sequence[str] = (),
     freeze: Sequence[str] = (),
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     device: str | None = None,
     progress: Progress | None = None,
-) -> Trace:
-    """One training step written down, with seconds: what plans are made from. `Trace.save` keeps it, `replan` plans from it without the model.
+) -> TraceBundle:
+    """Training steps written down, with seconds: all that plans are made from. `TraceBundle.save` keeps it; `replan` plans from it without the model.
 
-    A trace is one way to run the step, so what is merely allowed has no place in it: fix what it is to be run with.
+    Every step that `plan` might weigh under these constraints is captured, so that plans from the bundle are those that `plan` makes. That takes a capture for
+    each number of micro-batches (powers of two) and each combination of techniques; fix what is known already.
 
     Args:
-        micro_batches: into how many parts the batch is split; plans from this trace keep to it.
-        host_budget, disk_budget: as for `plan`: the room below that plans from this trace may swap to, at the speed that the link to it has here.
-        fixed: other choices, by the name of their field in `Choices`: {"precision": "bf16"}. Plans keep to them.
-        model, sample, loss_fn, optimizer, freeze, clip_norm, device, progress: as for `plan`.
+        micro_batches: their number, to which plans keep; None for all that `plan` would weigh.
+        model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`. The speed of the links
+            is the one they have here.
+
+    Returns:
+        The bundle; `bundle.trace` is the baseline, the step as it is.
 
     Raises:
-        SplitError: the batch does not split without changing the result.
+        SplitError: the batch does not split without changing the result, and `micro_batches` wants it split.
         InputError, CaptureError: as for `plan`.
     """
-    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(
-        tracing,
+    pinned = {} if micro_batches is None else {"micro_batches": micro_batches}
+    request = requested(
+        model,
         host_budget=host_budget,
         disk_budget=disk_budget,
+        allow=allow,
         freeze=freeze,
-        fixed={"micro_batches": micro_batches, **(fixed or {})},
+        fixed={**pinned, **(fixed or {})} if isinstance(fixed, Mapping | None) else fixed,
+        clip_norm=clip_norm,
+        device=device,
     )
-    number = search.fixed_micro_batches or 1
-    solver = search.solver(number)
-    trace = replace(solver.trace, lower_tier=solver.recipes.lower_tier)
-    if number == 1:
-        return trace
-    weights, _ = search.weights()
-    assert weights is not None, "a fixed number of parts is refused before, where the batch does not split"
-    return replace(trace, choices=replace(trace.choices, weights=weights))
-
-
-def replan(made: Plan | Trace, budget: Budget) -> Plan:
-    """The same model and batch at another budget, without capturing anything again.
-
-    Args:
-        made: a plan from this process, or a trace (`record`, `Trace.load`); with the room below that it was made with.
-        budget: as for `plan`, but in bytes: there may be no device to take a share of.
-
-    Raises:
-        InfeasibleError, BudgetError: as for `plan`.
-        InputError: the plan was loaded from a file and carries no trace.
-    """
-    budget_bytes = parse_bytes(budget)
-    if isinstance(made, Trace):
-        # The last part is the largest, so there may be fewer samples; only a search for the number of parts would need them exactly.
-        how = made.choices
-        samples = how.micro_batch_size * how.micro_batches
-        way = replace(how, micro_batches=1, micro_batch_size=0, weights="whole")
-        search = Search(
-            lambda _: made,
-            samples,
-            lambda: (how.weights, ""),
-            how.micro_batches,
-            ways=(way,),
-            lower_tier=made.lower_tier,  # without what the step has lying there already
-        )
-        return search.plan(budget_bytes)
-    if not isinstance(made.runtime, Runtime):
-        raise InputError(
-            "this plan was loaded from a file and carries no trace: keep the trace (memfit.record(...).save(path)) to plan again without the model, "
-            "or call memfit.plan(model, sample, ...) again"
-        )
-    return made.runtime.plan(budget_bytes)
+    source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress)
+    return planning_for(source, request).complete()
 
 
 def frontier(
@@ -285,31 +273,18 @@ def frontier(
     Returns:
         Plans in order of falling peak, each no slower than any with a smaller peak.
     """
-    tracing = Tracing(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    search = search_for(
-        tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, freeze=freeze, fixed=fixed
+    request = requested(
+        model,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allow,
+        freeze=freeze,
+        fixed=fixed,
+        clip_norm=clip_norm,
+        device=device,
     )
-    parts = parts_frozen(model, freeze)
-    runtime = Runtime(search, loss_fn, optimizer, fixed, parts, host_budget=host_budget, disk_budget=disk_budget)
-    return _frontier(search, max(2, points), runtime, progress)
-
-
-def _frontier(search: Search, points: int, runtime: Runtime, progress: Progress | None = None) -> tuple[Plan, ...]:
-    plain, smallest = search.plain_peak(), search.smallest()[0]
-    found: dict[int, Plan] = {}
-    for i in range(points):
-        budget = round(plain - (plain - smallest) * i / (points - 1))
-        tell(progress, f"planning for {format_bytes(budget)}", i / points)
-        made = runtime.plan(budget)
-        known = found.get(made.prediction.peak_bytes)
-        if known is None or made.prediction.step_seconds < known.prediction.step_seconds:
-            found[made.prediction.peak_bytes] = made
-    ordered = [found[p] for p in sorted(found, reverse=True)]
-    best: list[Plan] = []
-    for made in reversed(ordered):  # from the smallest up: a larger plan must be faster to be worth showing
-        if not best or made.prediction.step_seconds < best[-1].prediction.step_seconds:
-            best.append(made)
-    return tuple(reversed(best))
+    source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress)
+    return planning_for(source, request).frontier(max(2, points), progress)
 
 
 def frontier_points(plans: Iterable[Plan]) -> tuple[FrontierPoint, ...]:
@@ -359,7 +334,8 @@ def apply(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
             "(train/eval). Plan again for this model"
         )
-    runtime = plan.runtime if isinstance(plan.runtime, Runtime) else None
+    planning = planning_of(plan)
+    source = planning.source if planning is not None else None
     absent = any(p.device.type == "meta" for p in model.parameters())
     if absent and not (plan.choices.streamed and fill is not None):
         raise InputError(
@@ -367,12 +343,12 @@ def apply(
             + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
         )
     freeze_for_good(model, plan.choices.frozen)
-    chosen: Any = optimizer if optimizer is not None else (runtime.optimizer if runtime is not None else None)
+    chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
     if chosen is not None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
-    loss_fn = loss_fn if loss_fn is not None or runtime is None else runtime.loss_fn
+    loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
     stream: LayerStream | None = None
     if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
         stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
@@ -383,8 +359,8 @@ def apply(
                 stream.close()  # puts the layers back into the user's model: nobody gets the engine that knows where they are
                 raise
     engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
-    if runtime is not None:
-        engine.planner = _planner_of(engine, runtime)
+    if planning is not None and source is not None:
+        engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
     return engine
 
 
@@ -395,34 +371,30 @@ def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
     return model_digest(model)
 
 
-def _planner_of(engine: Engine, runtime: Runtime) -> Callable[[Batch], Plan]:
+def _planner_of(
+    engine: Engine, request: Request, placement: Placement | None, make_optimizer: OptimizerFactory | None
+) -> Callable[[Batch], Plan]:
     """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
 
     def made(batch: Batch) -> Plan:
-        optimizer = None if engine.optimizer is None else (runtime.optimizer or default_optimizer)
-        chosen = engine.plan.choices
-        # The scaler goes on, and so does the optimizer as it was made.
-        lasting = {name: getattr(chosen, name) for name in ("precision", "state_format", "state_place")}
-        fixed = {**(runtime.fixed or {}), **lasting}
-        norm = engine.plan.clip_norm
-        if runtime.placement is None:
-            return plan(
-                engine.model,
-                batch,
-                engine.loss_fn,
-                engine.plan.budget_bytes,
-                optimizer,
-                host_budget=runtime.host_budget,
-                disk_budget=runtime.disk_budget,
-                freeze=chosen.frozen,
-                fixed=fixed,
-                clip_norm=norm,
-                lower_tier=engine.folder,
-            )
+        optimizer = None if engine.optimizer is None else (make_optimizer or default_optimizer)
+        first = engine.plan
+        # The scaler goes on, and so does the optimizer as it was made. What was merely allowed is decided.
+        lasting = {name: getattr(first.choices, name) for name in ("precision", "state_format", "state_place")}
+        asked = replace(
+            request.fixing(**lasting),
+            budget=TierBudget(first.budget_bytes, first.budget_bytes),
+            allow=(),
+            freeze=first.choices.frozen,
+            clip_norm=first.clip_norm,
+            device=None,
+            folder=None if engine.folder is None else str(engine.folder),
+        )
+        if placement is None:
+            return _planned(engine.model, batch, engine.loss_fn, optimizer, asked)
         # Placed by hand, it stays so.
-        tracing = Tracing(engine.model, batch, engine.loss_fn, optimizer, norm)
-        search = search_for(tracing, fixed=fixed)
-        return plan_by_hand(search, runtime.placement)
+        source = TraceSource(engine.model, batch, engine.loss_fn, optimizer, first.clip_norm)
+        return planning_for(source, asked, placement).plan_by_hand()
 
     return made
 
@@ -459,21 +431,17 @@ def fit(
         through_fabric.refuse(fabric, model, allow, fixed)
         model, sample = model.to(fabric.device), fabric.to_device(sample)
         fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
-    made = plan(
+    request = requested(
         model,
-        sample,
-        loss_fn,
-        budget,
-        optimizer,
+        budget=budget,
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=allow,
         freeze=freeze,
         fixed=fixed,
         clip_norm=clip_norm,
-        lower_tier=lower_tier,
-        progress=progress,
     )
+    made = _planned(model, sample, loss_fn, optimizer, request, progress)
     engine = apply(made, model, lower_tier=lower_tier)
     if fabric is not None:
         through_fabric.set_up(engine, fabric)
@@ -489,6 +457,7 @@ def fit(
 def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
     """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does. Arguments as for `rehearse`."""
     made = engine.plan
+    planning = planning_of(made)
     budget_bytes = made.budget_bytes
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
@@ -498,9 +467,10 @@ def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
         target -= excess + engine.rehearsal.measured_peak_bytes // 1000
+        assert planning is not None, "an engine whose plan was made here is rehearsed"
         with engine.gathered():
-            again = made.runtime.plan(target)
-        repaired = replace(
+            again = planning.plan(target)
+        repaired = changed(
             again,
             budget_bytes=budget_bytes,
             notes=(
@@ -559,4 +529,5 @@ __all__ = [
     "rehearse",
     "rehearsed",
     "replan",
+    "smallest_budget",
 ]

@@ -58,11 +58,13 @@ class Remedy(NamedTuple):
         text: what to do, as the user would write it: 'allow="bf16"'.
         saved_bytes: by how much it lowers the smallest budget that would do.
         extra_seconds: what it adds to a step; negative when it makes the step faster.
+        kind: what it changes: "budget" (whose `saved_bytes` are bytes more), "micro_batches", "optimizer" or "batch"; "" for something else.
     """
 
     text: str
     saved_bytes: int
     extra_seconds: float
+    kind: str = ""
 
 
 class InfeasibleError(MemfitError):

@@ -23,8 +23,9 @@ from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import Cost, with_costs
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource
+from memfit.hardware.machine import known_machine
 from memfit.meter import metered
-from memfit.values.machine import known_machine
+from memfit.planning import planning_of
 from models import case
 from models.outcome import measured_peak
 
@@ -185,11 +186,11 @@ def test_statistics_of_batch_norm_are_as_wide_as_the_real_kernel_makes_them() ->
 
     made = memfit.plan(build(), sample, loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1, "precision": "bf16"})
     assert made.source == "fake"
-    made = memfit.replan(made, made.runtime.search.smallest()[0])
+    made = memfit.replan(made, memfit.smallest_budget(made))
     assert measured_peak(made, build(), sample, loss_fn, small.adamw) == pytest.approx(
         made.prediction.peak_bytes, rel=0.001
     )
-    trace = made.runtime.search.solver(1).trace
+    trace = planning_of(made).solver(1).trace
     backward = [o for o in trace.operations if o.name == "aten.native_batch_norm_backward.default"]
     assert backward
     assert all("float32[32]/[1]@5" in o.key for o in backward)

@@ -17,6 +17,7 @@ from memfit.capture.capture import capture
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.draws import OTHER_DRAWS
 from memfit.capture.source import StepSource
+from memfit.planning import planning_of
 from memfit.values.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,7 +119,7 @@ def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:
     torch.manual_seed(0)
     model, batch = Jittered(), sample()
     plain = memfit.plan(model, batch, small.squared_error, 1 << 40, None, fixed={"micro_batches": 1})
-    search = plain.runtime.search
+    search = planning_of(plain)
     least = search.smallest()[0]
     made = memfit.replan(plain, round(least + share * (search.plain_peak() - least)))
     assert made.prediction.varies_bytes > 0
@@ -138,7 +139,7 @@ def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:
 
 def test_draws_go_along_with_a_trace_and_a_plan(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    trace = memfit.record(Jittered(), sample(), small.squared_error, None)
+    trace = memfit.record(Jittered(), sample(), small.squared_error, None, micro_batches=1).trace
     trace.save(tmp_path / "trace")
     again = Trace.load(tmp_path / "trace")
     assert again == trace

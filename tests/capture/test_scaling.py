@@ -271,7 +271,7 @@ def test_what_is_cached_for_each_shape_is_there_in_the_first_step(
     plain = memfit.plan(
         model, sample, small.squared_error, 1 << 40, small.adamw, fixed={"micro_batches": micro_batches}
     )
-    made = memfit.replan(plain, plain.runtime.search.smallest()[0])
+    made = memfit.replan(plain, memfit.smallest_budget(plain))
     engine = memfit.apply(made, model)
     for _ in range(3):
         record = engine.step(sample)

@@ -9,11 +9,12 @@ from typing import Any, Final
 from torch import nn
 
 import memfit
+from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
-from memfit.values.machine import Link
+from memfit.planning import planning_of
 from memfit.values.trace import Trace
 
 LINK: Final = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
@@ -42,7 +43,7 @@ def forced(
 ) -> tuple[memfit.Plan, Trace]:
     """A plan that swaps as it is told, not as it pays."""
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
-    search = plain.runtime.search
+    search = planning_of(plain)
     trace = search.solver(parts).trace
     recipes = Recipes(trace, link)
     reruns = choice(recipes)

@@ -13,6 +13,7 @@ import memfit
 import small
 from memfit import api
 from memfit.errors import InputError
+from memfit.planning import planning_of
 from memfit.techniques.freezing.freeze import freeze, frozen, frozen_parts, watching
 from models import case
 from models.outcome import measured_peak
@@ -148,7 +149,7 @@ def test_steps_are_those_of_requires_grad_false(fraction: float) -> None:
     plain = memfit.plan(
         one, ids(), next_token, 1 << 50, small.adamw, freeze=PATTERNS, fixed={"micro_batches": 1}, clip_norm=0.5
     )
-    search = plain.runtime.search
+    search = planning_of(plain)
     smallest, largest = search.smallest()[0], search.plain_peak()
     engine = memfit.apply(api.replan(plain, round(smallest + fraction * (largest - smallest))), one)
     for name, parameter in other.named_parameters():
@@ -245,7 +246,7 @@ def test_a_hook_that_asks_for_gradients_does_not_send_backward_through_what_is_f
     assert hooked.choices.unforced == ("embeddings.words",)
     assert hooked.prediction.peak_bytes == plain.prediction.peak_bytes
     assert any("the output of embeddings.words is made to ask for gradients" in note for note in hooked.notes)
-    search = hooked.runtime.search
+    search = planning_of(hooked)
     smallest, largest = search.smallest()[0], search.plain_peak()
     made = api.replan(hooked, round(smallest + fraction * (largest - smallest)))
     engine = memfit.apply(made, models[0])

@@ -15,6 +15,7 @@ from memfit import api, batches
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.source import StepSource
 from memfit.errors import NonFiniteLossError
+from memfit.planning import planning_of
 from memfit.step.program import StepProgram
 from memfit.techniques.autocast.precision import FORMATS, MOST_SKIPPED, Scaling
 from memfit.techniques.choices import Choices
@@ -41,7 +42,7 @@ def plans(
 ) -> Any:
     named = {"micro_batches": 1, "precision": precision, **fixed}
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed=named, clip_norm=1.0)
-    search = plain.runtime.search
+    search = planning_of(plain)
     smallest, largest = search.smallest()[0], search.plain_peak()
     return [api.replan(plain, round(smallest + f * (largest - smallest))) for f in FRACTIONS]
 
@@ -92,7 +93,7 @@ def test_steps_are_bit_equal_to_torchs_own_loop(precision: str, optimizer: Any, 
         clip_norm=1.0,
         fixed={"micro_batches": parts, "precision": precision},
     )
-    search = made.runtime.search
+    search = planning_of(made)
     tight = api.replan(made, search.smallest()[0])
     assert not tight.script.plain
     reference = optimizer(models[0].parameters())
@@ -157,7 +158,7 @@ def test_prediction_holds_to_the_byte_with_micro_batches_and_the_scaler(precisio
         clip_norm=1.0,
         fixed={"micro_batches": 4, "precision": precision},
     )
-    for plan in (made, api.replan(made, made.runtime.search.smallest()[0])):
+    for plan in (made, api.replan(made, memfit.smallest_budget(made))):
         engine = memfit.apply(plan, small.chain(4, dropout=0.1))
         while engine.step(sample).skipped:
             pass
@@ -186,8 +187,8 @@ def test_16_bits_are_taken_only_where_they_are_allowed() -> None:
     model, sample, loss_fn = case("gpt").build()
     fixed = {"micro_batches": 1}
     allowed = memfit.plan(model, sample, loss_fn, 1 << 50, small.adamw, allow=["bf16"], fixed=fixed)
-    search = allowed.runtime.search
-    smallest = {way.precision: search.solver(1, way).smallest().peak for way in search.ways}
+    search = planning_of(allowed)
+    smallest = {way.precision: search.solver(1, way).smallest().peak for way in search.bundle.candidates}
     assert smallest["bf16"] < smallest["full"]
     budget = (smallest["bf16"] + smallest["full"]) // 2
     with pytest.raises(memfit.InfeasibleError):
@@ -209,9 +210,9 @@ def test_a_device_on_which_16_bits_are_slower_is_told_of() -> None:
     """Whether they are is measured, operation by operation; the sentence and the figures go together, whichever it is here."""
     model, sample, loss_fn = case("gpt").build()
     made = memfit.plan(model, sample, loss_fn, 1 << 50, small.adamw, fixed={"precision": "bf16", "micro_batches": 1})
-    search = made.runtime.search
+    search = planning_of(made)
     seconds = search.solver(1).trace.plain_step_seconds
-    full = search.solver(1, replace(search.ways[0], precision="full")).trace.plain_step_seconds
+    full = search.solver(1, replace(search.bundle.candidates[0], precision="full")).trace.plain_step_seconds
     assert any("bf16 is slower than full precision" in note for note in made.notes) is (seconds > full)
 
 

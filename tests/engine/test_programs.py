@@ -26,18 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import batches
+from memfit.hardware.machine import Link
 from memfit.meter import metered
 from memfit.optimizers.eight_bit import eight_bit
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
-from memfit.planner.search import SLACK_BYTES
+from memfit.planner.solvers import SLACK_BYTES
 from memfit.planner.timeline import Timeline
+from memfit.planning import planning_of
 from memfit.step.program import StepProgram, state_tensors
 from memfit.techniques.autocast.precision import FORMATS
 from memfit.techniques.choices import BASELINE, Choices, conflict, in_words
 from memfit.techniques.chunked_loss.head import chunked_head
-from memfit.values.machine import Link
 from memfit.values.trace import Category
 from models.outcome import measured_peak, outcome_of, plans_between, same
 from models.programs import (
@@ -92,7 +93,7 @@ def plans_of(model: nn.Module, sample: Any) -> list[memfit.Plan]:
 
 def blind_plans(plain: memfit.Plan) -> list[memfit.Plan]:
     """From a plan that drops nothing: one that drops all it can, one that drops half of it, and one that swaps, drops or keeps."""
-    search = plain.runtime.search
+    search = planning_of(plain)
     solver = search.solver(plain.choices.micro_batches)
     droppable = sorted(solver.recipes.saved & solver.recipes.rebuildable)
     draw = random.Random(len(droppable))
@@ -299,7 +300,7 @@ def check_steps(
     if fraction is None:
         made = blind_plans(made)[-1]
     else:
-        search = made.runtime.search
+        search = planning_of(made)
         smallest, largest = search.smallest()[0], search.plain_peak()
         made = memfit.replan(made, round(smallest + (largest - smallest) * fraction))
     assert {name: getattr(made.choices, name) for name in CHOSEN} == {name: fixed[name] for name in CHOSEN}
@@ -309,7 +310,7 @@ def check_steps(
     for each in (model, theirs):
         if isinstance(each, Branching):
             each.forwards = 0  # capture and planning have run it as well
-    trace = made.runtime.search.solver(number_of_parts).trace
+    trace = planning_of(made).solver(number_of_parts).trace
     planned_state = sum(s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE)
     # A plan that drops nothing is not followed, and which tensors operations read is compared only where they are run again.
     unnoticed = isinstance(model, Branching) and (made.script.plain or unseen(model))
@@ -416,7 +417,7 @@ def check_parts(program: Any, count: int, *, splits: bool) -> bool:
         assert "batch" in refused
         assert not splits or low, refused  # rounding to 16 bits may go another way in another shape
         return False
-    search = made.runtime.search
+    search = planning_of(made)
     smallest, largest = search.smallest()[0], search.plain_peak()
     for budget in (largest, smallest):
         made = memfit.replan(made, budget)
@@ -726,7 +727,7 @@ def test_a_write_that_was_not_planned_changes_nothing_that_is_made_again(
     model, sample = Overwriting(), torch.randn(64, 32)
     loss_fn = lambda m, b: m(b).square().mean()  # noqa: E731
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
-    search = plain.runtime.search
+    search = planning_of(plain)
     smallest, largest = search.smallest()[0], search.plain_peak()
     made = memfit.replan(plain, round(smallest + (largest - smallest) * fraction))
     if below == "swapped":
@@ -740,7 +741,7 @@ def test_a_write_that_was_not_planned_changes_nothing_that_is_made_again(
 
 def swapping(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
     """From a plan that drops nothing: one that swaps half of what can be, and drops the rest."""
-    solver = plain.runtime.search.solver(1)
+    solver = planning_of(plain).solver(1)
     recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.5}
     dropped = sorted(recipes.saved & recipes.rebuildable - swapped.keys())

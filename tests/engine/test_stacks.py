@@ -41,7 +41,7 @@ def check(drawn: Drawn, optimizer: Optimizer) -> bool:
     except memfit.MemfitError as error:  # anything else is a crash
         told(f"refused: {type(error).__name__}: {str(error)[:90]}")
         return False
-    made = memfit.replan(made, made.runtime.search.smallest()[0])
+    made = memfit.replan(made, memfit.smallest_budget(made))
     assert made.choices.streamed == "blocks"
     known = NOT_AS_STREAMED not in made.notes
     plainly = copy.deepcopy(model)

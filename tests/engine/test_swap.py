@@ -27,9 +27,10 @@ from memfit.engine.swap import LowerTiers, tiers_below
 from memfit.errors import EngineError, InfeasibleError
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.search import Search
+from memfit.planning import Planning, planning_of
 from memfit.storage import files
 from memfit.storage.arenas import Copy, DiskArena, Storage
+from memfit.values.bundle import TraceBundle
 from models import CASES, Case, case
 from models.outcome import measured_peak, outcome_of
 
@@ -94,7 +95,7 @@ QUICK = {
 )
 def test_any_model_swaps_all_it_can_and_gives_plain_numbers_and_the_predicted_peak(each: Case) -> None:
     model, sample, loss_fn = each.build()
-    trace = memfit.record(model, sample, loss_fn, None)
+    trace = memfit.record(model, sample, loss_fn, None, micro_batches=1).trace
     if trace.sized_by_values:
         assert not Recipes(trace, LINK).reloads_of
     else:
@@ -226,11 +227,11 @@ def test_planned_swapping_stays_in_its_budget() -> None:
     """Plans as the search makes them, at budgets down to one that recomputing alone cannot reach."""
     model, sample, loss_fn = case("gpt").build()
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
-    trace = plain.runtime.search.solver(1).trace
-    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=LINK)
+    trace = planning_of(plain).solver(1).trace
+    search = Planning(TraceBundle.of(trace, LINK))
     reference = outcome_of(model, sample, loss_fn)
     low, high = search.smallest()[0], search.plain_peak()
-    assert low < plain.runtime.search.smallest()[0]
+    assert low < memfit.smallest_budget(plain)
     swaps = 0
     for fraction in (0.0, 0.3, 0.6):
         budget = round(low + fraction * (high - low))

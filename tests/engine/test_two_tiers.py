@@ -17,15 +17,16 @@ from engine.forced import Choice, forced
 from engine.test_swap import mixed, out_of_space
 from memfit.engine import swap
 from memfit.errors import EngineError, InfeasibleError
+from memfit.hardware.machine import Link
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.search import Search
+from memfit.planning import Planning, planning_of
 from memfit.storage import files, staging
 from memfit.storage.arenas import Arena, Copy, DiskArena, Storage
 from memfit.storage.files import DiskFile
 from memfit.storage.raw_bytes import memory_of_storage
 from memfit.storage.staging import StagedDiskArena
-from memfit.values.machine import Link
+from memfit.values.bundle import TraceBundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,12 +187,12 @@ def test_no_more_is_on_its_way_to_a_tier_than_the_plan_says(lag: int) -> None:
 def test_planned_swapping_fills_the_first_tier_stays_in_its_room_and_in_the_budget() -> None:
     model, sample = small.chain(3, dropout=0.1), small.rows()
     plain = memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 1})
-    trace = plain.runtime.search.solver(1).trace
+    trace = planning_of(plain).solver(1).trace
     fast = replace(LINK, out_bandwidth=1e12, in_bandwidth=1e12, latency_seconds=0.0)
     fast = replace(fast, below=replace(DISK, out_bandwidth=1e11, in_bandwidth=1e11, latency_seconds=0.0))
     used: set[str] = set()
     for room in (0, 1 << 17, 1 << 30):
-        search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=replace(fast, room_bytes=room))
+        search = Planning(TraceBundle.of(trace, replace(fast, room_bytes=room)))
         low, high = search.smallest()[0], search.plain_peak()
         for fraction in (0.0, 0.5):
             budget = round(low + fraction * (high - low))

@@ -34,11 +34,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import memfit
 from memfit.cli.main import main
+from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
+from memfit.planning import planning_of
 from memfit.train import log, snapshots
-from memfit.values.machine import Link
 
 TOY: Final = """
 from torch import nn
@@ -303,7 +304,7 @@ def _swap_all(folder: Path) -> None:
     spec.loader.exec_module(toy)
     sample = {"x": torch.zeros(64, 8), "y": torch.zeros(64)}
     plain = memfit.plan(toy.tower(), sample, None, 1 << 40, fixed={"micro_batches": 1}, clip_norm=1.0)
-    recipes = Recipes(plain.runtime.search.solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
     assert script.swaps

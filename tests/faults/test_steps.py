@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import memfit
 from faults.runs import alike
+from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
-from memfit.values.machine import Link
+from memfit.planning import planning_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,7 +117,7 @@ def planned(technique: str) -> memfit.Plan:
         return swapping(made)
     if technique == "streamed layers":
         return made
-    made = memfit.replan(made, made.runtime.search.smallest()[0])
+    made = memfit.replan(made, memfit.smallest_budget(made))
     assert not made.script.plain
     return made
 
@@ -127,7 +128,7 @@ def engine(technique: str = "plain") -> memfit.Engine:
 
 def swapping(plain: memfit.Plan) -> memfit.Plan:
     """The plan, with whatever backward reads swapped."""
-    recipes = Recipes(plain.runtime.search.solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
+    recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
     assert script.swaps

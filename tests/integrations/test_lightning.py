@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.errors import BatchError, InfeasibleError, InputError, SplitError
+from memfit.planning import planning_of
 
 lightning = pytest.importorskip("lightning")
 
@@ -328,7 +329,7 @@ def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.lightning.FitToMemory("1GiB", host_budget="64MiB")
     trained(Module(), fitted)
-    assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
+    assert planning_of(fitted.plan).bundle.lower_tier.room_bytes == 64 << 20
     with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
         trained(Module(), memfit.lightning.FitToMemory("1GiB", host_budget="64MiB", disk_budget="1GiB"))
 
@@ -434,7 +435,7 @@ def test_data_that_cannot_be_looked_through_wants_a_sample_and_larger_batches_ar
 def test_too_small_a_budget_for_whole_batches_divides_them() -> None:
     fitted = memfit.lightning.FitToMemory(1 << 40)
     trained(Module(), fitted)
-    budget = fitted.plan.runtime.search.smallest()[0] - 1
+    budget = memfit.smallest_budget(fitted.plan) - 1
     divided = memfit.lightning.FitToMemory(budget, meter=True)
     trained(Module(), divided)
 

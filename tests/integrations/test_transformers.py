@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.planning import planning_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -201,7 +202,7 @@ def test_too_small_a_budget_for_whole_batches_divides_them(trainer: Make) -> Non
     data = data_for(language_model(), 12, tokens=64)
     settings = {"per_device_train_batch_size": 4, "max_steps": 3}
     whole = memfit.transformers.fit(trainer(language_model(), data, **settings), "1GiB", fixed={"micro_batches": 1})
-    budget = whole.plan.runtime.search.smallest()[0] - 1
+    budget = memfit.smallest_budget(whole.plan) - 1
     inside = trainer(language_model(), data, **settings)
     fitted = memfit.transformers.fit(inside, budget, meter=True)
     inside.train()
@@ -257,7 +258,7 @@ def test_a_resumed_run_goes_on_with_the_losses_of_one_that_was_not_stopped(train
 def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
-    assert fitted.plan.runtime.search.lower_tier.room_bytes == 64 << 20
+    assert planning_of(fitted.plan).bundle.lower_tier.room_bytes == 64 << 20
     with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB", disk_budget="1GiB")
 

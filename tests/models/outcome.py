@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit import batches
+from memfit.planning import planning_of
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the smallest plan to plain
 
@@ -91,7 +92,7 @@ def plans_between(
 ) -> list[memfit.Plan]:
     """Plans for the whole batch at budgets these fractions of the way from the smallest to plain; none is above its budget."""
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": 1})
-    search = plain.runtime.search
+    search = planning_of(plain)
     largest, smallest = search.plain_peak(), search.smallest()[0]
     plans = []
     for fraction in fractions:

@@ -8,9 +8,9 @@ import pytest
 
 from memfit.errors import InfeasibleError
 from memfit.planner.draws import Draws
-from memfit.planner.search import Search
 from memfit.planner.timeline import Timeline
-from memfit.techniques.choices import Choices
+from memfit.planning import Planning
+from memfit.values.bundle import TraceBundle
 from memfit.values.trace import Trace
 from planner.traces import layers
 
@@ -29,11 +29,11 @@ def noisy(count: int = 8) -> Trace:
     return replace(trace, drawn_bytes=tuple(draws))
 
 
-def search_of(trace: Trace) -> Search:
-    return Search(lambda _: trace, 1, lambda: (None, ""), 1, ways=(Choices(),))
+def search_of(trace: Trace) -> Planning:
+    return Planning(TraceBundle.of(trace))
 
 
-def peaks_of(trace: Trace, search: Search, budget: int) -> list[int]:
+def peaks_of(trace: Trace, search: Planning, budget: int) -> list[int]:
     """Peaks under each draw, replayed with the sizes of that draw from the start."""
     solution = search.solver(1).fitting(budget - search.extra_bytes - 512)
     assert solution is not None
@@ -50,7 +50,7 @@ def peaks_of(trace: Trace, search: Search, budget: int) -> list[int]:
     ]
 
 
-def budgets(search: Search) -> list[int]:
+def budgets(search: Planning) -> list[int]:
     least, plain = search.smallest()[0], search.plain_peak()
     return [round(least + (plain - least) * share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)]
 

@@ -10,16 +10,17 @@ from itertools import pairwise, product
 
 import pytest
 
+from memfit.hardware.machine import Link
 from memfit.planner.budget_search import CLOSE
 from memfit.planner.offloading import OffloadSolver
 from memfit.planner.recipes import ALIGNMENT_BYTES, PREFETCH_DISTANCES, Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
-from memfit.planner.search import Search
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
+from memfit.planning import Planning
 from memfit.units import format_bytes
-from memfit.values.machine import Link
+from memfit.values.bundle import TraceBundle
 from memfit.values.script import Script
 from memfit.values.trace import Trace
 from planner.test_timeline import swapping_plan
@@ -410,7 +411,7 @@ def test_a_script_edited_into_nonsense_is_refused(edit: object, sentence: str) -
 
 def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
     trace = layers(6)
-    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=FAST)
+    search = Planning(TraceBundle.of(trace, lower_tier=FAST))
     plan = search.plan((search.smallest()[0] + search.plain_peak()) // 2)
     assert plan.script.swaps
     assert plan.prediction.copy_seconds > 0
@@ -425,7 +426,7 @@ def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
 def test_a_plan_says_of_each_tier_what_lies_there_and_how_much_of_the_copying_hides() -> None:
     trace = layers(6)
     link = chain(NEAR, FAR, ALIGNMENT_BYTES)
-    search = Search(lambda _: trace, 1, lambda: (None, ""), 1, lower_tier=link)
+    search = Planning(TraceBundle.of(trace, lower_tier=link))
     plan = search.plan((search.smallest()[0] + search.plain_peak()) // 2)
     tiers = plan.prediction.tiers
     assert [use.tier for use in tiers] == ["host", "disk"]

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from memfit.hardware.machine import Link
 from memfit.planner.local_search import trim
 from memfit.planner.recipes import Recipes
 from memfit.planner.replay import Replay
 from memfit.planner.timeline import Timeline
-from memfit.values.machine import Link
 from planner.test_timeline import some_plan, swapping_plan
 from planner.traces import drawn, network
 

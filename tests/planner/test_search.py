@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
 import pytest
 
 from memfit.errors import InfeasibleError
-from memfit.planner.search import SLACK_BYTES, Search
+from memfit.hardware.machine import known_machine
+from memfit.hardware.topology import Topology
+from memfit.planner.solvers import SLACK_BYTES
+from memfit.planning import Planning
 from memfit.techniques.choices import Choices
+from memfit.values.bundle import TraceBundle, Weighting
+from memfit.values.request import Request
 from memfit.values.script import KEPT
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network
@@ -38,9 +44,30 @@ def sized(parts: int, *, layers: int = 6, overhead: float = 0.05) -> Trace:
     return replace(w.trace(), choices=Choices(parts, -(-SAMPLES // parts)))
 
 
+class Captured:
+    """Stands in for what captures traces of a model."""
+
+    loss_fn = optimizer = None
+
+    def __init__(self, trace_of: Callable[[Choices], Trace], weighting: Weighting) -> None:
+        self.trace_of = trace_of
+        self._weighting = weighting
+
+    def weighting(self, freeze: Sequence[str]) -> Weighting:
+        return self._weighting
+
+
+def planning(
+    trace_of: Callable[[Choices], Trace], weighting: Weighting, *, fixed: int | None, candidates: tuple[Choices, ...]
+) -> Planning:
+    request = Request(fixed={} if fixed is None else {"micro_batches": fixed})
+    bundle = TraceBundle(request, Topology.single(known_machine("t4")), SAMPLES, candidates)
+    return Planning(bundle, Captured(trace_of, weighting))
+
+
 def search(
     *, fixed: int | None = None, splits: bool = True, extra: int = 0, overhead: float = 0.05
-) -> tuple[Search, list[int]]:
+) -> tuple[Planning, list[int]]:
     """A search over `sized` chains, and the list of what it captured."""
     asked: list[int] = []
 
@@ -50,8 +77,8 @@ def search(
         asked.append(parts)
         return replace(sized(parts, overhead=overhead), changed_buffer_bytes=extra)
 
-    how = ("samples", "") if splits else (None, "batch norm sees the whole batch")
-    return Search(trace_of, SAMPLES, lambda: how, fixed), asked
+    how = Weighting("samples") if splits else Weighting(None, "batch norm sees the whole batch")
+    return planning(trace_of, how, fixed=fixed, candidates=(Choices(),)), asked
 
 
 def test_a_plain_budget_gets_the_plain_plan_and_nothing_else_is_looked_at() -> None:
@@ -138,7 +165,7 @@ def test_a_choice_that_stands_in_the_way_is_among_the_ways_out() -> None:
     made, _ = search(fixed=1, overhead=0.0001)
     with pytest.raises(InfeasibleError) as caught:
         made.plan(100)
-    ways = [r for r in caught.value.remedies if r.text.startswith("fixed=")]
+    ways = [r for r in caught.value.remedies if r.kind == "micro_batches"]
     assert len(ways) == 1
     free, _ = search(overhead=0.0001)
     assert caught.value.minimum_bytes is not None
@@ -163,7 +190,7 @@ def test_more_bytes_never_take_more_seconds() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_tells_of_its_peak_what_the_trace_says(seed: int) -> None:
     trace = network(seed, blocks=4) if seed % 2 else drawn(seed, forward=12, rng_bytes=7)
-    made = Search(lambda _: trace, 1, lambda: (None, "one sample"))
+    made = Planning(TraceBundle.of(trace))
     smallest, plain = made.smallest()[0], made.plain_peak()
     for budget in {smallest, (smallest + plain) // 2, plain}:
         plan = made.plan(budget)
@@ -190,7 +217,7 @@ WAYS = (
 )
 
 
-def in_ways(ways: tuple[Choices, ...], *, slower: float = 0.05) -> tuple[Search, list[Choices]]:
+def in_ways(ways: tuple[Choices, ...], *, slower: float = 0.05) -> tuple[Planning, list[Choices]]:
     """A search over a chain with optimizer state and gradients, of which 8 bits leave a quarter at some cost and an early update little at none."""
     asked: list[Choices] = []
 
@@ -209,7 +236,7 @@ def in_ways(ways: tuple[Choices, ...], *, slower: float = 0.05) -> tuple[Search,
             choices=replace(choices, micro_batch_size=base.choices.micro_batch_size),
         )
 
-    return Search(trace_of, SAMPLES, lambda: ("samples", ""), ways=ways), asked
+    return planning(trace_of, Weighting("samples"), fixed=None, candidates=ways), asked
 
 
 def test_what_is_allowed_is_not_tried_where_it_cannot_win() -> None:
@@ -252,7 +279,7 @@ def test_the_smallest_plan_is_looked_for_in_every_way() -> None:
     everything, _ = in_ways(WAYS)
     size, found = everything.smallest()
     assert size <= alone.smallest()[0] - 3000
-    assert found.way == WAYS[3]
+    assert found.candidate == WAYS[3]
     with pytest.raises(InfeasibleError, match=r"\(8-bit optimizer state, update inside backward, "):
         everything.plan(100)
     assert everything.plan(size).choices.state_format == "8bit"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
-from memfit.values.machine import Link
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 from planner.traces import Writer, drawn, layers, network
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.planner.transfers import StreamedLayer, block_seconds, layer_transfers, state_transfers
-from memfit.values.machine import Link
+from memfit.hardware.machine import Link
+from memfit.planner.transfers import block_seconds, layer_transfers, state_transfers
+from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Trace
 from planner.traces import Writer
 

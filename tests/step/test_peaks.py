@@ -40,7 +40,7 @@ def check(way: Choices, build: Callable[[], Any], optimizer: Any = small.adamw, 
     """The predicted peak of the plain plan, after it, or the smallest plan's, has been measured."""
     model, sample, loss_fn = build()
     plain = ways.planned(way, model, sample, loss_fn, optimizer, fixed={"micro_batches": 1})
-    plan = api.replan(plain, plain.runtime.search.smallest()[0]) if smallest else plain
+    plan = api.replan(plain, memfit.smallest_budget(plain)) if smallest else plain
     measured = ways.peak_of(plan, build()[0], sample, loss_fn)
     assert measured == pytest.approx(plan.prediction.peak_bytes, rel=0.005), plan.prediction.peak_operation
     assert measured <= plan.budget_bytes
@@ -61,7 +61,7 @@ def test_the_predicted_peak_is_the_measured_one(way: Choices) -> None:
 def test_the_first_step_makes_its_state_in_the_room_of_later_ones(way: Choices, optimizer: Any) -> None:
     model, sample = small.chain(3), small.rows(64)
     plan = ways.planned(way, model, sample, small.squared_error, optimizer, fixed={"micro_batches": 1})
-    plan = api.replan(plan, plan.runtime.search.smallest()[0])
+    plan = api.replan(plan, memfit.smallest_budget(plan))
     engine = memfit.apply(plan, model)
     first, _, third = (engine.step(sample, meter=True).peak_bytes or 0 for _ in range(3))
     assert first <= third == pytest.approx(plan.prediction.peak_bytes, rel=0.005)

@@ -14,9 +14,10 @@ import torch
 
 import memfit
 import small
+from memfit import lower_tiers
+from memfit.hardware.machine import Link, Machine
 from memfit.storage import folders
 from memfit.storage.folders import cache_folder, free_bytes, offload_folder
-from memfit.values.machine import Link
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "activations": {"state_place": "device", "streamed": ""},
@@ -120,9 +121,8 @@ def test_the_disk_that_is_priced_is_the_disk_that_is_used(
     budget: int = 1 << 40
     if technique == "activations":
         tight = {"host_budget": "64MiB", **named}
-        budget = memfit.plan(
-            model, sample, small.squared_error, 1 << 40, small.adamw, fixed=fixed, **tight
-        ).runtime.search.smallest()[0]
+        roomy = memfit.plan(model, sample, small.squared_error, 1 << 40, small.adamw, fixed=fixed, **tight)
+        budget = memfit.smallest_budget(roomy)
         plain = memfit.plan(model, sample, small.squared_error, budget, small.adamw, fixed=fixed, **tight)
         assert plain.script.swaps
     assert disk.asked
@@ -146,8 +146,7 @@ def test_free_space_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(folder)
         return tmp_path
 
-    monkeypatch.setattr("memfit.searching.offload_folder", asking)
-    from memfit.searching import _disk_bytes
-
-    assert _disk_bytes("there") == 7
+    monkeypatch.setattr(lower_tiers, "offload_folder", asking)
+    cpu = Machine("a processor", "cpu", 1, 1.0, 1.0, 1.0)
+    assert lower_tiers.capacity(cpu, "host", "there") == 7
     assert asked == ["there"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memfit.errors import InputError
+from memfit.hardware.machine import Link
 from memfit.storage import links
-from memfit.values.machine import Link
 
 
 def test_the_link_is_measured_once_for_each_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def test_a_smaller_batch_runs_the_same_operations() -> None:
 
 def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     model, sample = llama(batch=8)
-    timeline = Timeline(memfit.record(model, sample, None, adamw))
+    timeline = Timeline(memfit.record(model, sample, None, adamw, micro_batches=1).trace)
     head = head_of(timeline)
     assert head is not None
     assert (head.rows, head.classes, head.chunks()) == (8 * 64, VOCAB, (8,))
@@ -331,11 +331,11 @@ def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     with pytest.raises(memfit.InfeasibleError, match="_log_softmax_backward_data"):
         planned(model, sample, None, less)
     narrow, sample = llama(vocab=16, batch=8)
-    timeline = Timeline(memfit.record(narrow, sample, None, adamw))
+    timeline = Timeline(memfit.record(narrow, sample, None, adamw, micro_batches=1).trace)
     head = head_of(timeline)
     assert head is not None
     assert not sets_peak(timeline, head)
-    assert head_of(Timeline(memfit.record(chain(), rows(), squared_error, adamw))) is None
+    assert head_of(Timeline(memfit.record(chain(), rows(), squared_error, adamw, micro_batches=1).trace)) is None
 
 
 @pytest.mark.parametrize(

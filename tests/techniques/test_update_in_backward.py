@@ -17,6 +17,7 @@ import small
 from memfit import api
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.optimizers.lion import Lion
+from memfit.planning import planning_of
 from memfit.techniques.choices import Choices
 from memfit.techniques.update_in_backward.updating import why_not_in_backward
 from models import case
@@ -76,7 +77,7 @@ def test_recomputation_reads_no_parameter_after_its_update(way: Choices) -> None
     build = case("gpt_dropout").build
     model, sample, loss_fn = build()
     plan = ways.planned(way, model, sample, loss_fn, small.adamw, fixed={"micro_batches": 1})
-    least = api.replan(plan, plan.runtime.search.smallest()[0])
+    least = api.replan(plan, memfit.smallest_budget(plan))
     assert least.script.reruns
     losses, trained = ways.trained(least, build)
     after = Choices(state_format=way.state_format)
@@ -155,11 +156,11 @@ def test_several_micro_batches_hold_what_is_predicted_to_the_byte(
 
     model, sample, loss_fn = HELD[name]()
     plan = ways.planned(INSIDE, model, sample, loss_fn, optimizer, fixed={"micro_batches": micro_batches})
-    least = api.replan(plan, plan.runtime.search.smallest()[0])
+    least = api.replan(plan, memfit.smallest_budget(plan))
     for made in (plan, least):
         assert ways.peak_of(made, HELD[name]()[0], sample, loss_fn) == made.prediction.peak_bytes
         bands = made.prediction.categories_at_peak
-        assert sum(bands.values()) + plan.runtime.search.extra_bytes == made.prediction.peak_bytes
+        assert sum(bands.values()) + planning_of(plan).extra_bytes == made.prediction.peak_bytes
 
 
 class Routed(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import memfit
 from memfit.errors import MemfitError
-from memfit.planner.search import Search
+from memfit.planning import Planning, planning_of
 from models.outcome import Outcome, measured_peak, outcome_of
 
 from .building import NotBuiltError, Specimen, built, in_short
@@ -95,7 +95,7 @@ def judged(
     return verdict
 
 
-def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -> tuple[Search | None, str, str]:
+def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -> tuple[Planning | None, str, str]:
     model, batch, loss_fn = specimen.model, specimen.batch, specimen.loss_fn
     tell("plain")
     outcome_of(model, batch, loss_fn)  # what a model builds once is built here
@@ -106,7 +106,8 @@ def _judged(verdict: Verdict, specimen: Specimen, tell: Callable[[str], None]) -
 
     tell("planning")
     plain = memfit.plan(model, batch, loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
-    search: Search = plain.runtime.search
+    search = planning_of(plain)
+    assert search is not None
     verdict.operations = len(search.solver(1).trace.operations)
     verdict.plain_bytes, verdict.smallest_bytes = search.plain_peak(), search.smallest()[0]
     verdict.budget_bytes = max(verdict.plain_bytes // 2, verdict.smallest_bytes)

@@ -21,7 +21,7 @@ from engine.forced import LINK, everything, forced
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.planner.head import head_of
 from memfit.planner.recipes import Recipes
-from memfit.planner.search import Search
+from memfit.planning import Planning
 from memfit.step.program import StepProgram
 from memfit.techniques.choices import Choices
 from memfit.techniques.layer_streaming.blocks import repeated_blocks
@@ -70,10 +70,10 @@ class Technique:
     """
 
     name: str
-    way: Callable[[nn.Module, Search], Choices | None]
+    way: Callable[[nn.Module, Planning], Choices | None]
 
 
-def _frozen(model: nn.Module, _: Search) -> Choices | None:
+def _frozen(model: nn.Module, _: Planning) -> Choices | None:
     """The lowest part: the first module that has parameters, but not more than half of all."""
     count = sum(p.numel() for p in model.parameters())
     path, module = "", model
@@ -86,18 +86,18 @@ def _frozen(model: nn.Module, _: Search) -> Choices | None:
             return Choices(frozen=(path,))
 
 
-def _streamed(model: nn.Module, _: Search) -> Choices | None:
+def _streamed(model: nn.Module, _: Planning) -> Choices | None:
     """The largest family of blocks."""
     blocks = repeated_blocks(model)
     return Choices(streamed=blocks[0].path) if blocks else None
 
 
-def _in_chunks(_: nn.Module, search: Search) -> Choices | None:
+def _in_chunks(_: nn.Module, search: Planning) -> Choices | None:
     head = head_of(search.solver(1).timeline)
     return Choices(loss_chunks=2) if head is not None and head.rows > 1 else None
 
 
-def _swapped(_: nn.Module, search: Search) -> Choices | None:
+def _swapped(_: nn.Module, search: Planning) -> Choices | None:
     recipes = Recipes(search.solver(1).trace, LINK)
     return Choices() if recipes.reloads_of.keys() & recipes.saved else None
 
@@ -114,7 +114,7 @@ TECHNIQUES: Final = (
 )
 
 
-def turn_of(architecture: str, model: nn.Module, search: Search) -> Technique:
+def turn_of(architecture: str, model: nn.Module, search: Planning) -> Technique:
     """Whose turn it is on an architecture: of those that apply to it, the one that its name picks."""
     possible = [technique for technique in TECHNIQUES if technique.way(model, search) is not None]
     return possible[zlib.crc32(architecture.encode()) % len(possible)]
@@ -125,7 +125,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
 
-def applied(technique: Technique, specimen: Specimen, search: Search, tell: Callable[[str], None]) -> Applied:
+def applied(technique: Technique, specimen: Specimen, search: Planning, tell: Callable[[str], None]) -> Applied:
     """Train a few steps plainly and by a plan, compare, and meter one more step; the specimen's model is left as it was.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memfit
+from memfit.planning import planning_of
 from zoo.architectures import architectures
 from zoo.building import built
 from zoo.judging import judged
@@ -71,7 +72,7 @@ def test_every_technique_has_its_turn() -> None:
     """Of a model to which all of them apply, whatever its name."""
     specimen = built("bert", ["BertForMaskedLM"])
     made = memfit.plan(specimen.model, specimen.batch, specimen.loss_fn, 1 << 50, None, fixed={"micro_batches": 1})
-    picked = {turn_of(name, specimen.model, made.runtime.search).name for name in architectures()}
+    picked = {turn_of(name, specimen.model, planning_of(made)).name for name in architectures()}
     assert picked == {technique.name for technique in TECHNIQUES}
 
 

@@ -17,9 +17,9 @@ from memfit.capture.costs import Cost
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.roofline import estimated_seconds
 from memfit.capture.timing import KernelTimer
+from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
-from memfit.values.trace import digest
 
 FORMAT: Final = 6
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.values.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY, Machine
+from memfit.hardware.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY, Machine
 
 
 def device_name(device: torch.device) -> str:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.calls import CallSpec, TensorSpec
 from memfit.capture.costs import Cost
-from memfit.values.machine import Machine
+from memfit.hardware.machine import Machine
 
 
 def flops_of(call: CallSpec) -> float:

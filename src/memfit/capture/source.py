@@ -8,12 +8,12 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.identity import digest
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory, StepProgram
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import Choices
-from memfit.values.trace import digest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -250,7 +250,7 @@ def usable(data: dict[str, Any]) -> dict[str, Any]:
 
 def known() -> list[dict[str, Any]]:
     """GPUs that can be planned for without having one."""
-    from memfit.values.machine import KNOWN
+    from memfit.hardware.machine import KNOWN
 
     return [asdict(machine) for machine in KNOWN]
 

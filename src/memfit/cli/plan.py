@@ -38,7 +38,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--save-trace",
         metavar="FILE",
         type=Path,
-        help="write down one step as fit.fixed, fit.freeze, fit.host_budget and fit.disk_budget have it, to plan from later without the model",
+        help="write down the steps that planning may weigh, to plan from later without the model",
     )
     parser.add_argument(
         "--trace",
@@ -57,15 +57,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.run import assembled, check_budget, make_plan, make_trace
+    from memfit.train.run import assembled, check_budget, make_bundle, make_plan
 
     check_budget(config)
     display = progress.display()
     try:
         assembly = assembled(config, display, arguments.device)
         if arguments.save_trace is not None:
-            trace = make_trace(config, assembly, arguments.device, display)
-            _written(trace.save, arguments.save_trace, "trace")
+            bundle = make_bundle(config, assembly, arguments.device, display)
+            _written(bundle.save, arguments.save_trace, "trace")
         plan = make_plan(config, assembly, arguments.device, display)
     finally:
         display.close()
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _from_trace(arguments: argparse.Namespace) -> Answer:
-    from memfit.values.trace import Trace
+    from memfit.values.bundle import TraceBundle
 
     for name in ("settings", "device", "save_trace", "deepspeed"):
         if getattr(arguments, name):
@@ -82,10 +82,9 @@ def _from_trace(arguments: argparse.Namespace) -> Answer:
             )
     if arguments.budget is None:
         raise ConfigError("--trace needs --budget: the bytes to plan for")
-    trace = Trace.load(arguments.trace)
-    from memfit.api import replan
+    from memfit.planning import replan
 
-    return _answer(replan(trace, arguments.budget), arguments)
+    return _answer(replan(TraceBundle.load(arguments.trace), arguments.budget), arguments)
 
 
 def _written(save: Callable[[Path], None], path: Path, what: str) -> None:

@@ -22,13 +22,14 @@ from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
 from memfit.errors import BatchError, InputError
-from memfit.integrations.window import FIXED, plan_window
+from memfit.integrations.window import FIXED, Window, plan_window
+from memfit.lower_tiers import requested
 from memfit.meter import metered
 from memfit.optimizers.alike import alike
-from memfit.searching import Budget
-from memfit.tracing import Progress
+from memfit.progress import Progress
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+from memfit.values.request import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +165,26 @@ class Adapter:
         Raises:
             InfeasibleError, SplitError, BudgetError, CaptureError, InputError: as for `memfit.fit`.
         """
-        made = plan_window(
+        window = Window(
             step.model,
             step.sample,
             step.loss_fn,
-            self.budget,
             alike(step.optimizer, step.model),
             accumulated=step.accumulated,
             divisors=step.divisors,
             one_by_one=step.one_by_one,
             why_whole=step.why_whole,
+        )
+        request = requested(
+            step.model,
+            budget=self.budget,
             host_budget=self.host_budget,
             disk_budget=self.disk_budget,
             allow=self.allow,
             fixed={**FIXED, **self.SETTLED, **self.fixed},
             clip_norm=step.clip_norm,
-            progress=self.progress,
         )
+        made = plan_window(window, request, self.progress)
         engine = api.apply(made, step.model, step.loss_fn, step.optimizer)
         loader_batches = step.accumulated if step.one_by_one else 1
         api.rehearsed(engine, step.sample, self.progress, loader_batches=loader_batches)

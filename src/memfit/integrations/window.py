@@ -14,12 +14,14 @@ from typing import Any, Final
 
 from memfit import batches
 from memfit.batches import Batch
+from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError, SplitError
-from memfit.planner.search import WORTH_MORE
-from memfit.searching import Budget, Runtime, search_for
-from memfit.tracing import Progress, Tracing, tell
-from memfit.units import parse_bytes
+from memfit.offers import planning_for
+from memfit.planner.found import WORTH_MORE
+from memfit.progress import Progress, tell
+from memfit.values.bundle import Weighting
 from memfit.values.plan import Plan
+from memfit.values.request import Request
 
 # Of the trainer, told to it and not to the plan.
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
@@ -69,76 +71,77 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield str(name), (len(value),)
 
 
-@dataclass(eq=False)
-class _Window(Tracing):
-    """A window of batches.
+@dataclass(frozen=True)
+class Window:
+    """One step of somebody else's loop.
 
     Attributes:
-        summed: its parts are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
+        model, sample, loss_fn: as for `memfit.plan`.
+        make_optimizer: `optimizer` of `memfit.plan`.
+        accumulated: batches in the window.
+        divisors: numbers of parts that a batch may be divided into, rising.
+        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
         why_whole: why the trainer cannot have a batch divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
+    """
+
+    model: Any
+    sample: Batch
+    loss_fn: batches.LossFunction
+    make_optimizer: Callable[..., Any]
+    accumulated: int
+    divisors: Sequence[int]
+    one_by_one: bool = False
+    why_whole: Callable[[], str] = str
+
+
+@dataclass(eq=False)
+class _WindowSource(TraceSource):
+    """Traces of a window of batches.
+
+    Attributes:
+        summed: its micro-batches are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
+        why_whole: as for `Window`.
     """
 
     summed: bool = False
     why_whole: Callable[[], str] = str
 
-    def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
+    def weighting(self, freeze: Sequence[str]) -> Weighting:
         if self.summed:
-            return "sum", ""
-        found = (None, "") if self.why_whole() else super().weights(freeze)
+            return Weighting("sum")
+        found = Weighting(None) if self.why_whole() else super().weighting(freeze)
         why = self.why_whole()
-        return (None, why) if why else found
+        return Weighting(None, why) if why else found
 
 
-def plan_window(
-    model: Any,
-    sample: Batch,
-    loss_fn: batches.LossFunction,
-    budget: Budget,
-    make_optimizer: Callable[..., Any],
-    *,
-    accumulated: int,
-    divisors: Sequence[int],
-    one_by_one: bool = False,
-    why_whole: Callable[[], str] = str,
-    host_budget: Budget | None,
-    disk_budget: Budget | None,
-    allow: Sequence[str],
-    fixed: Mapping[str, Any],
-    clip_norm: float | None,
-    progress: Progress | None,
-) -> Plan:
+def plan_window(window: Window, request: Request, progress: Progress | None = None) -> Plan:
     """The fastest plan, each batch of the window in one part or in as many as one of the divisors.
 
     Args:
-        accumulated: batches in the window.
-        divisors: numbers of parts that a batch may be divided into, rising.
-        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
-        why_whole: as for `_Window`.
-        model, sample, loss_fn, budget, host_budget, disk_budget, allow, fixed, clip_norm, progress: as for `memfit.plan`.
-        make_optimizer: `optimizer` of `memfit.plan`.
+        window: the step.
+        request: what the user and the trainer ask, but for the number of micro-batches.
+        progress: as for `memfit.plan`.
 
     Raises:
         InfeasibleError, SplitError, CaptureError, InputError: as for `memfit.plan`.
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
-    window = partial(
-        _Window,
-        *(model, sample, loss_fn, make_optimizer, clip_norm, None, progress),
-        loader_batches=accumulated if one_by_one else 1,
-        why_whole=why_whole,
+    accumulated, divisors = window.accumulated, window.divisors
+    source = partial(
+        _WindowSource,
+        *(window.model, window.sample, window.loss_fn, window.make_optimizer, request.clip_norm, None, progress),
+        loader_batches=accumulated if window.one_by_one else 1,
+        why_whole=window.why_whole,
     )
-    parted = window()
-    whole = window(summed=True) if accumulated > 1 else parted
-    budget_bytes = parse_bytes(budget, total_bytes=whole.machine.memory_bytes)
+    parted = source()
+    whole = source(summed=True) if accumulated > 1 else parted
     for divisor in divisors:
-        pinned = {**fixed, "micro_batches": accumulated * divisor}
         try:
-            tracing = whole if divisor == 1 else parted
-            search = search_for(tracing, host_budget=host_budget, disk_budget=disk_budget, allow=allow, fixed=pinned)
+            asked = request.fixing(micro_batches=accumulated * divisor)
+            planning = planning_for(whole if divisor == 1 else parted, asked)
             tell(progress, "planning", 0.9)
-            runtime = Runtime(search, loss_fn, make_optimizer, pinned, host_budget=host_budget, disk_budget=disk_budget)
-            made = runtime.plan(budget_bytes)
+            made = planning.plan()
         except InfeasibleError as error:
             least = error.minimum_bytes or math.inf
             if refused is not None and least >= (refused.minimum_bytes or math.inf):

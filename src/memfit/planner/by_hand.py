@@ -21,13 +21,15 @@ from typing import Final
 from memfit.errors import InfeasibleError, InputError
 from memfit.garbage import uncollected
 from memfit.planner.baselines.segment_rules import sqrt_segments
+from memfit.planner.description import describe, where
+from memfit.planner.found import Found
 from memfit.planner.modules import flowing_out, matcher, module_calls, repeated_blocks, repeats
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
-from memfit.planner.search import Found, Search, where
 from memfit.planner.segments import boundaries_after, windows
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
+from memfit.planner.solvers import Solvers
 from memfit.planner.timeline import Timeline
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
@@ -66,15 +68,16 @@ class _Windows:
     words: str
 
 
-def plan_by_hand(search: Search, placement: Placement) -> Plan:
+def plan_by_hand(solvers: Solvers, placement: Placement) -> Plan:
     """The plan that does as the user said; its budget is what it takes.
 
     Raises:
         InputError: a pattern matches nothing, or there are no repeated blocks.
         InfeasibleError: so few bytes of activations cannot be reached.
+        MissingTrace: as for `Solvers.of`.
     """
-    number = search.fixed_micro_batches or 1
-    solver = search.solver(number)
+    number, candidate = solvers.baseline_number, solvers.bundle.candidates[0]
+    solver = solvers.baseline
     trace = solver.trace
     if placement.activation_bytes:
         solution, activation_bytes = _within(solver, placement.activation_bytes)
@@ -85,7 +88,7 @@ def plan_by_hand(search: Search, placement: Placement) -> Plan:
     else:
         cut = _kept_outputs(solver.recipes, placement.keep) if placement.keep else _units(trace, placement.every)
         solution, notes = _in_windows(solver, cut)
-    made = search.describe(search.budget_for(solver, solution), Found(search.ways[0], number, solver, solution))
+    made = describe(solvers, solvers.budget_for(solver, solution), Found(candidate, number, solver, solution))
     return replace(made, notes=(*made.notes, *notes))
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memfit.hardware.machine import Link
 from memfit.planner.head import head_of
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
-from memfit.planner.transfers import StreamedLayer, block_seconds, state_transfers
+from memfit.planner.transfers import block_seconds, state_transfers
 from memfit.techniques.registry import BY_NAME
 from memfit.techniques.technique import OptimisticBound, StepFacts, StreamingFacts
-from memfit.values.machine import Link
+from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Category, Phase, Trace
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from memfit.values.machine import Link
+from memfit.hardware.machine import Link
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.

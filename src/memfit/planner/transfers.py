@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.values.machine import Link
+from memfit.hardware.machine import Link
+from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Phase, Trace
 
 
@@ -24,21 +25,6 @@ class Transfers:
 
     seconds: float
     waited_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedLayer:
-    """Bytes of one block that lies on the lower tier.
-
-    Attributes:
-        path: of its module; "" for what is in no block, of which the state alone moves.
-        weight_bytes, gradient_bytes, state_bytes: of its parameters, of gradients of those that are trained, and of their optimizer state.
-    """
-
-    path: str
-    weight_bytes: int
-    gradient_bytes: int
-    state_bytes: int
 
 
 def state_transfers(state_bytes: int, link: Link) -> Transfers:

@@ -18,9 +18,9 @@ from typing import Final
 import torch
 
 from memfit.errors import InputError
+from memfit.hardware.machine import Link
+from memfit.identity import digest
 from memfit.storage.folders import SETTING, cache_folder
-from memfit.values.machine import Link
-from memfit.values.trace import digest
 
 MEASURED_BYTES: Final = 64 << 20  # of a measured copy: what is shorter says more about caches than about the link
 PIECE_BYTES: Final = 8 << 20  # of a storage, as models have them

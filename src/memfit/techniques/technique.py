@@ -156,6 +156,8 @@ class Technique(ABC):
         page: of the documentation.
         dialect_keys: in other libraries' configurations.
         pinned: whether the user may pin it with `fixed=`.
+        baseline_words: the baseline in a few words.
+        expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
         reorders: whether additions come in another order than plain PyTorch's.
     """
 
@@ -166,6 +168,8 @@ class Technique(ABC):
     page: ClassVar[str] = ""
     dialect_keys: ClassVar[Sequence[DialectKey]] = ()
     pinned: ClassVar[bool] = True
+    baseline_words: ClassVar[str] = "the step without it"
+    expected_faster: ClassVar[bool] = False
     reorders: ClassVar[bool] = False
 
     # -- for people ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,6 @@
 which sees that none of them can end a training.
 """
 
-from memfit.trackers.tracker import KINDS, Tracker, check, tracker
+from memfit.trackers.base import KINDS, Tracker, check, tracker
 
 __all__ = ["KINDS", "Tracker", "check", "tracker"]

@@ -25,9 +25,9 @@ from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
 from memfit.train.text import FolderEncoder, has_tokenizer
 from memfit.units import format_bytes, parse_bytes
+from memfit.values.bundle import TraceBundle
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report
-from memfit.values.trace import Trace
 
 if TYPE_CHECKING:
     from memfit.engine import Engine
@@ -404,12 +404,11 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
     )  # fmt: skip
 
 
-def make_trace(config: Config, assembly: Assembly, device: str | None, display: Display) -> Trace:
-    """One step written down, with what the configuration fixes and freezes and its room below, to plan from later without the model."""
+def make_bundle(config: Config, assembly: Assembly, device: str | None, display: Display) -> TraceBundle:
+    """All that the configuration allows written down, to plan from later without the model."""
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        host_budget=config.fit.host_budget, disk_budget=config.fit.disk_budget, freeze=config.fit.freeze, fixed=_fixed(config, assembly),
-        clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+        **plan_arguments(config, assembly), device=device, progress=display.stage,
     )  # fmt: skip
 
 

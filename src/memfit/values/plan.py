@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +41,6 @@ class Plan:
         changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
         savings: of the techniques it uses, each taken away by itself.
         frozen: what is not trained because the user said so.
-        runtime: not part of the value: what `plan()` was given and `apply()` needs again (loss function, optimizer factory).
     """
 
     budget_bytes: int
@@ -61,7 +60,6 @@ class Plan:
     savings: tuple[Saving, ...] = ()
     frozen: tuple[FrozenPart, ...] = ()
     format_version: int = FORMAT_VERSION
-    runtime: Any = field(default=None, compare=False, repr=False)
 
     @property
     def gap(self) -> float:
@@ -170,7 +168,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Versioned JSON of everything but `runtime`."""
+        """Versioned JSON."""
         return {
             "memfit": "plan",
             "format_version": self.format_version,

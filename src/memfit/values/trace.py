@@ -7,11 +7,10 @@ event list. A storage is born at an event and is gone after an event. Bytes are 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,6 @@ from typing import Any, Final
 from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
-from memfit.values.machine import Link
 
 FORMAT_VERSION: Final = 7
 BEFORE_STEP: Final = -1
@@ -150,7 +148,6 @@ class Trace:
         transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
         waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
-        lower_tier: to the tiers below that plans from this trace may swap to, with the room that is left there; None for none.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -176,7 +173,6 @@ class Trace:
     waited_seconds: float = 0.0
     torch_version: str = ""
     drawn_bytes: tuple[tuple[int, ...], ...] = ()
-    lower_tier: Link | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -236,10 +232,9 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        apart = {"operations", "storages", "saves", "choices", "lower_tier"}
+        apart = {"operations", "storages", "saves", "choices"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        tier = None if self.lower_tier is None else asdict(self.lower_tier)
-        return {**scalars, "choices": self.choices.to_json(), "lower_tier": tier, **rows, "names": list(names)}
+        return {**scalars, "choices": self.choices.to_json(), **rows, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
@@ -250,7 +245,13 @@ class Trace:
         """
         if not isinstance(data, Mapping) or data.get("format_version") != FORMAT_VERSION:
             have = data.get("format_version") if isinstance(data, Mapping) else type(data).__name__
-            raise PlanFileError(f"this trace has format {have!r}, this memfit reads {FORMAT_VERSION}: capture it again")
+            if isinstance(data, Mapping) and data.get("memfit") == "bundle":
+                raise PlanFileError(
+                    "this is a trace bundle, not a single trace: read it with memfit.TraceBundle.load(path)"
+                )
+            raise PlanFileError(
+                f"this trace has format {have!r}, this memfit reads {FORMAT_VERSION}: capture it again with memfit.record(...).save(path)"
+            )
         try:
             names = data["names"]
             ops, sts, svs = data["operations"], data["storages"], data["saves"]
@@ -305,7 +306,6 @@ class Trace:
                     "notes",
                     "changed_buffers",
                     "drawn_bytes",
-                    "lower_tier",
                 }
             }
             return cls(
@@ -317,7 +317,6 @@ class Trace:
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 drawn_bytes=drawn,
-                lower_tier=Link.from_json(data["lower_tier"]),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:
@@ -342,9 +341,4 @@ class Trace:
         return cls.from_json(data)
 
 
-def digest(*parts: object) -> str:
-    """Short stable hash of JSON-able parts, for signatures and model identity."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-__all__ = ["BEFORE_STEP", "FORMAT_VERSION", "Category", "Operation", "Phase", "Save", "Storage", "Trace", "digest"]
+__all__ = ["BEFORE_STEP", "FORMAT_VERSION", "Category", "Operation", "Phase", "Save", "Storage", "Trace"]

@@ -8,7 +8,7 @@ rebuild anything, and the loss head is often the largest thing of a step. See do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Final, Protocol
 
@@ -25,12 +25,13 @@ from memfit.integrations.deepspeed.keys import SCHEDULES, VERSION
 from memfit.integrations.deepspeed.sections import Optimizer, Scheduler
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.optimizers.lion import Lion
-from memfit.searching import Budget
+from memfit.planning import changed, planning_of
+from memfit.progress import Progress
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.autocast.precision import ScaleRule
-from memfit.tracing import Progress
 from memfit.values.plan import Plan
+from memfit.values.request import Budget
 
 
 class Schedule(Protocol):
@@ -134,11 +135,11 @@ class FromDeepSpeed:
             host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress,
             lower_tier=self.lower_tier, **said,
         )  # fmt: skip
-        return replace(made, notes=(*made.notes, *self._told()))
+        return changed(made, notes=(*made.notes, *self._told()))
 
     def apply(self, plan: Plan, model: nn.Module, loss_fn: LossFunction | None = None) -> Engine:
         """As `memfit.apply`: an engine for a plan of this configuration, with its schedule and the scale that fp16 begins with."""
-        factory = None if self.config.optimizer is None or plan.runtime is not None else self.optimizer
+        factory = None if self.config.optimizer is None or planning_of(plan) is not None else self.optimizer
         return self.equip(api.apply(plan, model, loss_fn, factory, lower_tier=self.lower_tier))
 
     def fit(
@@ -163,7 +164,7 @@ class FromDeepSpeed:
             model, sample, loss_fn, budget, factory,
             host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, progress=progress, lower_tier=self.lower_tier, **said,
         )  # fmt: skip
-        told = replace(engine.plan, notes=(*engine.plan.notes, *self._told()))
+        told = changed(engine.plan, notes=(*engine.plan.notes, *self._told()))
         engine.plan = told
         engine.add(told)
         return self.equip(engine)

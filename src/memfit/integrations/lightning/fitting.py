@@ -29,10 +29,10 @@ from memfit.integrations.adapter import Adapter, TrainerStep
 from memfit.integrations.lightning.logged import Calls, unlogged
 from memfit.integrations.lightning.refused import refuse, why_not_divided
 from memfit.integrations.window import largest_batch
-from memfit.planner.search import doubled_up_to
-from memfit.searching import Budget
+from memfit.planner.solvers import doubled_up_to
+from memfit.progress import Progress
 from memfit.step.process_generators import generators_kept
-from memfit.tracing import Progress
+from memfit.values.request import Budget
 
 
 class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not followed by mypy

@@ -24,7 +24,7 @@ from memfit.integrations.adapter import Adapter, TrainerStep
 from memfit.integrations.transformers.refused import refuse
 from memfit.integrations.transformers.sample import ITEMS, largest_window, samples_of
 from memfit.integrations.window import divisors_of, parts_weights
-from memfit.searching import Budget
+from memfit.values.request import Budget
 
 try:
     from transformers import Trainer, TrainerCallback

@@ -16,6 +16,8 @@ class Autocast(Technique):
     baseline = "full"
     settings = ("full", "bf16", "fp16")
     allow: ClassVar[Mapping[str, Setting]] = {"bf16": "bf16", "fp16": "fp16"}
+    baseline_words = "full precision"
+    expected_faster = True
     page = "techniques/mixed-precision.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (
         DialectKey("deepspeed", "bf16.enabled", "bf16"),

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import memfit
 import small
+from memfit.capture.trace_source import TraceSource
+from memfit.lower_tiers import requested
+from memfit.offers import planning_for
 from memfit.planner.optimistic import optimistic_bound
-from memfit.planner.search import Search
-from memfit.searching import Runtime, search_for
+from memfit.planning import Planning, planning_of
 from memfit.techniques.choices import Choices
-from memfit.tracing import Tracing
 from models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,21 +31,21 @@ def small_chain() -> Any:
     return small.chain(), small.rows(64), small.squared_error
 
 
-def searched(build: Any = wide, **named: Any) -> tuple[Search, Any]:
+def searched(build: Any = wide, **named: Any) -> tuple[Planning, Any]:
     model, sample, loss_fn = build()
-    return search_for(Tracing(model, sample, loss_fn, small.adamw), **named), model
+    return planning_for(TraceSource(model, sample, loss_fn, small.adamw), requested(model, **named)), model
 
 
 def test_no_technique_does_better_than_its_bound() -> None:
     search, _ = searched(host_budget="1GiB", allow=["8bit", "in_backward"], fixed={"micro_batches": 1})
     plain = search.solver(1)
     seen = set()
-    for way in search.ways[1:]:
+    for way in search.bundle.candidates[1:]:
         told = list(way.techniques)
         if len(told) > 1:
             continue
         ((name, _),) = told
-        bound = optimistic_bound(plain, name, search.lower_tier, search.layers)
+        bound = optimistic_bound(plain, name, search.bundle.lower_tier, search.bundle.layers)
         assert bound is not None
         alone = search.solver(1, way)
         assert alone.trace.plain_step_seconds >= plain.trace.plain_step_seconds + bound.seconds - 1e-9, name
@@ -84,7 +85,7 @@ def test_layers_are_streamed_where_nothing_else_fits() -> None:
 
 def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
     search, model = searched(host_budget="64KiB")
-    assert not any(way.streamed or way.state_place != "device" for way in search.ways)
+    assert not any(way.streamed or way.state_place != "device" for way in search.bundle.candidates)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) > 64 * 1024
     with pytest.raises(
         memfit.InputError, match=r"host_budget='64KiB' is less than the layers and optimizer state that is to lie there"
@@ -93,14 +94,14 @@ def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
 
 
 def test_a_way_that_cannot_be_captured_is_turned_down_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = Tracing.trace_of
+    captured = TraceSource.trace_of
 
-    def trace_of(self: Tracing, choices: Choices) -> Any:
+    def trace_of(self: TraceSource, choices: Choices) -> Any:
         if choices.precision == "bf16":
             raise memfit.CaptureError("no kernel for it")
         return captured(self, choices)
 
-    monkeypatch.setattr(Tracing, "trace_of", trace_of)
+    monkeypatch.setattr(TraceSource, "trace_of", trace_of)
     search, _ = searched(allow=["bf16"], fixed={"micro_batches": 1})
     made = search.plan((search.plain_peak() + search.smallest()[0]) // 2)
     assert "bf16 autocast: no kernel for it" in made.turned_down
@@ -112,12 +113,12 @@ def test_each_technique_of_a_plan_is_told_with_what_it_saves_and_costs() -> None
     model, sample, loss_fn = wide()
     fixed = {"state_format": "8bit", "update": "in_backward"}
     made = memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed={**fixed, "micro_batches": 1})
-    search = made.runtime.search
+    search = planning_of(made)
     both = search.solver(1)
     told = {saving.technique: saving for saving in made.savings}
     assert set(told) == {"8-bit optimizer state", "update inside backward"}
     for saving, name in zip(made.savings, fixed, strict=True):
-        without = search.solver(1, replace(search.ways[0], **{name: getattr(Choices(), name)}))
+        without = search.solver(1, replace(search.bundle.candidates[0], **{name: getattr(Choices(), name)}))
         assert saving.predicted_bytes == without.plain.peak - both.plain.peak
         assert saving.seconds == both.trace.plain_step_seconds - without.trace.plain_step_seconds
         assert saving.claimed_bytes > 0
@@ -129,7 +130,7 @@ def test_micro_batches_are_told_too() -> None:
     search, _ = searched(small_chain)
     size, found = search.smallest()
     assert found.number > 1
-    made = Runtime(search, None, None).plan(size)
+    made = search.plan(size)
     saving = made.savings[-1]
     assert saving.technique == f"{made.choices.micro_batches} micro-batches"
     assert saving.predicted_bytes == search.solver(1).plain.peak - search.solver(found.number).plain.peak
@@ -139,7 +140,7 @@ def test_micro_batches_are_told_too() -> None:
 
 def test_gradients_are_let_go_only_where_that_is_allowed() -> None:
     silent, _ = searched(fixed={"micro_batches": 1})
-    assert {way.update for way in silent.ways} == {"after"}
+    assert {way.update for way in silent.bundle.candidates} == {"after"}
     asked, model = searched(fixed={"micro_batches": 1}, allow=["in_backward"])
     found = asked.plan(asked.plain_peak() - 600_000)
     assert found.choices.update == "in_backward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.errors import InputError
-from memfit.values.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known_machine
+from memfit.hardware.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known_machine
 
 
 @pytest.mark.parametrize(

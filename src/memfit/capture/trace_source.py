@@ -1,11 +1,9 @@
-"""A model, a batch and a way to run the step -> its Trace with seconds: captured when asked for, and no more than once."""
+"""A model, a batch and choices -> the Trace of that step, with seconds: captured when asked for, and no more than once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -23,27 +21,23 @@ from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource
 from memfit.capture.splitting import Splitting, find_splitting
-from memfit.planner.transfers import StreamedLayer, layer_transfers, state_transfers
+from memfit.hardware.machine import Machine, known_machine
+from memfit.progress import Progress, tell
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
-from memfit.storage.folders import offload_folder
-from memfit.storage.links import link_below
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
-from memfit.values.machine import Link, Machine, known_machine
+from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
-
-Progress = Callable[[str, float], None]
 
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
-LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
 @dataclass(eq=False)
-class Tracing:
+class TraceSource:
     """One model and batch, and every trace made of them.
 
     Args:
@@ -53,7 +47,6 @@ class Tracing:
         device: name of a device that is not here; None for the model's.
         progress: told what is being done.
         loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
-        folder: for what is offloaded to disk; None for the one that is set.
 
     Attributes:
         here: the device the model lies on.
@@ -68,7 +61,6 @@ class Tracing:
     device: str | None = None
     progress: Progress | None = None
     loader_batches: int = 1
-    folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.here = device_of(self.model)
@@ -80,14 +72,19 @@ class Tracing:
         self._layouts: dict[str, ResultLayouts] = {}
         self._splitting: dict[tuple[str, ...], Splitting] = {}
 
+    @property
+    def samples(self) -> int:
+        """In the batch of a step."""
+        return batches.size(self.sample) * self.loader_batches
+
     def trace_of(self, choices: Choices) -> Trace:
-        """The step run as chosen, nothing dropped.
+        """The step run as chosen, nothing dropped; what it moves over links by itself is no part of it.
 
         Raises:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
         """
         if choices not in self._traces:
-            self._traces[choices] = self._with_transfers(self._captured(choices))
+            self._traces[choices] = self._captured(choices)
         return self._traces[choices]
 
     def _captured(self, choices: Choices) -> Trace:
@@ -139,20 +136,6 @@ class Tracing:
         captured, self._unforced[way] = without_forced_gradients(run, choices)
         return captured
 
-    def _with_transfers(self, trace: Trace) -> Trace:
-        """What a step moves over the link by itself, whatever else a plan swaps."""
-        choices = trace.choices
-        if choices.state_place != "device":
-            link = self.link_to(choices.state_place)
-            moved = state_transfers(self.state_bytes(choices.frozen, choices.state_format), link)
-        elif choices.streamed:
-            # A folder that is named takes the layers to its disk, also from a GPU.
-            link = self.link if self.folder is None or self.device is not None else self.link_to("disk")
-            moved = layer_transfers(trace, self.layers(choices), link, clips=self.clip_norm is not None)
-        else:
-            return trace
-        return replace(trace, transfer_seconds=moved.seconds, waited_seconds=moved.waited_seconds)
-
     def state_bytes(self, patterns: tuple[str, ...], state_format: str = "32bit") -> int:
         """Of the optimizer's state, all of it on the device; neither the batch nor its parts have a say in it, so any trace that is known will do.
 
@@ -165,7 +148,7 @@ class Tracing:
         return (next(known, None) or self.trace_of(way)).bytes_of(Category.OPTIMIZER_STATE)
 
     def layers(self, choices: Choices) -> tuple[StreamedLayer, ...]:
-        """What is streamed, and last what is not in the blocks, of which the state alone moves."""
+        """What these choices stream, and last what is not in the blocks, of which the state alone moves."""
         state = self.state_bytes(choices.frozen)
         model = self.model
         blocks = own_parameters(model, blocks_at(model, choices.streamed).paths)
@@ -186,45 +169,19 @@ class Tracing:
                 replace(rest, weight_bytes=0, gradient_bytes=0),
             )
 
-    @cached_property
-    def link(self) -> Link:
-        """To the tier below."""
-        if self.device is not None:
-            return Link("host", self.machine.link_bandwidth, self.machine.link_bandwidth, LINK_LATENCY_SECONDS)
-        return link_below(self.here, offload_folder(self.folder))
-
-    @cached_property
-    def disk(self) -> Link:
-        """To the disk below a GPU's host, through which all of it passes; this computer's disk, also for a GPU that is not here."""
-        own = link_below(torch.device("cpu"), offload_folder(self.folder))
-        return replace(
-            own,
-            out_bandwidth=min(own.out_bandwidth, self.link.out_bandwidth),
-            in_bandwidth=min(own.in_bandwidth, self.link.in_bandwidth),
-            latency_seconds=own.latency_seconds + self.link.latency_seconds,
-        )
-
-    def link_to(self, place: str) -> Link:
-        """To where a choice has something lie: "host" or "disk"."""
-        return self.disk if place == "disk" and self.machine.kind == "cuda" else self.link
-
-    def weights(self, freeze: Sequence[str]) -> tuple[str | None, str]:
-        """How parts of the batch add up: (one of `batches.weightings`, or None; why None)."""
+    def weighting(self, freeze: Sequence[str]) -> Weighting:
+        """How micro-batches of the batch add up, with these patterns frozen."""
         patterns = tuple(freeze)
         if patterns not in self._splitting:
             if any(p.device.type == "meta" for p in self.model.parameters()):
-                return None, "the model is on the meta device, so it cannot be checked whether its batch splits"
+                return Weighting(
+                    None, "the model is on the meta device, so it cannot be checked whether its batch splits"
+                )
             tell(self.progress, "checking whether the batch splits", 0.5)
             with frozen(self.model, patterns):
                 self._splitting[patterns] = find_splitting(self.model, self.sample, self.loss_fn)
         found = self._splitting[patterns]
-        return found.weights, found.reason
-
-
-def tell(progress: Progress | None, what: str, share: float) -> None:
-    """Say what is being done, and the share done, to whoever wants to know."""
-    if progress is not None:
-        progress(what, share)
+        return Weighting(found.weights, found.reason)
 
 
 def machine_of(model: nn.Module, device: str | None) -> Machine:

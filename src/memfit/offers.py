@@ -1,0 +1,194 @@
+"""What one model, batch and optimizer offer under a request, and whether they can honour it: the bundle that planning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from memfit import lower_tiers
+from memfit.capture.trace_source import TraceSource
+from memfit.errors import InputError, SplitError
+from memfit.hardware.machine import Link
+from memfit.hardware.topology import Topology
+from memfit.planner.by_hand import Placement
+from memfit.planner.candidates import candidates, offers_to
+from memfit.planner.head import head_of, sets_peak
+from memfit.planner.optimistic import step_facts
+from memfit.planner.timeline import Timeline
+from memfit.planning import Planning
+from memfit.step.program import OptimizerFactory
+from memfit.techniques.choices import Choices
+from memfit.techniques.freezing.freeze import frozen, frozen_parts
+from memfit.techniques.layer_streaming.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.techniques.technique import Subject
+from memfit.units import format_bytes
+from memfit.values.bundle import StreamedLayer, TraceBundle
+from memfit.values.request import Request
+from memfit.values.trace import Category
+
+SLOTS: Final = 2  # layers that are on the device while others are streamed
+OF_OPTIMIZERS: Final = ("state_format", "state_place", "update")  # choices that only the optimizer can refuse
+
+
+def planning_for(source: TraceSource, request: Request, placement: Placement | None = None) -> Planning:
+    """What makes the plans for this model, batch and request.
+
+    Args:
+        source: of the traces; several requests may share it.
+        request: what the user asked.
+        placement: of recomputation, where the user does it by hand.
+
+    Raises:
+        SplitError: a number of micro-batches was fixed and the batch does not split.
+        InputError, CaptureError: as for `memfit.plan`.
+    """
+    return Planning(offered_bundle(source, request), source, placement)
+
+
+def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
+    """What planning starts from: the request held against model, batch and optimizer, what they offer under it, and the trace of the baseline.
+
+    Raises:
+        SplitError, InputError, CaptureError: as for `planning_for`.
+    """
+    model, fixed, freeze = source.model, request.fixed, request.freeze
+    micro_batches = _micro_batches(fixed, source.samples)
+    parts = frozen_parts(model, freeze) if freeze else ()
+    lower_tiers.check(source.machine, request)
+    subject = Subject(model, _made(model, source.optimizer, freeze), fixed)
+    # What the optimizer cannot have is said before anything is captured.
+    candidates(
+        offers_to(subject, OF_OPTIMIZERS), fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS}
+    )
+    weighting = None
+    if micro_batches is not None and micro_batches > 1:
+        weighting = source.weighting(freeze)
+        if weighting.weights is None:
+            raise SplitError(
+                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave it out, or use a model that treats samples apart'
+            )
+    topology = Topology.single(source.machine, lower_tiers.measured_links(source.here, source.machine, request))
+    below = lower_tiers.opened(topology, request)
+    choices = Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze))
+    plain = source.trace_of(choices)
+    timeline = Timeline(plain)
+    head = head_of(timeline)
+    state = plain.bytes_of(Category.OPTIMIZER_STATE)
+    layers = _streamable(source, below, freeze, fixed.get("streamed"))
+    _check_free_space(source, request, below, layers)
+    offers = offers_to(
+        replace(
+            subject,
+            facts=step_facts(timeline, below, layers),
+            head_sets_peak=head is not None and sets_peak(timeline, head),
+            capacity_bytes={link.tier: link.room_bytes for link in (below.chain if below is not None else ())},
+            streamed=(layers[0].path.rpartition(".")[0] or MODEL_ITSELF) if layers else "",
+        )
+    )
+    clips = request.clip_norm is not None
+    possible, refused = candidates(offers, allow=request.allow, freeze=freeze, fixed=fixed, clips=clips)
+    given = request.host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
+    if given and not any(way.streamed or way.state_place != "device" for way in possible):
+        assert request.host_budget is not None
+        no_room = f"host_budget={request.host_budget.given!r} has no room for its {format_bytes(state)}"
+        why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
+        refused = (*refused, f"optimizer state on the tier below: {why}")
+    chunks = fixed.get("loss_chunks", 1)
+    if head is not None and chunks > 1:
+        found = head_of(Timeline(source.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
+        if found is not None and found.rows == head.rows:
+            raise InputError(
+                f"fixed loss_chunks={chunks} cannot be honoured: the model uses its logits for more than a mean or sum of their cross entropy, "
+                "or makes them otherwise than by a linear layer or torch.nn.functional.linear. Leave it out"
+            )
+    return TraceBundle(
+        request,
+        topology,
+        source.samples,
+        possible,
+        refused,
+        lower_tier=below,
+        state_bytes=state,
+        layers=layers,
+        frozen=parts,
+        weighting=weighting,
+        traces={choices: plain},
+    )
+
+
+def _check_free_space(
+    source: TraceSource, request: Request, below: Link | None, layers: Sequence[StreamedLayer]
+) -> None:
+    """See that what the user wants to be kept on a lower tier finds space in what he gives of it."""
+    fixed, given = request.fixed, request.host_budget
+    place = fixed.get("state_place", "device")
+    if given is None:
+        return
+    host = f"host_budget={given.given!r}"
+    if fixed.get("streamed"):
+        needed = _lying_bytes(layers, request.clip_norm)
+        _check_room(host, below, needed, "layers and optimizer state", "plan without streaming")
+    elif place != "device":
+        tier = next((link for link in (below.chain if below is not None else ()) if link.tier == place), None)
+        needed = source.state_bytes(request.freeze, fixed.get("state_format", "32bit"))
+        if below is None or tier is below:
+            _check_room(host, below, needed, "optimizer state", "keep the state on the device")
+        elif tier is not None:  # else nobody said how much of the disk may be used
+            assert request.disk_budget is not None
+            disk = f"disk_budget={request.disk_budget.given!r}"
+            _check_room(disk, tier, needed, "optimizer state", "keep the state on the device")
+
+
+def _streamable(
+    source: TraceSource, below: Link | None, freeze: Sequence[str], asked: Any
+) -> tuple[StreamedLayer, ...]:
+    """The layers that the user wants streamed, or that could be; none where there is nothing to gain or no room below."""
+    if isinstance(asked, str) and asked:
+        return source.layers(Choices(frozen=tuple(freeze), streamed=blocks_at(source.model, asked).path))
+    if asked is not None or below is None or source.optimizer is None:
+        return ()
+    found = repeated_blocks(source.model)
+    if not found or len(found[0].paths) <= SLOTS:
+        return ()
+    layers = source.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
+    lying = _lying_bytes(layers, source.clip_norm)
+    return layers if below.room_bytes is None or lying <= below.room_bytes else ()
+
+
+def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
+    """What lies below where these are streamed; gradients only where they wait there for the norm of all."""
+    return sum(
+        layer.weight_bytes + layer.state_bytes + (layer.gradient_bytes if clip_norm is not None else 0)
+        for layer in layers
+    )
+
+
+def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
+    """See that what the user wants to lie on a tier finds room in what he gives of it."""
+    room_bytes = 0 if tier is None else tier.room_bytes
+    if room_bytes is not None and needed > room_bytes:
+        raise InputError(
+            f"{given} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+        )
+
+
+def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Sequence[str]) -> Any:
+    """The optimizer, over what is trained; None where there is none."""
+    if make_optimizer is None:
+        return None
+    with frozen(model, freeze):
+        return make_optimizer(p for p in model.parameters() if p.requires_grad)
+
+
+def _micro_batches(fixed: Mapping[str, Any], samples: int) -> int | None:
+    number = fixed.get("micro_batches")
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= samples:
+        raise InputError(
+            f"fixed micro_batches={number!r}: a whole number from 1 to the {samples} samples of the batch is needed"
+        )
+    return number

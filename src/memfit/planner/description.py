@@ -1,0 +1,126 @@
+"""What was found as a Plan, with everything a person may ask about it: where the peak is, bytes over time, what each module keeps and drops."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from memfit.garbage import uncollected
+from memfit.planner.found import Found, Rejection
+from memfit.planner.script_compiler import compile_script
+from memfit.planner.solvers import SLACK_BYTES, Solvers
+from memfit.units import format_bytes
+from memfit.values.plan import Plan
+from memfit.values.prediction import ModuleSaving, Prediction, TierUse
+from memfit.values.trace import Trace
+
+CURVE_POINTS: Final = 240
+
+
+@uncollected()
+def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequence[Rejection] = ()) -> Plan:
+    """The plan in full; its savings aside, for which other candidates are looked at."""
+    solver, solution = found.solver, found.solution
+    trace, recipes = solver.trace, solver.recipes
+    timeline, evaluation = solver.worst(solution)
+    plain = solvers.baseline
+    baseline_evaluation = plain.worst(plain.plain)[1]
+    nothing_dropped = solver.worst(solver.plain)[1].levels
+    phase, module, operation = where(trace, evaluation.peak_event)
+    bands = timeline.by_category(solution.reruns)
+    moments = _moments(trace, evaluation.peak_event)
+    bound = solver.bound(budget_bytes - solvers.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
+    kept: dict[str, int] = defaultdict(int)
+    dropped: dict[str, int] = defaultdict(int)
+    again: dict[str, float] = defaultdict(float)
+    below: dict[str, int] = defaultdict(int)
+    copying = evaluation.copying
+    rebuilt = {m for runs in solution.reruns.values() for r in runs for m in recipes.recipes[r].makes}
+    for s in recipes.saved:
+        fate = below if s in copying.swapped else dropped if s in rebuilt and s in solution.dropped else kept
+        fate[trace.storages[s].module] += trace.storages[s].bytes
+    for runs in solution.reruns.values():
+        for r in runs:
+            for op in recipes.recipes[r].operations:
+                again[trace.operations[op].module] += trace.operations[op].seconds
+    prediction = Prediction(
+        peak_bytes=evaluation.peak_bytes + solvers.extra_bytes,
+        plain_peak_bytes=baseline_evaluation.peak_bytes + solvers.extra_bytes,
+        step_seconds=found.seconds,
+        plain_step_seconds=plain.trace.plain_step_seconds,
+        bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
+        seconds_are=trace.seconds_are,
+        peak_phase=phase,
+        peak_module=module,
+        peak_operation=operation,
+        categories_at_peak={
+            str(c): int(b[evaluation.peak_event]) for c, b in bands.items() if int(b[evaluation.peak_event])
+        },
+        moments=tuple(moments),
+        phases=tuple(where(trace, m)[0] for m in moments),
+        curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
+        plain_curve=tuple(int(nothing_dropped[m]) for m in moments),
+        copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
+        exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
+        varies_bytes=solver.draws.varies(solution.reruns),
+        tiers=tuple(
+            TierUse(
+                link.tier,
+                sum(trace.storages[s].bytes for s in link.swapped),
+                trace.micro_batches * link.copy_seconds,
+                trace.micro_batches * link.exposed_seconds,
+            )
+            for link in copying.links
+        ),
+    )
+    names = sorted({*kept, *dropped, *below, *again})
+    return Plan(
+        budget_bytes=budget_bytes,
+        choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
+        script=compile_script(recipes, solution.reruns),
+        prediction=prediction,
+        signature=trace.signature,
+        model=trace.model,
+        device=trace.device,
+        torch_version=trace.torch_version,
+        clip_norm=trace.clip_norm,
+        by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
+        turned_down=tuple(map(str, rejected)),
+        notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1)),
+        source=trace.source,
+        changed_buffers=trace.changed_buffers,
+        frozen=solvers.bundle.frozen,
+    )
+
+
+def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:
+    """What the user should know of sizes that random numbers decide."""
+    if draws == 1:
+        return ()
+    largest, varies = prediction.peak_bytes, prediction.varies_bytes
+    kept = f"; {format_bytes(varies)} more are kept free for draws not seen" if varies else ""
+    note = (
+        f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws the peak of this plan lay between "
+        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and training may change what is usual"
+    )
+    return (note,)
+
+
+def where(trace: Trace, event: int) -> tuple[str, str, str]:
+    """(phase, module, operation) at an event."""
+    event = min(event, len(trace.events) - 1)
+    code = trace.events[event]
+    if code >= 0:
+        operation = trace.operations[code]
+        return str(operation.phase), operation.module, operation.name
+    save = trace.saves[~code]
+    return "backward", trace.storages[save.storage].module, "rebuilding what it reads"
+
+
+def _moments(trace: Trace, peak_event: int) -> list[int]:
+    """Events at which the curve is drawn: evenly spread, the peak among them."""
+    count = len(trace.events)
+    step = max(1, count // CURVE_POINTS)
+    return sorted({*range(0, count, step), min(peak_event, count - 1), count - 1})

@@ -1,0 +1,82 @@
+"""What a search has found so far: plans not yet put into words, and candidates rejected, each with its kind of reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
+from memfit.techniques.choices import Choices, in_words
+from memfit.units import format_bytes, format_seconds
+
+# What is closer to the baseline must be slower by this much to be left: a single batch is bit-equal to plain PyTorch, say.
+WORTH_MORE: Final = 1.01
+
+
+class Reason(StrEnum):
+    """Why something was rejected."""
+
+    NOT_OFFERED = "not_offered"  # the model, the optimizer or the request rule it out
+    NOTHING_TO_OFFLOAD = "nothing_to_offload"
+    DOES_NOT_SPLIT = "does_not_split"
+    CANNOT_WIN = "cannot_win"  # a bound rules it out before it is captured
+    CANNOT_RUN = "cannot_run"
+    DOES_NOT_FIT = "does_not_fit"
+    SLOWER = "slower"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Something that was weighed and not taken.
+
+    Attributes:
+        what: the candidate in words.
+        kind: of the reason.
+        why: the reason in words.
+    """
+
+    what: str
+    kind: Reason
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}" if self.what else self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that fits, not yet put into words.
+
+    Attributes:
+        candidate: the way to run the step, with one micro-batch.
+        number: of micro-batches.
+        solver: for its trace.
+        solution: what is recomputed and offloaded.
+    """
+
+    candidate: Choices
+    number: int
+    solver: Solver
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return self.solver.trace.plain_step_seconds + self.solver.trace.micro_batches * self.solution.seconds
+
+    def worth_no_more(self) -> bool:
+        """Whether what this plan does about bytes takes so little that saving all of it gains nothing worth a change."""
+        return self.solver.trace.micro_batches * self.solution.seconds <= (WORTH_MORE - 1) * self.seconds
+
+    def slower(self) -> Rejection:
+        """Why it is not taken."""
+        why = f"{format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
+        return Rejection(named(self.candidate, self.number), Reason.SLOWER, why)
+
+
+def named(candidate: Choices, number: int) -> str:
+    """A candidate and its number of micro-batches, in words."""
+    words, batches = in_words(candidate), f"{number} micro-batch{'es' if number > 1 else ''}"
+    return f"{words}, {batches}" if words else batches

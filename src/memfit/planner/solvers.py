@@ -1,0 +1,188 @@
+"""The solver for each way to run the step, made of the traces in a bundle; a trace that is not there is asked for, and nothing is ever run.
+
+Whoever stands above capture and planner answers `MissingTrace` and `MissingWeighting` by capturing, and asks again. Solvers are kept from one time to
+the next, so that asking again costs nothing; what an answer may depend on is only what was asked within it (`Solvers.asked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import replace
+from typing import Final
+
+from memfit.garbage import uncollected
+from memfit.hardware.machine import Link
+from memfit.planner.offloading import solver_for
+from memfit.planner.recipes import Recipes
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
+from memfit.planner.timeline import Timeline
+from memfit.planner.transfers import Transfers, layer_transfers, state_transfers
+from memfit.techniques.choices import Choices
+from memfit.values.bundle import Refusal, TraceBundle
+from memfit.values.request import Request
+from memfit.values.trace import Category, Trace
+
+# Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once.
+SLACK_BYTES: Final = 512
+NOT_CAPTURED: Final = "not captured in this bundle"
+
+
+class MissingTrace(Exception):  # noqa: N818 - a question to whoever captures, not an error
+    """A trace is needed that the bundle does not have yet."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__(str(choices))
+        self.choices = choices
+
+
+class MissingWeighting(Exception):  # noqa: N818 - as above
+    """How micro-batches add up is needed, and the bundle does not say yet."""
+
+
+class RefusedError(Exception):
+    """The step cannot be captured with these choices, or was not."""
+
+    def __init__(self, choices: Choices, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.choices = choices
+        self.refusal = refusal
+
+
+class Solvers:
+    """Solvers for the traces of one bundle.
+
+    Args:
+        bundle: what is known.
+        known: solvers of earlier times, for traces of the same bundle; added to.
+        asks: whether somebody captures what is missing; a missing trace is refused otherwise.
+
+    Attributes:
+        asked: solvers asked for so far, by their choices.
+    """
+
+    def __init__(
+        self, bundle: TraceBundle, known: MutableMapping[Choices, Solver] | None = None, *, asks: bool = False
+    ) -> None:
+        self.bundle = bundle
+        self.asks = asks
+        self.asked: dict[Choices, Solver] = {}
+        self._known = {} if known is None else known
+
+    def of(self, number: int, candidate: Choices | None = None) -> Solver:
+        """The solver for a candidate in this many micro-batches; the baseline where none is named.
+
+        Raises:
+            MissingTrace: it is to be captured.
+            RefusedError: it cannot be.
+        """
+        choices = replace(candidate or self.bundle.candidates[0], micro_batches=number)
+        if choices not in self.asked:
+            if choices not in self._known:
+                trace = self.trace(choices)
+                with uncollected():
+                    timeline = Timeline(trace, Recipes(trace, self._free_below(choices)))
+                    self._known[choices] = solver_for(timeline)
+            self.asked[choices] = self._known[choices]
+        return self.asked[choices]
+
+    def of_request(self, request: Request) -> Solvers:
+        """Of the same traces under another request with the same candidates."""
+        return Solvers(replace(self.bundle, request=request), self._known, asks=self.asks)
+
+    @property
+    def baseline(self) -> Solver:
+        """For the step as the user has it, in one micro-batch or as many as are fixed."""
+        return self.of(self.baseline_number)
+
+    @property
+    def baseline_number(self) -> int:
+        """Of the baseline's micro-batches."""
+        return self.bundle.request.micro_batches or 1
+
+    def trace(self, choices: Choices) -> Trace:
+        """The step run so and nothing dropped, with what it moves over links by itself.
+
+        Raises:
+            MissingTrace, RefusedError: as for `of`.
+        """
+        trace = self._captured(choices)
+        moved = self._transfers(trace, choices)
+        if moved is None:
+            return trace
+        return replace(trace, transfer_seconds=moved.seconds, waited_seconds=moved.waited_seconds)
+
+    def _captured(self, choices: Choices) -> Trace:
+        bundle = self.bundle
+        if choices in bundle.refusals:
+            raise RefusedError(choices, bundle.refusals[choices])
+        if choices not in bundle.traces:
+            if self.asks:
+                raise MissingTrace(choices)
+            raise RefusedError(choices, Refusal("InputError", NOT_CAPTURED))
+        return bundle.traces[choices]
+
+    def _transfers(self, trace: Trace, choices: Choices) -> Transfers | None:
+        bundle = self.bundle
+        if trace.transfer_seconds or not (choices.streamed or choices.state_place != "device"):
+            return None
+        if choices.streamed:
+            link = bundle.topology.down[0][0]
+            return layer_transfers(trace, bundle.layers, link, clips=bundle.request.clip_norm is not None)
+        return state_transfers(self._state_bytes(choices), bundle.topology.link_to(choices.state_place))
+
+    def _state_bytes(self, choices: Choices) -> int:
+        """Of the optimizer's state as it is kept; where it lies and how the batch is split have no say in it, so any trace that is known will do."""
+        kept = Choices(frozen=choices.frozen, state_format=choices.state_format)
+        known = (t for c, t in self.bundle.traces.items() if replace(kept, micro_batches=c.micro_batches) == c)
+        trace = next(known, None) or self._captured(replace(kept, micro_batches=self.baseline_number))
+        return trace.bytes_of(Category.OPTIMIZER_STATE)
+
+    def _free_below(self, choices: Choices) -> Link | None:
+        """The lower tiers without what the optimizer's state takes of the one where it is kept."""
+        left: Link | None = None
+        for link in reversed(self.bundle.lower_tier.chain if self.bundle.lower_tier is not None else ()):
+            free = link.room_bytes
+            if free is not None and choices.state_place == link.tier:
+                free = max(0, free - self.bundle.state_bytes)
+            left = replace(link, room_bytes=free, below=left)
+        return left
+
+    def weights(self) -> tuple[str | None, str]:
+        """How micro-batches add up: (one of `batches.weightings`, or None; why None).
+
+        Raises:
+            MissingWeighting: it is to be found out.
+        """
+        found = self.bundle.weighting
+        if found is not None:
+            return found.weights, found.reason
+        if self.asks:
+            raise MissingWeighting
+        return None, f"whether the batch splits was {NOT_CAPTURED}"
+
+    def numbers(self) -> list[int]:
+        """Of micro-batches that are weighed: powers of two and as many as there are samples, or what the user fixed."""
+        fixed = self.bundle.request.micro_batches
+        return doubled_up_to(self.bundle.samples) if fixed is None else [fixed]
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the engine keeps besides what is in the trace: copies of the buffers that forward writes."""
+        return self.baseline.trace.changed_buffer_bytes
+
+    def budget_for(self, solver: Solver, solution: Solution) -> int:
+        """The smallest budget in which a plan is let through."""
+        # Plain PyTorch is let through at its own peak: what the slack is for, it needs as well. A streamed step is not that of plain PyTorch.
+        slack = SLACK_BYTES if solution.reruns or solver.trace.choices.streamed else 0
+        return solver.needed(solution) + self.extra_bytes + slack
+
+    def plain_peak(self) -> int:
+        """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
+        solver = self.baseline
+        return self.budget_for(solver, solver.plain) + SLACK_BYTES
+
+
+def doubled_up_to(number: int) -> list[int]:
+    """Powers of two below a number, and the number."""
+    return [*(1 << power for power in range((number - 1).bit_length())), number]

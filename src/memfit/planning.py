@@ -1,0 +1,252 @@
+"""One model and batch under one request, and all plans of it: stands above capture and planner, and brings the two together. Needs no torch by itself.
+
+The planner asks for traces (`MissingTrace`); what captures them is asked here, the answer goes into the bundle, and the planner is asked again. A plan made
+in this process is remembered beside its `Planning`, for `memfit.apply` and `memfit.replan`; the plan itself is a plain value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeVar
+
+from memfit.errors import CaptureError, EngineError, InputError
+from memfit.planner import search
+from memfit.planner.by_hand import Placement, plan_by_hand
+from memfit.planner.found import Found
+from memfit.planner.savings import without
+from memfit.planner.smallest_budget import smallest
+from memfit.planner.solver import Solver
+from memfit.planner.solvers import NOT_CAPTURED, MissingTrace, MissingWeighting, RefusedError, Solvers
+from memfit.progress import Progress, tell
+from memfit.techniques.choices import Choices
+from memfit.units import format_bytes, parse_bytes
+from memfit.values.bundle import Refusal, TraceBundle, Weighting
+from memfit.values.plan import Plan
+from memfit.values.request import Budget, Request
+from memfit.values.trace import Trace
+
+# Torch itself refuses, with a RuntimeError, a step that writes into what backward reads: in 16 bits, say, where other tensors are saved.
+CANNOT_RUN: Final = (CaptureError, EngineError, InputError, RuntimeError)
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where traces come from: `memfit.capture.trace_source.TraceSource`, or whatever else has them."""
+
+    loss_fn: Any
+    optimizer: Any
+
+    def trace_of(self, choices: Choices) -> Trace:
+        """The step run so."""
+
+    def weighting(self, freeze: Sequence[str]) -> Weighting:
+        """How micro-batches add up."""
+
+
+class Planning:
+    """Plans for one bundle at any budget.
+
+    Args:
+        bundle: what is known to begin with.
+        source: captures what is missing; None where nothing can be captured, so that what is missing is rejected.
+        placement: of recomputation, where the user did it by hand.
+
+    Attributes:
+        bundle: what is known by now.
+    """
+
+    def __init__(self, bundle: TraceBundle, source: Source | None = None, placement: Placement | None = None) -> None:
+        self.bundle = bundle
+        self.source = source
+        self.placement = placement
+        self._solvers: dict[Choices, Solver] = {}
+        self._errors: dict[Choices, Exception] = {}  # as they were raised, for whoever asks in this process
+
+    @property
+    def request(self) -> Request:
+        """What the user asked."""
+        return self.bundle.request
+
+    def plan(self, budget_bytes: int | None = None) -> Plan:
+        """The fastest plan found in so many bytes; in the request's where none are given.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            CaptureError, InputError: the step cannot be captured as the request wants it, or was not.
+        """
+        if budget_bytes is None:
+            assert self.request.budget is not None, "a budget is in the request or given"
+            budget_bytes = self.request.budget.bytes
+        return remember(self._ask(lambda solvers: search.plan(solvers, budget_bytes)), self)
+
+    def plan_by_hand(self) -> Plan:
+        """The plan that recomputes where the user said; its budget is what it takes.
+
+        Raises:
+            InputError, InfeasibleError: as for `memfit.recompute`.
+        """
+        placement = self.placement
+        assert placement is not None, "whoever asks has placed something"
+        return remember(self._ask(lambda solvers: plan_by_hand(solvers, placement)), self)
+
+    def smallest(self) -> tuple[int, Found]:
+        """The smallest budget in which a plan was found, and that plan."""
+        return self._ask(smallest)
+
+    def plain_peak(self) -> int:
+        """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
+        return self._ask(Solvers.plain_peak)
+
+    def solver(self, number: int, candidate: Choices | None = None) -> Solver:
+        """The solver for a candidate (None: the baseline) in so many micro-batches."""
+        return self._ask(lambda solvers: solvers.of(number, candidate))
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the engine keeps besides what is in the traces."""
+        return self._ask(lambda solvers: solvers.extra_bytes)
+
+    def restricted(self, candidate: Choices, number: int) -> Planning:
+        """The same with one candidate and number of micro-batches alone; what is captured and solved already is shared."""
+        request = self.request.fixing(micro_batches=number)
+        alone = Planning(replace(self.bundle, request=request, candidates=(candidate,), refused=()), self.source)
+        alone._solvers, alone._errors = self._solvers, self._errors
+        return alone
+
+    def frontier(self, points: int, progress: Progress | None = None) -> tuple[Plan, ...]:
+        """Plans at budgets from plain PyTorch's down to the smallest, in order of falling peak, each faster than all with a smaller one."""
+        plain, least = self.plain_peak(), self.smallest()[0]
+        found: dict[int, Plan] = {}
+        for i in range(points):
+            budget = round(plain - (plain - least) * i / (points - 1))
+            tell(progress, f"planning for {format_bytes(budget)}", i / points)
+            made = self.plan(budget)
+            known = found.get(made.prediction.peak_bytes)
+            if known is None or made.prediction.step_seconds < known.prediction.step_seconds:
+                found[made.prediction.peak_bytes] = made
+        best: list[Plan] = []
+        for peak in sorted(found):  # from the smallest up: a larger plan must be faster to be worth showing
+            if not best or found[peak].prediction.step_seconds < best[-1].prediction.step_seconds:
+                best.append(found[peak])
+        return tuple(reversed(best))
+
+    def complete(self) -> TraceBundle:
+        """The bundle with all that the request allows captured, or refused with the reason: every candidate in every number of micro-batches.
+
+        And each candidate with one of its techniques taken away, which is what plans tell savings against.
+        """
+        request, candidates = self.request, self.bundle.candidates
+        one = request.micro_batches or 1
+        wanted = [(candidate, one) for candidate in candidates]
+        wanted += [(without(candidate, name), one) for candidate in candidates for name, _ in candidate.techniques]
+        numbers = self._ask(lambda solvers: solvers.numbers())
+        if numbers != [1] and self._ask(lambda solvers: solvers.weights())[0] is not None:
+            wanted += [(candidate, number) for candidate in candidates for number in numbers]
+        baseline = replace(candidates[0], micro_batches=one)
+        for choices in dict.fromkeys(replace(candidate, micro_batches=number) for candidate, number in wanted):
+            try:
+                self._ask(lambda solvers, choices=choices: solvers.trace(choices))  # type: ignore[misc]
+            except CANNOT_RUN:
+                if choices == baseline:
+                    raise
+        return self.bundle
+
+    def _ask(self, question: Callable[[Solvers], T]) -> T:
+        """The planner's answer; what it finds missing is captured, and it is asked again."""
+        while True:
+            solvers = Solvers(self.bundle, self._solvers, asks=self.source is not None)
+            try:
+                return question(solvers)
+            except MissingTrace as missing:
+                self._capture(missing.choices)
+            except MissingWeighting:
+                assert self.source is not None, "nobody is asked where there is nobody"
+                self.bundle = replace(self.bundle, weighting=self.source.weighting(self.request.freeze))
+            except RefusedError as refused:
+                raise self._error(refused) from None
+
+    def _capture(self, choices: Choices) -> None:
+        assert self.source is not None, "nobody is asked where there is nobody"
+        try:
+            self.bundle = self.bundle.with_trace(choices, self.source.trace_of(choices))
+        except CANNOT_RUN as error:
+            self._errors[choices] = error
+            self.bundle = self.bundle.with_refusal(choices, Refusal(type(error).__name__, str(error)))
+
+    def _error(self, refused: RefusedError) -> Exception:
+        """What a user is told: the error itself where it was raised in this process."""
+        if refused.choices in self._errors:
+            return self._errors[refused.choices]
+        if refused.refusal.text == NOT_CAPTURED:
+            return InputError(
+                "the trace that is needed here was not captured in this bundle: record it again with all that is to be planned for, memfit.record(...)"
+            )
+        return CaptureError(refused.refusal.text)
+
+
+_PLANNINGS: Final[dict[int, tuple[weakref.ref[Plan], Planning]]] = {}  # by the identity of a plan, as long as it lives
+
+
+def remember(plan: Plan, planning: Planning) -> Plan:
+    """Note where a plan comes from: of a plan just made, or one that was changed by `dataclasses.replace`. Returns it."""
+    number = id(plan)
+    _PLANNINGS[number] = weakref.ref(plan, lambda _: _PLANNINGS.pop(number, None)), planning
+    return plan
+
+
+def planning_of(plan: Plan) -> Planning | None:
+    """Where a plan comes from; None where it was not made in this process, or is a changed copy."""
+    found = _PLANNINGS.get(id(plan))
+    return found[1] if found is not None and found[0]() is plan else None
+
+
+def changed(plan: Plan, **fields: Any) -> Plan:
+    """A plan with some fields replaced, that comes from where it came from."""
+    origin = planning_of(plan)
+    made = replace(plan, **fields)
+    return made if origin is None else remember(made, origin)
+
+
+def replan(made: Plan | TraceBundle | Trace, budget: Budget) -> Plan:
+    """The same model and batch at another budget, without capturing again what is known. Of a bundle it takes neither the model nor torch.
+
+    Args:
+        made: a plan from this process, a bundle (`memfit.record`, `TraceBundle.load`), or a single trace, to whose choices the plan then keeps.
+        budget: as for `memfit.plan`, but in bytes: there may be no device to take a share of.
+
+    Raises:
+        InfeasibleError, BudgetError: as for `memfit.plan`.
+        InputError: the plan was not made in this process, so its traces are not known; or the bundle lacks what is needed.
+    """
+    return _planning(made).plan(parse_bytes(budget))
+
+
+def smallest_budget(made: Plan | TraceBundle | Trace) -> int:
+    """The smallest budget, in bytes, in which a plan was found for this model and batch, over all that the request allows.
+
+    `replan` gives a plan in as many bytes; in one byte less it says that nothing fits.
+
+    Args:
+        made: as for `replan`.
+
+    Raises:
+        InputError, CaptureError: as for `replan`.
+    """
+    return _planning(made).smallest()[0]
+
+
+def _planning(made: Plan | TraceBundle | Trace) -> Planning:
+    if isinstance(made, Trace):
+        return Planning(TraceBundle.of(made))
+    if isinstance(made, TraceBundle):
+        return Planning(made)
+    origin = planning_of(made)
+    if origin is None:
+        raise InputError(
+            "this plan was loaded from a file, or is a changed copy, and carries no trace: keep the traces (memfit.record(...).save(path)) to plan again "
+            "without the model, or call memfit.plan(model, sample, ...) again"
+        )
+    return origin

@@ -16,6 +16,7 @@ from memfit.values.choices import Choices
 from memfit.values.machine import Link
 from memfit.values.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
+from seeds import each_seed
 
 
 def trace() -> Trace:
@@ -27,7 +28,7 @@ def trace() -> Trace:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_json_gives_the_same_trace_back(seed: int) -> None:
     before = traces.drawn(seed, rng_bytes=seed)
     assert Trace.from_json(json.loads(json.dumps(before.to_json()))) == before

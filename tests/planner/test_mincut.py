@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from memfit.planner import mincut
 from memfit.planner.mincut import PricedNetwork, minimum_cut
+from seeds import each_seed
 
 
 @dataclass
@@ -209,7 +210,7 @@ def test_value_equals_that_of_networkx_and_of_the_sides_returned(saved: float, p
         assert cut.value == pytest.approx(network.cost(cut.on_source_side), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each_seed(8)
 def test_value_equals_that_of_networkx_when_nodes_come_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     num_nodes = 150

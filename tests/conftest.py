@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-import seeds
+import sweeps
 
 # Derandomised, so that a red test is red again on the next run; no deadline, because a shared machine may pause.
 settings.register_profile("memfit", derandomize=True, deadline=None)
@@ -27,11 +27,11 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(seeds.OPTION, type=int, metavar="SEED", help="Of a sweep over seeds, run this one alone.")
+    parser.addoption(sweeps.OPTION, type=int, metavar="SEED", help="Of a sweep over seeds, run this one alone.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    seeds.parametrize(metafunc)
+    sweeps.parametrize(metafunc)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from memfit.values.choices import Choices
 from memfit.values.machine import Link
 from memfit.values.trace import FORMAT_VERSION, Category, Trace, digest
 from planner import traces
-from seeds import each_seed
+from sweeps import each_seed
 
 
 def trace() -> Trace:

@@ -13,7 +13,7 @@ from memfit.planner.prices import Solver
 from memfit.planner.timeline import Timeline
 from memfit.values.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
-from seeds import each_seed
+from sweeps import each_seed
 
 UNIT = 1 << 20
 
@@ -133,7 +133,7 @@ def heterogeneous(stages: Sequence[Stage], input_bytes: int) -> Trace:
     return writer.trace(forward_events)
 
 
-@each_seed(40)
+@each_seed(10, 40)
 def test_heterogeneous_chains_are_never_worse_than_rotor(seed: int) -> None:
     draw = random.Random(seed)
     stages = []

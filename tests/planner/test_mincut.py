@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from memfit.planner import mincut
 from memfit.planner.mincut import PricedNetwork, minimum_cut
-from seeds import each_seed
+from sweeps import each_seed
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from memfit.planner.recipes import SMALL_CONSTANT_BYTES, Recipe, Recipes
 from memfit.values.trace import Category
 from planner.traces import Writer, drawn
-from seeds import each_seed
+from sweeps import each_seed
 
 
 def recipe_for(recipes: Recipes, storage: int) -> Recipe:

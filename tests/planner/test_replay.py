@@ -11,7 +11,7 @@ from memfit.planner.timeline import Timeline
 from memfit.values.machine import Link
 from planner.test_timeline import some_plan, swapping_plan
 from planner.traces import drawn, network
-from seeds import each_seed
+from sweeps import each_seed
 
 
 @each_seed(60)

@@ -10,7 +10,7 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
 from planner.traces import Writer, drawn, layers
-from seeds import each_seed
+from sweeps import each_seed
 
 
 @pytest.mark.parametrize("windows", [False, True])

@@ -13,7 +13,7 @@ from memfit.values.script import KEPT, Script
 from memfit.values.trace import Trace
 from planner.test_timeline import some_plan
 from planner.traces import Writer, drawn, layers, network
-from seeds import each_seed
+from sweeps import each_seed
 
 
 def follow(trace: Trace, script: Script) -> list[dict[int, int]]:

@@ -13,7 +13,7 @@ from memfit.values.choices import Choices
 from memfit.values.script import KEPT
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network
-from seeds import each_seed
+from sweeps import each_seed
 
 SAMPLES = 16
 

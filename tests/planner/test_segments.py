@@ -15,7 +15,7 @@ from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.values.trace import Trace
 from models import build_chain, build_gpt, case
 from planner.traces import Writer, drawn, encoder_decoder
-from seeds import each_seed
+from sweeps import each_seed
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -23,7 +23,7 @@ from memfit.values.script import Script
 from memfit.values.trace import Trace
 from planner.test_timeline import swapping_plan
 from planner.traces import Writer, drawn, layers, network
-from seeds import each_seed
+from sweeps import each_seed
 
 FAST = Link("disk", 1e9, 1e9, least_bytes=1)
 SLOW = Link("disk", 20.0, 40.0, least_bytes=1)
@@ -193,9 +193,9 @@ def test_small_storages_stay() -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------------
 
 
-@each_seed(12)
+@each_seed(3, 12)
 def test_swapping_allowed_is_never_slower_and_fits_where_nothing_did(seed: int) -> None:
-    trace = network(seed, blocks=5, dispatch=0.001) if seed % 2 else layers(5)
+    trace = network(seed, blocks=5, dispatch=0.001) if seed else layers(5)
     without, allowed = solvers(trace)
     assert allowed.smallest().peak <= without.smallest().peak
     low, high = allowed.smallest().peak, without.plain.peak
@@ -224,7 +224,7 @@ def test_a_free_link_is_used_instead_of_recomputing() -> None:
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
-@each_seed(25)
+@each_seed(5, 25)
 def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(seed: int, tiers: int) -> None:
     """Every way to keep, recompute or swap, to any tier that has room, at every lag, in one window."""
     chance = random.Random(seed)
@@ -258,7 +258,7 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
         assert ours.seconds <= best + 1e-9
 
 
-@each_seed(10)
+@each_seed(2, 10)
 def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     trace = network(seed, blocks=5)
     swapped = []
@@ -335,7 +335,7 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
         assert seconds <= lying(near, round(low + fraction * (high - low)))[0]
 
 
-@each_seed(4)
+@each_seed(2, 4)
 def test_no_tier_holds_more_than_it_has_room_for(seed: int) -> None:
     trace = network(seed, blocks=4)
     near, far = seed % 3, (seed + 1) % 4

@@ -14,7 +14,7 @@ from memfit.planner.timeline import Timeline
 from memfit.values.machine import Link
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 from planner.traces import Writer, drawn, layers, network
-from seeds import each_seed
+from sweeps import each_seed
 
 Tick = tuple[int, int]  # (event, position among its reruns); the event itself comes after its reruns
 OWN = 1 << 20

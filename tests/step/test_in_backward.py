@@ -21,6 +21,7 @@ from memfit.step.lion import Lion
 from memfit.values.choices import Choices
 from models import case
 from step import ways
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,9 +143,7 @@ HELD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "one by one"])
-@pytest.mark.parametrize("micro_batches", [2, 3])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(("name", "micro_batches", "fused"), by_turns(HELD, [2, 3], [True, False]))
 def test_several_micro_batches_hold_what_is_predicted_to_the_byte(
     name: str, micro_batches: int, *, fused: bool
 ) -> None:

@@ -30,6 +30,7 @@ from memfit.values.choices import Choices
 from models import huggingface
 from models.built import Built
 from models.transformer import build_gpt
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
@@ -126,16 +127,14 @@ WHOLE: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("name", "clip"), by_turns(WHOLE, [None, 0.3]))
 def test_one_micro_batch_is_plain_pytorch_to_the_bit(name: str, clip: float | None) -> None:
     build = WHOLE[name]
 
     assert equal(streamed(build(), clip=clip), plainly(build(), clip=clip))
 
 
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", ["gpt", "frozen", "bert", "llama", "vit"])
+@pytest.mark.parametrize(("name", "clip"), by_turns(["gpt", "frozen", "bert", "llama", "vit"], [None, 0.3]))
 def test_micro_batches_without_dropout_add_up_as_in_accumulation(name: str, clip: float | None) -> None:
     def build() -> Built:
         return without_dropout(WHOLE[name]())
@@ -214,9 +213,9 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------------------ prediction
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", ["gpt_dropout", "bert", "llama", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "clip", "micro_batches"), by_turns(["gpt_dropout", "bert", "llama", "frozen"], [None, 0.3], [1, 3])
+)
 def test_the_predicted_peak_is_the_measured_one(name: str, clip: float | None, micro_batches: int) -> None:
     model, sample, loss_fn = WHOLE[name]()
     how = Choices(micro_batches=micro_batches, streamed=blocks_at(model).path)

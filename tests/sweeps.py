@@ -1,10 +1,14 @@
-"""Sweeps over seeds: one test per claim, which names the seed that failed and the command that repeats it alone."""
+"""Sweeps: what the quick run takes of many seeds or combinations, and what is left for the night.
+
+Seeds are one test per claim, which names the seed that failed and the command that repeats it alone.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -42,9 +46,21 @@ def each_seed(
         replaced = [p.replace(name="seeds") if p.name == "seed" else p for p in signature.parameters.values()]
         folded.__signature__ = signature.replace(parameters=replaced)  # type: ignore[attr-defined]
         first = range(quick) if isinstance(quick, int) else quick
-        return pytest.mark.seeds(first, [seed for seed in range(full or 0) if seed not in first])(folded)
+        marked: Callable[..., None] = pytest.mark.seeds(first, [n for n in range(full or 0) if n not in first])(folded)
+        return marked
 
     return fold
+
+
+def by_turns(*lists: Iterable[Any]) -> list[Any]:
+    """All combinations for `pytest.mark.parametrize`, every second one for the night: the quick run has each value with half of the others."""
+    numbered = [list(enumerate(values)) for values in lists]
+    return [
+        pytest.param(
+            *(value for _, value in combination), marks=pytest.mark.slow if sum(n for n, _ in combination) % 2 else ()
+        )
+        for combination in itertools.product(*numbered)
+    ]
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

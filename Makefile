@@ -38,6 +38,7 @@ check: $(SETUP) ## Format, lint, spelling, types, import contracts. Changes noth
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/mypy bench examples
 	$(BIN)/lint-imports
 
 bench: $(DATA) ## Measure memfit against its rivals on this machine.

@@ -128,8 +128,8 @@ def reruns_seen() -> Iterator[None]:
     if hiding is None:
         yield
         return
-    saved._disable_current_modes = nullcontext
+    saved._disable_current_modes = nullcontext  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
-        saved._disable_current_modes = hiding
+        saved._disable_current_modes = hiding  # type: ignore[attr-defined]

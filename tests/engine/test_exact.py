@@ -103,7 +103,7 @@ def test_micro_batches_add_up_to_the_whole_batch(case: Case) -> None:
         if gradient is None:
             assert all(same(None, piece[index]) for piece in pieces)
             continue
-        added = sum(s * p[index].double() for s, p in zip(shares, pieces, strict=True))
+        added = sum(s * p[index].double() for s, p in zip(shares, pieces, strict=True))  # type: ignore[misc]
         norm += float(gradient.double().pow(2).sum())
         difference += float((gradient.double() - added).pow(2).sum())
     low_precision = "bf16" in case.name or "amp" in case.name

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def cuts_of(built: Any) -> tuple[Trace, list[Boundary]]:
-    trace = capture(*built, None).trace
+    trace = capture(*built, None).trace  # type: ignore[call-arg]
     return trace, boundaries(Recipes(trace))
 
 

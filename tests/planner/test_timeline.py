@@ -72,10 +72,10 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
         copies += mine
     # Generator states are there from the first run of a random operation to its recipe's last rerun.
     for r in {r for runs in reruns.values() for r in runs}:
-        last = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
+        latest = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
         for op in table[r].operations:
             if trace.operations[op].random and trace.rng_state_bytes:
-                copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [last]))
+                copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [latest]))
     levels = []
     for e in range(events):
         op = trace.events[e]

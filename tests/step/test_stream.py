@@ -151,11 +151,13 @@ def test_other_optimizers_are_stepped_layer_by_layer(make: Any) -> None:
 
 def test_groups_with_settings_of_their_own_are_kept() -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for p in parameters:
             (matrices if p.dim() > 1 else others).append(p)
         return torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}], fused=True
+            [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}],  # type: ignore[arg-type]
+            fused=True,
         )
 
     assert equal(streamed(gpt(), make), plainly(gpt(), make))
@@ -525,11 +527,11 @@ class Doubling(nn.Linear):
 
 class Counting(nn.Linear):
     def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+        super().__init__(*sizes)  # type: ignore[arg-type]
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1  # type: ignore[operator]
+        self.seen += 1  # type: ignore[operator, assignment]
         return super().forward(x)
 
 

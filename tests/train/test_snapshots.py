@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,8 +227,8 @@ def test_a_disk_that_fills_up_in_mid_file_is_an_error_of_the_disk(tmp_path: Path
 def test_a_disk_fuller_than_the_state_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = snapshots.shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda _: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(snapshots, "save", lambda *_: pytest.fail("written"))
 
     with pytest.raises(SnapshotError, match=r"and 100 B are free\. Make room.*No snapshot was there before"):

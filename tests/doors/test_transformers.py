@@ -59,7 +59,7 @@ def data_for(model: nn.Module, samples: int = 44, tokens: int = TOKENS) -> list[
         labels[: index % 17] = -100
         one = torch.tensor(index % 2) if isinstance(model, transformers.BertForSequenceClassification) else labels
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": one})
-    return rows  # type: ignore[return-value]
+    return rows
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from memfit.planner.prices import Solver
 from memfit.planner.timeline import Timeline
 from memfit.values.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
-from sweeps import each_seed
+from sweeps import by_turns, each_seed
 
 UNIT = 1 << 20
 
@@ -89,8 +89,7 @@ def uniform(length: int) -> Trace:
     return writer.trace(forward_events)
 
 
-@pytest.mark.parametrize("length", [8, 10, 16, 24, 40, 60])
-@pytest.mark.parametrize("slots", [2, 3, 4, 6, 10])
+@pytest.mark.parametrize(("length", "slots"), by_turns([8, 10, 16, 24, 40, 60], [2, 3, 4, 6, 10]))
 def test_uniform_chains_are_never_worse_than_revolve(length: int, slots: int) -> None:
     if slots >= length:
         pytest.skip("as many slots as steps: nothing is recomputed")

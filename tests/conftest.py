@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import sweeps
+
 # Derandomised, so that a red test is red again on the next run; no deadline, because a shared machine may pause.
 settings.register_profile("memfit", derandomize=True, deadline=None)
 settings.load_profile("memfit")
@@ -22,6 +24,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny kernels on several threads spend their time waiting for each other, ten times as long on a shared machine.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(sweeps.OPTION, type=int, metavar="SEED", help="Of a sweep over seeds, run this one alone.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    sweeps.parametrize(metafunc)
 
 
 @pytest.fixture(autouse=True)

@@ -234,7 +234,7 @@ def test_what_is_no_scalar_is_refused_and_named(answer: Any, found: str) -> None
     with pytest.raises(InputError, match=rf"model\(\*\*sample\)\.loss gave {found}; memfit needs one scalar tensor"):
         batches.loss_of(Answers(answer), torch.ones(2), None)
     with pytest.raises(InputError, match=r"loss_fn\(model, batch\) gave "):
-        batches.loss_of(Answers(answer), torch.ones(2), lambda m, b: m(b) if not isinstance(m(b), float) else None)
+        batches.loss_of(Answers(answer), torch.ones(2), lambda m, b: m(b) if not isinstance(m(b), float) else None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:

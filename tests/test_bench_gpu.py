@@ -32,7 +32,7 @@ def gpu() -> Iterator[Any]:
             del sys.modules[name]
 
 
-def event(name: str, start: float, end: float, stream: int = 7, kind: Any = torch.autograd.DeviceType.CUDA) -> Any:
+def event(name: str, start: float, end: float, stream: int = 7, kind: Any = torch._C._autograd.DeviceType.CUDA) -> Any:
     span = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(name=name, device_type=kind, time_range=span, device_resource_id=stream)
 
@@ -40,7 +40,7 @@ def event(name: str, start: float, end: float, stream: int = 7, kind: Any = torc
 def test_copies_and_the_kernels_of_the_busiest_stream_are_told_apart(gpu: Any) -> None:
     seen = [
         event("gemm", 0, 50),
-        event("aten::mm", 0, 90, kind=torch.autograd.DeviceType.CPU),
+        event("aten::mm", 0, 90, kind=torch._C._autograd.DeviceType.CPU),
         event("adamw", 10, 20, stream=9),
         event("Memcpy DtoH (Device -> Pinned)", 20, 30, stream=8),
         event("Memcpy HtoD (Pinned -> Device)", 40, 60, stream=9),

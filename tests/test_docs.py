@@ -242,7 +242,7 @@ def raised() -> Iterator[tuple[str, str]]:
         variables = {
             target.id: flat(node.value)
             for node in ast.walk(tree)
-            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name)
+            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name)  # type: ignore[assignment]
         }
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:

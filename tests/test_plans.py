@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def frozen() -> torch.nn.Module:
     other = model()
-    next(other.parameters()).requires_grad_(requires_grad=False)
+    next(other.parameters()).requires_grad_(False)
     return other
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import memfit
 
@@ -55,6 +56,8 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 
 def test_there_is_one_version() -> None:
     assert memfit.__version__ == pyproject()["project"]["version"] == version("memfit")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == memfit.__version__
 
 
 def test_every_tool_of_the_dev_extra_is_pinned() -> None:

@@ -74,7 +74,8 @@ def test_optimizer_state_of_another_dtype_than_its_parameter_is_as_before() -> N
         kept["exp_avg"] = kept["exp_avg"].float()
         kept["exp_avg_sq"] = kept["exp_avg_sq"].float()
     before = {id(p): dict(kept) for p, kept in engine.optimizer.state.items()}
-    engine.optimizer.step = lambda *_: None  # type: ignore[method-assign] - torch's own has no such state
+    # torch's own has no such state
+    engine.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
     memfit.api.rehearse(engine, sample)
     for parameter, kept in engine.optimizer.state.items():
         for name, value in kept.items():

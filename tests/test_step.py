@@ -94,7 +94,7 @@ def test_the_context_surrounds_forward_and_loss_only() -> None:
 def test_frozen_parameters_get_no_gradient_and_are_not_clipped() -> None:
     model = small.chain(1)
     first = next(model.parameters())
-    first.requires_grad_(requires_grad=False)
+    first.requires_grad_(False)
     program = StepProgram(model, small.squared_error, torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
     assert len(program.trainable()) == len(list(model.parameters())) - 1
     before = first.clone()

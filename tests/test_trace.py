@@ -16,6 +16,7 @@ from memfit.identity import digest
 from memfit.techniques.choices import Choices
 from memfit.values.trace import FORMAT_VERSION, Category, Trace
 from planner import traces
+from sweeps import each_seed
 
 
 def trace() -> Trace:
@@ -26,7 +27,7 @@ def trace() -> Trace:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_json_gives_the_same_trace_back(seed: int) -> None:
     before = traces.drawn(seed, rng_bytes=seed)
     assert Trace.from_json(json.loads(json.dumps(before.to_json()))) == before

@@ -187,11 +187,11 @@ def _optimizer_named(setting: Setting, name: str) -> Any:
     package = name.split(maxsplit=1)[0]
     try:
         if package == "bitsandbytes":
-            from bitsandbytes.optim import AdamW8bit as Made
+            from bitsandbytes.optim.adamw import AdamW8bit as Made
         elif name == "torchao 8-bit":
-            from torchao.optim import AdamW8bit as Made
+            from torchao.optim import AdamW8bit as Made  # type: ignore[no-redef]
         else:
-            from torchao.optim import CPUOffloadOptimizer as Made
+            from torchao.optim import CPUOffloadOptimizer as Made  # type: ignore[no-redef]
     except ImportError as error:
         raise Absent(f"{package} is not installed ({error})") from error
     more = {"optimizer_class": torch.optim.AdamW} if name.endswith("CPUOffloadOptimizer") else {}

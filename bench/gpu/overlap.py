@@ -22,7 +22,7 @@ def device_spans(events: Iterable[Any]) -> tuple[list[Span], list[Span], list[Sp
     down: list[Span] = []
     up: list[Span] = []
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
+        if event.device_type != torch._C._autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
             continue
         span = event.time_range.start / 1e6, event.time_range.end / 1e6
         if event.name.startswith("Memcpy DtoH"):

@@ -60,7 +60,7 @@ def ask(setting: Any, *, quick: bool) -> Row:
 def _built(sizes: Mapping[str, int]) -> Any:
     from models.transformer import build_gpt
 
-    return build_gpt(**sizes)
+    return build_gpt(**sizes)  # type: ignore[arg-type]
 
 
 def _storages() -> dict[int, int]:
@@ -289,7 +289,8 @@ def main() -> None:
     arguments = parser.parse_args()
     measuring.with_tests_models()
     if arguments.ask:
-        _asked(*arguments.ask, arguments.into, quick=arguments.quick)
+        package, label = arguments.ask
+        _asked(package, label, arguments.into, quick=arguments.quick)
         return
     known = {row["who"]: row for row in measuring.kept(QUESTION) if row["kind"] == "optimizer"}
     settings, absent = _offered()

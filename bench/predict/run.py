@@ -74,6 +74,7 @@ def _ours(subject: Any, factory: Any) -> list[Row]:
     rows = []
     for share in SHARES:
         made = base if share == 1.0 else ours.plan("recompute only", round(smallest + (largest - smallest) * share))[0]
+        assert made is not None
         planned = ours.arranged(made)
         first_gradients(planned)
         rows.append(

@@ -128,8 +128,8 @@ def reruns_seen() -> Iterator[None]:
     if hiding is None:
         yield
         return
-    tape._disable_current_modes = nullcontext
+    tape._disable_current_modes = nullcontext  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
-        tape._disable_current_modes = hiding
+        tape._disable_current_modes = hiding  # type: ignore[attr-defined]

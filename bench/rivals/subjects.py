@@ -58,7 +58,7 @@ class Subject:
         found: list[nn.Module] = []
         for holder in self.holders(model):
             # A subclass of nn.Sequential (U-Net's pairs of convolutions) is one block.
-            found += list(holder) if type(holder) in {nn.ModuleList, nn.Sequential} else [holder]
+            found += list(holder) if type(holder) in {nn.ModuleList, nn.Sequential} else [holder]  # type: ignore[call-overload]
         return found
 
     def block_paths(self, model: nn.Module) -> list[str]:

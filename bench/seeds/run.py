@@ -147,7 +147,7 @@ def bert_row(bert: Bert) -> Row:
         batch = first
         found[way] = []
         for limit in LIMITS:
-            batch = largest(lambda b, way=way: extra(b, way), limit, batch)
+            batch = largest(lambda b, way=way: extra(b, way), limit, batch)  # type: ignore[misc]
             found[way].append({"batch": batch, "extra": extra(batch, way) if batch > first else 0.0})
     plain_seconds = search(layers).solver(1).trace.plain_step_seconds
     return {
@@ -360,8 +360,8 @@ def main() -> None:
             parser.error(f"--batch needs --only with one of {', '.join(b.name for b in BERTS)}")
         print_batch(bert, asked.batch)
         return
-    todo: dict[str, Callable[[], Row]] = {b.name: lambda b=b: bert_row(b) for b in BERTS}
-    todo |= {n.name: lambda n=n: network_row(n) for n in NETWORKS}
+    todo: dict[str, Callable[[], Row]] = {b.name: lambda b=b: bert_row(b) for b in BERTS}  # type: ignore[misc]
+    todo |= {n.name: lambda n=n: network_row(n) for n in NETWORKS}  # type: ignore[misc]
     rows = {r["name"]: r for r in measuring.kept("seeds")} if asked.missing or asked.only else {}
     for name, ask in todo.items():
         if (asked.only and name != asked.only) or (asked.missing and name in rows):

@@ -90,6 +90,7 @@ def trained(chosen: Sequence[Technique]) -> tuple[Any, Any, int]:
     for _ in range(STEPS - 1):
         engine.step(sample)
     measured = engine.step(sample, meter=True).peak_bytes
+    assert measured is not None
     with engine.gathered():
         parameters = [p.detach().clone() for p in model.parameters()]
     return plan, parameters, measured

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.optimizers.lion import Lion
     from memfit.planning import replan, smallest_budget
-    from memfit.trackers import Tracker, tracker
+    from memfit.trackers.base import Tracker, tracker
     from memfit.values.bundle import TraceBundle
     from memfit.values.plan import Plan
     from memfit.values.trace import Trace

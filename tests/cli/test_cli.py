@@ -479,7 +479,7 @@ def test_doctor_takes_the_extras_from_the_package_and_names_what_is_missing(monk
         "pytest; python_version > '3' and extra == 'two'",
         "no-such-package>=1; extra == 'two'",
     ]
-    monkeypatch.setattr(extras.metadata, "requires", lambda package: requirements)
+    monkeypatch.setattr("importlib.metadata.requires", lambda package: requirements)
 
     found = extras.extras()
 

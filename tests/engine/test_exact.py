@@ -34,9 +34,10 @@ def check(case: Case, fractions: tuple[float, ...]) -> None:
         assert measured <= made.budget_bytes, (measured, made.budget_bytes)
 
 
+@pytest.mark.parametrize("fractions", [(0.5, 0.0), pytest.param((1.0, 0.75, 0.25), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda c: c.name)
-def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case) -> None:
-    check(case, (1.0, 0.75, 0.5, 0.25, 0.0))
+def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case, fractions: tuple[float, ...]) -> None:
+    check(case, fractions)
 
 
 @pytest.mark.slow
@@ -62,7 +63,26 @@ def test_every_habit_of_models_that_breaks_recomputation_has_a_case() -> None:
     assert {name for names in asked for name in names.split()} <= {c.name for c in CASES}
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.splits and not c.slow], ids=lambda c: c.name)
+# Without dropout, or up to how a layer is written down, these split as another case does.
+ALIKE = {
+    "gpt_dropout",
+    "checkpointed",
+    "hf_checkpointed",
+    "input_grads",
+    "bert_eager_bf16",
+    "bert_sdpa_bf16",
+    "custom_function_ctx",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=pytest.mark.slow if c.name in ALIKE else (), id=c.name)
+        for c in CASES
+        if c.splits and not c.slow
+    ],
+)
 def test_micro_batches_add_up_to_the_whole_batch(case: Case) -> None:
     model, sample, loss_fn = case.build()
     for module in model.modules():  # parts draw other dropout masks than the whole; everything else must agree
@@ -83,7 +103,7 @@ def test_micro_batches_add_up_to_the_whole_batch(case: Case) -> None:
         if gradient is None:
             assert all(same(None, piece[index]) for piece in pieces)
             continue
-        added = sum(s * p[index].double() for s, p in zip(shares, pieces, strict=True))
+        added = sum(s * p[index].double() for s, p in zip(shares, pieces, strict=True))  # type: ignore[misc]
         norm += float(gradient.double().pow(2).sum())
         difference += float((gradient.double() - added).pow(2).sum())
     low_precision = "bf16" in case.name or "amp" in case.name

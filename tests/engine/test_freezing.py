@@ -39,7 +39,7 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.embeddings["norm"](self.embeddings["words"](ids))
-        for layer in self.encoder["layer"]:
+        for layer in self.encoder["layer"]:  # type: ignore[attr-defined]
             h = h + layer(h)
         found: Tensor = self.head(h)
         return found
@@ -104,7 +104,7 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(patterns: list[str]
 
 def test_a_tied_weight_is_frozen_wherever_it_is_used() -> None:
     model = Encoder()
-    model.head.weight = model.embeddings["words"].weight
+    model.head.weight = model.embeddings["words"].weight  # type: ignore[assignment]
     (part,) = frozen_parts(model, ["head.weight"])
     assert (part.path, part.parameters) == ("head.weight", 50 * small.WIDTH)
     with frozen(model, ["head"]):
@@ -228,7 +228,7 @@ class Between(Encoder):
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.embeddings["norm"](self.embeddings["words"](ids)).requires_grad_(True)
-        for layer in self.encoder["layer"]:
+        for layer in self.encoder["layer"]:  # type: ignore[attr-defined]
             h = layer(h)
         found: Tensor = self.head(h)
         return found

@@ -115,7 +115,7 @@ def indexed(model: nn.Module, x: Tensor) -> Tensor:
 def checkpointed_again(model: nn.Module, x: Tensor) -> Tensor:
     """The older checkpoint of torch, which runs forward again inside a backward of its own."""
     h = x.clone().requires_grad_()
-    for block in model:
+    for block in model:  # type: ignore[attr-defined]
         h = checkpoint(block, h, use_reentrant=True)
     return h.square().mean()
 
@@ -132,7 +132,7 @@ class Nudged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x @ self.weight.detach().clone())
         with torch.no_grad():
-            self.count += 1
+            self.count += 1  # type: ignore[assignment]
         return torch.tanh(h @ self.weight) * self.count
 
 
@@ -157,7 +157,7 @@ def spectral() -> nn.Module:
 
 def hooked() -> nn.Module:
     model = layers()
-    model[4].register_full_backward_hook(lambda module, down, up: tuple(g * 0.5 for g in down))
+    model[4].register_full_backward_hook(lambda module, down, up: tuple(g * 0.5 for g in down))  # type: ignore[attr-defined]
     model[5].register_forward_hook(lambda module, args, out: out + 1)
     return model
 
@@ -277,7 +277,7 @@ def test_an_exception_while_something_is_made_again_leaves_nothing_behind() -> N
 
     operation = min(follower.tape.noted)
     _, args, kwargs = follower.tape.noted[operation]
-    follower.tape.noted[operation] = (out_of_memory, args, kwargs)
+    follower.tape.noted[operation] = (out_of_memory, args, kwargs)  # type: ignore[assignment]
     with pytest.raises(MemoryError):
         loss.backward()
     del loss

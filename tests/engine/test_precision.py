@@ -110,7 +110,10 @@ def test_steps_are_bit_equal_to_torchs_own_loop(precision: str, optimizer: Any, 
         assert all(r.departures == () for r in records)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in {"gpt_tied", "gpt_dropout"} else ()) for name in MODELS],
+)
 def test_numbers_and_peak_are_as_promised_at_every_budget(name: str) -> None:
     model, sample, loss_fn = case(name).build()
     model_state = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]

@@ -252,7 +252,7 @@ def runs_plainly(model: nn.Module, loss_fn: Any, batch: Tensor, technique: Techn
         one, other = (Branching(model.instructions, model.seed, model.at, "counter", model.change) for _ in range(2))
         other.forwards = 1
         models = [one, other]
-    in_32bit = replace(technique, choices=replace(technique.choices, state_format="32bit"))
+    in_32bit = replace(technique, choices=technique.choices.but(state_format="32bit"))
     try:
         loops = [Loop(copy.deepcopy(each), loss_fn, OPTIMIZERS["sgd"], in_32bit) for each in models]
         return all(loop.step([batch], [1.0]) is not None for loop in loops)
@@ -452,8 +452,8 @@ def gradients_of(made: memfit.Plan, model: nn.Module, sample: Tensor) -> tuple[t
 # -- drawn -------------------------------------------------------------------------------------------------------------------
 
 EVERYTHING = list(HealthCheck)
-# Six tests of few, four of many: a hundred programs in every run of the tests, two thousand at night.
-few = settings(max_examples=17, derandomize=True, deadline=None, suppress_health_check=EVERYTHING)
+# Six tests of few, four of many: sixty programs in every run of the tests, two thousand at night.
+few = settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=EVERYTHING)
 many = settings(max_examples=500, derandomize=False, deadline=None, suppress_health_check=EVERYTHING, print_blob=True)
 
 budgets = st.sampled_from((0.0, 0.3, 0.7, 1.0))

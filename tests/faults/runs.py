@@ -168,8 +168,8 @@ class Moments:
         # What is swapped, state on the disk and streamed layers are written so, in threads of their own; a run's own files are not.
         for name in ("pwrite", "pwritev"):
             setattr(os, name, self._below(getattr(os, name)))
-        os.fsync = fsynced
-        snapshots._Remembering.write = written  # type: ignore[method-assign]
+        os.fsync = fsynced  # type: ignore[assignment]
+        snapshots._Remembering.write = written  # type: ignore[assignment, method-assign]
         register_module_forward_pre_hook(lambda *_: self.moment("layer"))
         register_optimizer_step_pre_hook(lambda *_: self.moment("update"))
         register_optimizer_step_post_hook(lambda *_: self.moment("update"))

@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))))
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
@@ -266,7 +266,7 @@ def test_a_step_captured_for_real_counts_one_batch_at_a_time_too() -> None:
     assert records[1].peak_bytes == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
 
 
-class Tagging(lightning.LightningModule):
+class Tagging(lightning.LightningModule):  # type: ignore[name-defined]
     """A mean over the tokens that are not masked, of which parts hold different numbers, some none."""
 
     def __init__(self) -> None:

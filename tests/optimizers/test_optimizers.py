@@ -215,7 +215,7 @@ def test_the_error_is_no_larger_than_that_of_bitsandbytes(scale: float) -> None:
         generator = torch.Generator().manual_seed(2)
         return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((512, 256), (4097,), (300,))]
 
-    settings = {"lr": 1e-3, "weight_decay": 1e-2}
+    settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1e-2}
     exact, ours, theirs = weights(), weights(), weights()
     start = [p.detach().clone() for p in exact]
     expected = train(torch.optim.AdamW(exact, **settings), exact, range(60), scale)
@@ -232,7 +232,7 @@ def test_on_gradients_of_a_training_the_error_is_well_below_that_of_bitsandbytes
     exact = list(model.parameters())
     ours, theirs = ([nn.Parameter(p.detach().clone()) for p in exact] for _ in range(2))
     start = [p.detach().clone() for p in exact]
-    settings = {"lr": 1e-3, "weight_decay": 1e-2}
+    settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1e-2}
     optimizers = {
         "exact": torch.optim.AdamW(exact, **settings),
         "ours": AdamW8bit(ours, **settings),
@@ -243,7 +243,7 @@ def test_on_gradients_of_a_training_the_error_is_well_below_that_of_bitsandbytes
     for _ in range(30):
         model.zero_grad()
         tokens = torch.multinomial(shares, 8 * 32, replacement=True, generator=generator).view(8, 32)
-        loss_fn(model, (tokens, (3 * tokens + 1) % vocab)).backward()
+        loss_fn(model, (tokens, (3 * tokens + 1) % vocab)).backward()  # type: ignore[misc]
         for p, mine, other in zip(exact, ours, theirs, strict=True):
             assert p.grad is not None
             mine.grad, other.grad = p.grad.clone(), p.grad.clone()
@@ -348,7 +348,7 @@ def test_parameters_named_by_a_pattern_keep_32_bits() -> None:
         named = eight_bit(
             torch.optim.AdamW(model.parameters()), in_32bit=[pattern], names=dict(model.named_parameters())
         )
-        train(named, [model["body"].weight], range(1))
+        train(named, [model["body"].weight], range(1))  # type: ignore[list-item]
         assert "exp_avg" in named.state[model["body"].weight]
 
 
@@ -523,7 +523,7 @@ def test_a_file_cut_short_is_noticed(tmp_path: Any) -> None:
     optimizer = ChunkedOptimizer(torch.optim.AdamW(own), state_place="disk", folder=tmp_path)
     train(optimizer, own, range(1))
     before = own[0].detach().clone()
-    os.ftruncate(optimizer._keeping._file._file, 100)  # type: ignore[union-attr]
+    os.ftruncate(optimizer._storage._file._file, 100)  # type: ignore[union-attr]
     with pytest.raises(EngineError, match=r"ends at 100 of 8000 bytes, something cut it short: load the last snapshot"):
         train(optimizer, own, range(1, 2))
     assert torch.equal(own[0], before)

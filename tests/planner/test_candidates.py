@@ -24,6 +24,10 @@ EVERYTHING = Offers(
 )
 
 
+def settings_of(name: str) -> tuple[Any, ...]:
+    return BY_NAME[name].settings or ()
+
+
 def test_with_nothing_on_offer_there_is_the_plain_step() -> None:
     assert candidates(Offers()) == ((Choices(),), ())
 
@@ -45,10 +49,10 @@ def test_every_way_can_stand_and_every_one_that_can_is_there() -> None:
     every = [
         Choices(precision=p, state_format=f, state_place=s, update=u, loss_chunks=c, streamed=b)
         for p, f, s, u, c, b in product(
-            BY_NAME["precision"].settings,
-            BY_NAME["state_format"].settings,
+            settings_of("precision"),
+            settings_of("state_format"),
             ("device", "disk"),
-            BY_NAME["update"].settings,
+            settings_of("update"),
             (1, 8),
             ("", "layers"),
         )

@@ -15,6 +15,7 @@ from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
+from sweeps import by_turns, each_seed
 
 UNIT = 1 << 20
 
@@ -90,8 +91,7 @@ def uniform(length: int) -> Trace:
     return writer.trace(forward_events)
 
 
-@pytest.mark.parametrize("length", [8, 10, 16, 24, 40, 60])
-@pytest.mark.parametrize("slots", [2, 3, 4, 6, 10])
+@pytest.mark.parametrize(("length", "slots"), by_turns([8, 10, 16, 24, 40, 60], [2, 3, 4, 6, 10]))
 def test_uniform_chains_are_never_worse_than_revolve(length: int, slots: int) -> None:
     if slots >= length:
         pytest.skip("as many slots as steps: nothing is recomputed")
@@ -134,7 +134,7 @@ def heterogeneous(stages: Sequence[ChainStage], input_bytes: int) -> Trace:
     return writer.trace(forward_events)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(10, 40)
 def test_heterogeneous_chains_are_never_worse_than_rotor(seed: int) -> None:
     draw = random.Random(seed)
     stages = []

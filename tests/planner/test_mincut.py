@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from memfit.planner import mincut, priced_network
 from memfit.planner.mincut import minimum_cut
 from memfit.planner.priced_network import PricedNetwork
+from sweeps import each_seed
 
 
 @dataclass
@@ -210,7 +211,7 @@ def test_value_equals_that_of_networkx_and_of_the_sides_returned(saved: float, p
         assert cut.value == pytest.approx(network.cost(cut.on_source_side), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each_seed(8)
 def test_value_equals_that_of_networkx_when_nodes_come_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     num_nodes = 150

@@ -25,6 +25,7 @@ from memfit.values.script import Script
 from memfit.values.trace import Trace
 from planner.test_timeline import swapping_plan
 from planner.traces import Writer, drawn, layers, network
+from sweeps import each_seed
 
 FAST = Link("disk", 1e9, 1e9, least_bytes=1)
 SLOW = Link("disk", 20.0, 40.0, least_bytes=1)
@@ -98,7 +99,7 @@ def whole_seconds(trace: Trace) -> Trace:
     return replace(trace, operations=tuple(replace(op, seconds=float(round(op.seconds))) for op in trace.operations))
 
 
-@pytest.mark.parametrize("seed", range(80))
+@each_seed(80)
 def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
     chance = random.Random(seed)
     trace = whole_seconds(chance.choice((drawn(seed, forward=10), network(seed, blocks=4))))
@@ -194,9 +195,9 @@ def test_small_storages_stay() -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_seed(3, 12)
 def test_swapping_allowed_is_never_slower_and_fits_where_nothing_did(seed: int) -> None:
-    trace = network(seed, blocks=5, dispatch=0.001) if seed % 2 else layers(5)
+    trace = network(seed, blocks=5, dispatch=0.001) if seed else layers(5)
     without, allowed = solvers(trace)
     assert allowed.smallest().peak <= without.smallest().peak
     low, high = allowed.smallest().peak, without.plain.peak
@@ -225,7 +226,7 @@ def test_a_free_link_is_used_instead_of_recomputing() -> None:
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
-@pytest.mark.parametrize("seed", range(25))
+@each_seed(5, 25)
 def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(seed: int, tiers: int) -> None:
     """Every way to keep, recompute or swap, to any tier that has room, at every lag, in one window."""
     chance = random.Random(seed)
@@ -259,7 +260,7 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
         assert ours.seconds <= best + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each_seed(2, 10)
 def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     trace = network(seed, blocks=5)
     swapped = []
@@ -308,9 +309,7 @@ def test_what_the_nearer_tier_has_no_room_for_goes_to_the_next_and_what_is_read_
     assert seconds < lying(near, (solver.plain.peak + smallest.peak) // 2)[0]
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed in {1, 5} else pytest.mark.slow) for seed in range(8)]
-)
+@each_seed((1, 5), 8)
 def test_more_room_and_a_tier_more_are_never_slower(seed: int) -> None:
     """But for the little by which a plan may be from the bound when the search ends."""
     trace = network(seed, blocks=4, dispatch=0.001)
@@ -338,7 +337,7 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
         assert seconds <= lying(near, round(low + fraction * (high - low)))[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed(2, 4)
 def test_no_tier_holds_more_than_it_has_room_for(seed: int) -> None:
     trace = network(seed, blocks=4)
     near, far = seed % 3, (seed + 1) % 4
@@ -366,7 +365,7 @@ def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
 # -- scripts and plans -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed: int) -> None:
     trace = network(seed, blocks=4)
     recipes = Recipes(trace, chain(NEAR, SLOW, None) if seed % 2 else SLOW)

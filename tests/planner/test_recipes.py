@@ -7,6 +7,7 @@ import pytest
 from memfit.planner.recipes import SMALL_CONSTANT_BYTES, Recipe, Recipes
 from memfit.values.trace import Category
 from planner.traces import Writer, drawn
+from sweeps import each_seed
 
 
 def recipe_for(recipes: Recipes, storage: int) -> Recipe:
@@ -144,7 +145,7 @@ def test_saved_is_what_backward_reads_of_forward() -> None:
     assert Recipes(w.trace()).saved == {a}  # b is never asked for, the weight is there anyway
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_recipes_of_any_trace_hold_together(seed: int) -> None:
     trace = drawn(seed, forward=14, rng_bytes=8)
     recipes = Recipes(trace)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from memfit.hardware.machine import Link
 from memfit.planner.local_search import trim
 from memfit.planner.recipes import Recipes
@@ -13,9 +11,10 @@ from memfit.planner.replay import Replay
 from memfit.planner.timeline import Timeline
 from planner.test_timeline import some_plan, swapping_plan
 from planner.traces import drawn, network
+from sweeps import each_seed
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) -> None:
     chance = random.Random(seed)
     traces = [
@@ -45,7 +44,7 @@ def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) 
             assert fits == (replay.peak_bytes <= budget)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
     chance = random.Random(seed)
     link = Link("disk", chance.choice((10.0, 1e3)), chance.choice((10.0, 1e3)), least_bytes=1)
@@ -62,7 +61,7 @@ def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
     assert removed or seed % 10
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(40)
 def test_a_move_that_is_remembered_is_what_it_would_be_now(seed: int) -> None:
     chance = random.Random(seed)
     remembered = 0
@@ -83,7 +82,7 @@ def test_a_move_that_is_remembered_is_what_it_would_be_now(seed: int) -> None:
     assert remembered or len(groups) < 2
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_seed(30)
 def test_trimming_saves_seconds_and_stays_within_the_budget(seed: int) -> None:
     timeline = Timeline(network(seed, blocks=4, dispatch=0.01))
     chance = random.Random(seed)

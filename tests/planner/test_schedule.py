@@ -10,10 +10,11 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
 from planner.traces import Writer, drawn, layers
+from sweeps import each_seed
 
 
 @pytest.mark.parametrize("windows", [False, True])
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_whatever_is_dropped_is_there_when_it_is_asked_for(seed: int, windows: bool) -> None:  # noqa: FBT001
     chance = random.Random(seed)
     trace = drawn(seed, forward=14)

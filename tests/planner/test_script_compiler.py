@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 
-import pytest
-
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import reruns_for
 from memfit.planner.script_compiler import compile_script
@@ -15,6 +13,7 @@ from memfit.values.script import KEPT, Script
 from memfit.values.trace import Trace
 from planner.test_timeline import some_plan
 from planner.traces import Writer, drawn, layers, network
+from sweeps import each_seed
 
 
 def follow(trace: Trace, script: Script) -> list[dict[int, int]]:
@@ -44,7 +43,7 @@ def follow(trace: Trace, script: Script) -> list[dict[int, int]]:
     return after
 
 
-@pytest.mark.parametrize("seed", range(120))
+@each_seed(120)
 def test_everything_is_there_in_time_and_nothing_stays(seed: int) -> None:
     chance = random.Random(seed)
     trace = drawn(seed, forward=12, rng_bytes=3) if seed % 3 else network(seed, blocks=4)
@@ -53,14 +52,14 @@ def test_everything_is_there_in_time_and_nothing_stays(seed: int) -> None:
         follow(trace, compile_script(recipes, some_plan(recipes, chance)))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(40)
 def test_a_script_survives_its_file(seed: int) -> None:
     trace = drawn(seed, forward=12, rng_bytes=3)
     script = compile_script(Recipes(trace), some_plan(Recipes(trace), random.Random(seed)))
     assert Script.from_json(json.loads(json.dumps(script.to_json()))) == script
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(40)
 def test_steps_are_the_unpacks_in_their_order(seed: int) -> None:
     trace = drawn(seed, forward=12)
     recipes = Recipes(trace)

@@ -19,6 +19,7 @@ from memfit.values.request import Request
 from memfit.values.script import KEPT
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 from planner.traces import Writer, drawn, network
+from sweeps import each_seed
 
 SAMPLES = 16
 
@@ -187,7 +188,7 @@ def test_more_bytes_never_take_more_seconds() -> None:
     assert seconds[-1] == min(seconds)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_seed(12)
 def test_a_plan_tells_of_its_peak_what_the_trace_says(seed: int) -> None:
     trace = network(seed, blocks=4) if seed % 2 else drawn(seed, forward=12, rng_bytes=7)
     made = Planning(TraceBundle.of(trace))

@@ -16,6 +16,7 @@ from memfit.planner.segments import Boundary, boundaries, lasting, windows
 from memfit.values.trace import Trace
 from models import build_chain, build_gpt, case
 from planner.traces import Writer, drawn, encoder_decoder
+from sweeps import each_seed
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -25,7 +26,7 @@ pytestmark = [
 
 
 def cuts_of(built: Any) -> tuple[Trace, list[Boundary]]:
-    trace = capture(StepSource(*built)).trace
+    trace = capture(StepSource(*built)).trace  # type: ignore[call-arg]
     return trace, boundaries(Recipes(trace))
 
 
@@ -145,7 +146,7 @@ def test_the_decoder_of_t5_is_cut_around_the_output_of_the_encoder() -> None:
 
 
 @pytest.mark.parametrize("around", ["nothing", "what lasts"])
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(40)
 def test_what_a_boundary_says_is_what_later_operations_read(seed: int, around: str) -> None:
     trace = drawn(seed, forward=20)
     recipes = Recipes(trace)

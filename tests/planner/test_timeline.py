@@ -14,6 +14,7 @@ from memfit.planner.schedule import reruns_for
 from memfit.planner.timeline import Timeline
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 from planner.traces import Writer, drawn, layers, network
+from sweeps import each_seed
 
 Tick = tuple[int, int]  # (event, position among its reruns); the event itself comes after its reruns
 OWN = 1 << 20
@@ -71,10 +72,10 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
         copies += mine
     # Generator states are there from the first run of a random operation to its recipe's last rerun.
     for r in {r for runs in reruns.values() for r in runs}:
-        last = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
+        latest = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
         for op in table[r].operations:
             if trace.operations[op].random and trace.rng_state_bytes:
-                copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [last]))
+                copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [latest]))
     levels = []
     for e in range(events):
         op = trace.events[e]
@@ -123,7 +124,7 @@ def check(trace: Trace, reruns: Mapping[int, Sequence[int]], recipes: Recipes | 
     assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine + waiting)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@each_seed(150)
 def test_any_plan_of_any_trace_comes_to_what_walking_through_time_says(seed: int) -> None:
     chance = random.Random(seed)
     trace = drawn(
@@ -134,14 +135,14 @@ def test_any_plan_of_any_trace_comes_to_what_walking_through_time_says(seed: int
         check(trace, some_plan(recipes, chance))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_seed(30)
 def test_plans_of_networks_come_to_the_same(seed: int) -> None:
     trace = network(seed, blocks=4)
     for number in range(4):
         check(trace, some_plan(Recipes(trace), random.Random(number)))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each_seed(100)
 def test_plans_that_swap_come_to_what_walking_through_time_says(seed: int) -> None:
     chance = random.Random(seed)
     link = Link("disk", chance.choice((1.0, 30.0, 1e9)), chance.choice((1.0, 30.0, 1e9)), least_bytes=1)
@@ -157,7 +158,7 @@ def test_the_plans_of_these_tests_are_no_empty_ones() -> None:
     assert any(len(runs) > 2 for p in plans for runs in p.values())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_any_reruns_at_all_are_replayed_not_only_those_a_schedule_makes(seed: int) -> None:
     """Needless and repeated reruns: the replay judges any list, as long as its inputs are there."""
     trace = network(seed)
@@ -211,7 +212,7 @@ def test_the_plan_of_nothing_is_plain() -> None:
         assert timeline.evaluate(nothing).extra_seconds == 0.0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_categories_add_up_to_the_level(seed: int) -> None:
     trace = drawn(seed, forward=10, rng_bytes=5)
     timeline = Timeline(trace)

@@ -111,7 +111,7 @@ def test_the_disk_that_is_priced_is_the_disk_that_is_used(
     monkeypatch.setenv("TMPDIR", str(made(tmp_path / "elsewhere")))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
     wanted = made(tmp_path / "wanted")
-    named = {"lower_tier": wanted} if how == "named" else {}
+    named: dict[str, Any] = {"lower_tier": wanted} if how == "named" else {}
     if how == "set":
         monkeypatch.setenv(folders.SETTING, str(wanted))
     disk = Disk(wanted, monkeypatch)
@@ -120,7 +120,7 @@ def test_the_disk_that_is_priced_is_the_disk_that_is_used(
     plain = memfit.plan(model, sample, small.squared_error, 1 << 40, small.adamw, fixed=fixed, **named)
     budget: int = 1 << 40
     if technique == "activations":
-        tight = {"host_budget": "64MiB", **named}
+        tight: dict[str, Any] = {"host_budget": "64MiB", **named}
         roomy = memfit.plan(model, sample, small.squared_error, 1 << 40, small.adamw, fixed=fixed, **tight)
         budget = memfit.smallest_budget(roomy)
         plain = memfit.plan(model, sample, small.squared_error, budget, small.adamw, fixed=fixed, **tight)

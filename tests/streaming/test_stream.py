@@ -32,6 +32,7 @@ from memfit.techniques.layer_streaming.blocks import blocks_at
 from models import huggingface
 from models.built import Built
 from models.transformer import build_gpt
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
@@ -128,16 +129,14 @@ WHOLE: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("name", "clip"), by_turns(WHOLE, [None, 0.3]))
 def test_one_micro_batch_is_plain_pytorch_to_the_bit(name: str, clip: float | None) -> None:
     build = WHOLE[name]
 
     assert equal(streamed(build(), clip=clip), plainly(build(), clip=clip))
 
 
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", ["gpt", "frozen", "bert", "llama", "vit"])
+@pytest.mark.parametrize(("name", "clip"), by_turns(["gpt", "frozen", "bert", "llama", "vit"], [None, 0.3]))
 def test_micro_batches_without_dropout_add_up_as_in_accumulation(name: str, clip: float | None) -> None:
     def build() -> Built:
         return without_dropout(WHOLE[name]())
@@ -154,11 +153,13 @@ def test_other_optimizers_are_stepped_layer_by_layer(make: Any) -> None:
 
 def test_groups_with_settings_of_their_own_are_kept() -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for p in parameters:
             (matrices if p.dim() > 1 else others).append(p)
         return torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}], fused=True
+            [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}],  # type: ignore[arg-type]
+            fused=True,
         )
 
     assert equal(streamed(gpt(), make), plainly(gpt(), make))
@@ -216,9 +217,9 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------------------ prediction
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
-@pytest.mark.parametrize("name", ["gpt_dropout", "bert", "llama", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "clip", "micro_batches"), by_turns(["gpt_dropout", "bert", "llama", "frozen"], [None, 0.3], [1, 3])
+)
 def test_the_predicted_peak_is_the_measured_one(name: str, clip: float | None, micro_batches: int) -> None:
     model, sample, loss_fn = WHOLE[name]()
     how = Choices(micro_batches=micro_batches, streamed=blocks_at(model).path)
@@ -530,11 +531,11 @@ class Doubling(nn.Linear):
 
 class Counting(nn.Linear):
     def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+        super().__init__(*sizes)  # type: ignore[arg-type]
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1  # type: ignore[operator]
+        self.seen += 1  # type: ignore[operator, assignment]
         return super().forward(x)
 
 

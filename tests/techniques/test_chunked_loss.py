@@ -15,6 +15,7 @@ import memfit
 from memfit import batches, dispatch
 from memfit.planner.head import head_of, sets_peak
 from memfit.planner.timeline import Timeline
+from memfit.techniques.chunked_loss import worth_weighing
 from memfit.techniques.chunked_loss.head import Logits, chunked_head
 from models import build_gpt
 from models.outcome import measured_peak
@@ -318,7 +319,7 @@ def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     timeline = Timeline(memfit.record(model, sample, None, adamw, micro_batches=1).trace)
     head = head_of(timeline)
     assert head is not None
-    assert (head.rows, head.classes, head.chunks()) == (8 * 64, VOCAB, (8,))
+    assert (head.rows, head.classes, worth_weighing(head)) == (8 * 64, VOCAB, (8,))
     # Logits, their logarithms, what comes back to these and what comes back to the logits.
     assert head.bytes == 4 * head.rows * head.classes * 4
     assert sets_peak(timeline, head)

@@ -22,6 +22,7 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.update_in_backward.updating import why_not_in_backward
 from models import case
 from step import ways
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,9 +144,7 @@ HELD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "one by one"])
-@pytest.mark.parametrize("micro_batches", [2, 3])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(("name", "micro_batches", "fused"), by_turns(HELD, [2, 3], [True, False]))
 def test_several_micro_batches_hold_what_is_predicted_to_the_byte(
     name: str, micro_batches: int, *, fused: bool
 ) -> None:

@@ -51,7 +51,7 @@ def build() -> nn.Module:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     random = np.random.default_rng(0)
     arrays = {name: random.standard_normal((24, 8)).astype(np.float32) for name in ("x", "y")}
-    np.savez(tmp_path / "train.npz", **arrays)
+    np.savez(tmp_path / "train.npz", **arrays)  # type: ignore[arg-type]
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -81,7 +81,7 @@ def test_it_fills_the_sections_of_the_run() -> None:
     [("fit", "global_batch", 8), ("fit", "clip_norm", 0.5), ("optim", "lr", 0.1), ("optim", "name", "sgd"), ("schedule", "warmup_steps", 3)],
 )  # fmt: skip
 def test_both_may_say_the_same(section: str, key: str, value: Any) -> None:
-    assert config(SAID, **{section: {key: value}}).fit == config(SAID).fit
+    assert config(SAID, **{section: {key: value}}).fit == config(SAID).fit  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_both_may_say_the_same(section: str, key: str, value: Any) -> None:
 )  # fmt: skip
 def test_a_contradiction_names_both(said: Data, section: str, value: Data, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config({**SAID, **said}, **{section: value})
+        config({**SAID, **said}, **{section: value})  # type: ignore[arg-type]
 
     assert words in str(refused.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,7 @@ def engine(on_step: Callable[[int], None] = lambda _: None) -> FakeEngine:
     return FakeEngine(model, torch.optim.AdamW(model.parameters(), lr=0.01), on_step=on_step)
 
 
-def run(out: Path, made: FakeEngine, steps: int = 11, **named: Any) -> Outcome:
+def run(out: Path, made: FakeEngine | memfit.Engine, steps: int = 11, **named: Any) -> Outcome:
     settings = named.pop("settings", TrainConfig(steps=steps, save_every=4, log_every=1, eval_every=3))
     batches = named.pop("batches", None) or data()
     return train(made, batches, out, settings, schedule=SCHEDULE, validation=data(seed=None), **named)
@@ -195,8 +196,8 @@ def test_data_of_another_length_is_refused(tmp_path: Path) -> None:
 def test_a_disk_too_full_for_a_snapshot_is_noticed_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = snapshots.shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda _: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     made = engine()
 
     with pytest.raises(SnapshotError, match="no space for a snapshot"):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from memfit.errors import SnapshotError
 from memfit.step import process_generators
-from memfit.train import snapshots
+from memfit.train import durable, snapshots
 from memfit.train.data import Position
 from train.fakes import FakeEngine, Noisy
 
@@ -227,8 +228,8 @@ def test_a_disk_that_fills_up_in_mid_file_is_an_error_of_the_disk(tmp_path: Path
 def test_a_disk_fuller_than_the_state_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = snapshots.shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda _: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(snapshots, "save", lambda *_: pytest.fail("written"))
 
     with pytest.raises(SnapshotError, match=r"and 100 B are free\. Make room.*No snapshot was there before"):
@@ -248,7 +249,7 @@ def test_an_interrupted_write_leaves_nothing_that_looks_like_a_snapshot(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(snapshots.durable, "put", interrupt)
+    monkeypatch.setattr(durable, "put", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, engine())

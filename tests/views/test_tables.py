@@ -103,6 +103,6 @@ def test_techniques_are_shown_with_what_they_save_and_cost() -> None:
     )
     copied = replace(base, choices=Choices(state_place="disk"))
     copied = replace(copied, prediction=replace(copied.prediction, copy_seconds=2.0, exposed_seconds=0.5))
-    rows = dict(plan_cells(copied).rows)
+    rows = dict(plan_cells(copied).rows)  # type: ignore[arg-type]
     assert rows["techniques"] == "optimizer state on the disk"
     assert rows["copying below"] == f"{format_seconds(2.0)}, 75 % hides"

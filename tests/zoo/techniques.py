@@ -184,8 +184,8 @@ def _compared(result: Applied, way: Choices, specimen: Specimen, tell: Callable[
         if again != losses or not all(map(same_bits, _state(model), expected)):
             return "not deterministic", "plain PyTorch differs from itself"
         return "wrong", f"numbers differ: {len(differ)} losses, {wrong} of {len(expected)} parameters and buffers"
-    if way.loss_chunks > 1 and (error := _rounding(way, build)) > ROUNDING:
-        return "wrong", f"gradients differ from those of the whole loss head by {error:.1g}"
+    if way.loss_chunks > 1 and (rounding := _rounding(way, build)) > ROUNDING:
+        return "wrong", f"gradients differ from those of the whole loss head by {rounding:.1g}"
     if departures:
         return "kept plain", f"departure: {departures[0]}"
 
@@ -197,12 +197,12 @@ def _compared(result: Applied, way: Choices, specimen: Specimen, tell: Callable[
 
 def _plan(way: Choices, technique: str, build: Callable[[], Any]) -> memfit.Plan:
     if technique == "swap":
-        return forced(*build(), everything(1), adamw)[0]
-    plain = ways.planned(way, *build(), adamw, freeze=way.frozen, fixed={"micro_batches": 1})
+        return forced(*build(), everything(1), adamw)[0]  # type: ignore[call-arg]
+    plain = ways.planned(way, *build(), adamw, freeze=way.frozen, fixed={"micro_batches": 1})  # type: ignore[call-arg]
     try:
         return memfit.replan(plain, round(SHARE * plain.prediction.peak_bytes))
     except InfeasibleError as error:
-        return memfit.replan(plain, error.minimum_bytes)
+        return memfit.replan(plain, error.minimum_bytes)  # type: ignore[arg-type]
 
 
 def _state(model: nn.Module) -> list[torch.Tensor]:

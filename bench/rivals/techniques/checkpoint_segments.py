@@ -54,7 +54,7 @@ class _Nothing(nn.Module):
 def _arrange(*, free_last: bool) -> Arrange:
     def arrange(subject: Subject, built: Built) -> Loss:
         (holder,) = subject.holders(built[0])
-        blocks = list(holder)
+        blocks = list(holder)  # type: ignore[call-overload]
         starts = sqrt_segments(len(blocks))
         for start, end in zip(starts, (*starts[1:], len(blocks)), strict=True):
             segment = _Segment(blocks[start:end])

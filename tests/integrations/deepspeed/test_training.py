@@ -344,7 +344,7 @@ def test_groups_of_parameters_keep_their_own_settings() -> None:
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     door = from_deepspeed({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}})
 
-    optimizer = door.optimizer([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])
+    optimizer = door.optimizer([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])  # type: ignore[arg-type]
 
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
@@ -470,7 +470,7 @@ def test_the_schedule_stands_still_in_rehearsals_and_skipped_steps(one_thread: N
 
 @pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR"])
 def test_a_schedule_of_torchs_goes_on_where_another_stopped(kind: str) -> None:
-    params = {"StepLR": {"step_size": 2}, "OneCycleLR": {"max_lr": 0.5, "total_steps": 12}}[kind]
+    params: Any = {"StepLR": {"step_size": 2}, "OneCycleLR": {"max_lr": 0.5, "total_steps": 12}}[kind]
     door = from_deepspeed(whole(optimizer=torch_adam("AdamW"), scheduler={"type": kind, "params": params}))
     chosen = [door.optimizer([nn.Parameter(torch.zeros(1))]) for _ in range(3)]
     plain = getattr(torch.optim.lr_scheduler, kind)(chosen[0], **params)

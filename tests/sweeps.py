@@ -1,0 +1,79 @@
+"""Sweeps: what the quick run takes of many seeds or combinations, and what is left for the night.
+
+Seeds are one test per claim, which names the seed that failed and the command that repeats it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+OPTION = "--only-seed"
+
+
+def each_seed(
+    quick: int | Collection[int], full: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test that takes `seed`: it becomes one test that runs once for each seed.
+
+    Fixtures are made once for the whole sweep, and torch's generator is set anew for each seed.
+
+    Args:
+        quick: how many seeds, from 0 on, the quick run takes; or which.
+        full: how many there are; what `quick` leaves out is a second test, marked slow, for the night. None: no more than `quick`.
+    """
+
+    def fold(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def folded(*, seeds: Collection[int], **arguments: Any) -> None:
+            for seed in seeds:
+                torch.manual_seed(0)
+                try:
+                    test(seed=seed, **arguments)
+                except BaseException as error:
+                    error.add_note(
+                        f"With seed {seed} of {test.__name__}. To repeat it alone: pytest -k {test.__name__} {OPTION} {seed}"
+                    )
+                    raise
+
+        signature = inspect.signature(test)
+        replaced = [p.replace(name="seeds") if p.name == "seed" else p for p in signature.parameters.values()]
+        folded.__signature__ = signature.replace(parameters=replaced)  # type: ignore[attr-defined]
+        first = range(quick) if isinstance(quick, int) else quick
+        marked: Callable[..., None] = pytest.mark.seeds(first, [n for n in range(full or 0) if n not in first])(folded)
+        return marked
+
+    return fold
+
+
+def by_turns(*lists: Iterable[Any]) -> list[Any]:
+    """All combinations for `pytest.mark.parametrize`, every second one for the night: the quick run has each value with half of the others."""
+    numbered = [list(enumerate(values)) for values in lists]
+    return [
+        pytest.param(
+            *(value for _, value in combination), marks=pytest.mark.slow if sum(n for n, _ in combination) % 2 else ()
+        )
+        for combination in itertools.product(*numbered)
+    ]
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Give a decorated test its seeds: the quick ones and the others, or the one that was asked for."""
+    mark = metafunc.definition.get_closest_marker("seeds")
+    if mark is None:
+        return
+    quick, others = mark.args
+    only = metafunc.config.getoption(OPTION)
+    if only is not None:
+        sweeps = [pytest.param([only], id=f"seed {only}")]
+    else:
+        sweeps = [pytest.param(quick, id=f"{len(quick)} seeds")]
+        if others:
+            sweeps.append(pytest.param(others, id=f"{len(others)} more seeds", marks=pytest.mark.slow))
+    metafunc.parametrize("seeds", sweeps)

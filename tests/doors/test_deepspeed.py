@@ -19,7 +19,7 @@ import memfit
 from doors import trained
 from memfit.dialects.deepspeed import VERSION
 from memfit.dialects.deepspeed.training import from_deepspeed
-from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
+from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.step.chunked import ChunkedOptimizer
 from memfit.step.precision import ScaleRule, Scaling
 from memfit.values.report import StepRecord

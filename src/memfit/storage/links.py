@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from memfit.errors import InputError
-from memfit.storage.folders import SETTING, cache_folder
+from memfit.storage.folders import cache_folder
 from memfit.values.machine import Link
 from memfit.values.trace import digest
 
@@ -64,7 +64,7 @@ def _measured(device: torch.device, folder: Path) -> tuple[object, ...]:
 
 def _unmeasurable(folder: Path, error: OSError) -> InputError:
     return InputError(
-        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder ({SETTING})"
+        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder (MEMFIT_OFFLOAD_DIR)"
     )
 
 

@@ -69,8 +69,8 @@ class DiskFile:
             self._file, name = tempfile.mkstemp(prefix="memfit-offload-", dir=self.folder)
         except OSError as error:
             raise EngineError(
-                f"{contents.name} are to lie on disk, and no file can be made in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to a folder that exists and "
-                "can be written"
+                f"{contents.name} are to lie on disk, and no file can be made in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to "
+                "a folder that exists and can be written"
             ) from error
         self._finalizer = weakref.finalize(self, os.close, self._file)
         Path(name).unlink()
@@ -129,8 +129,8 @@ class DiskFile:
 
     def _failed(self, done: str, error: OSError) -> EngineError:
         return EngineError(
-            f"{self.contents.name} could not be {done} the disk of {self.folder} ({error.strerror or error}): see to the disk or set MEMFIT_OFFLOAD_DIR to another; "
-            "where nothing else is said the step was not taken, and may be taken again"
+            f"{self.contents.name} could not be {done} the disk of {self.folder} ({error.strerror or error}): see to the disk or set "
+            "MEMFIT_OFFLOAD_DIR to another; where nothing else is said the step was not taken, and may be taken again"
         )
 
     def close(self) -> None:

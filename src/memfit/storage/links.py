@@ -64,7 +64,8 @@ def _measured(device: torch.device, folder: Path) -> tuple[object, ...]:
 
 def _unmeasurable(folder: Path, error: OSError) -> InputError:
     return InputError(
-        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder (MEMFIT_OFFLOAD_DIR)"
+        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder "
+        "(MEMFIT_OFFLOAD_DIR)"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from memfit.errors import EngineError, InfeasibleError
-from memfit.storage.folders import SETTING, free_bytes, offload_folder
+from memfit.storage.folders import free_bytes, offload_folder
 from memfit.units import format_bytes
 
 PAGE_BYTES: Final = 4096
@@ -69,8 +69,8 @@ class DiskFile:
             self._file, name = tempfile.mkstemp(prefix="memfit-offload-", dir=self.folder)
         except OSError as error:
             raise EngineError(
-                f"{contents.name} are to lie on disk, and no file can be made in {self.folder} ({error.strerror}): set {SETTING} to a folder that exists and "
-                "can be written"
+                f"{contents.name} are to lie on disk, and no file can be made in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to "
+                "a folder that exists and can be written"
             ) from error
         self._finalizer = weakref.finalize(self, os.close, self._file)
         Path(name).unlink()
@@ -93,7 +93,7 @@ class DiskFile:
                 free = free_bytes(self.folder)
                 raise InfeasibleError(
                     f"{self.contents.name} need {format_bytes(offset + size_bytes)} on disk, and {self.folder} has {format_bytes(offset + free)} for them "
-                    f"({error.strerror}): make room there, set {SETTING} to a folder on a larger disk, or {self.contents.instead}",
+                    f"({error.strerror}): make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or {self.contents.instead}",
                     budget_bytes=offset + free,
                     minimum_bytes=offset + size_bytes,
                 ) from error
@@ -129,8 +129,8 @@ class DiskFile:
 
     def _failed(self, done: str, error: OSError) -> EngineError:
         return EngineError(
-            f"{self.contents.name} could not be {done} the disk of {self.folder} ({error.strerror or error}): see to the disk or set {SETTING} to another; "
-            "where nothing else is said the step was not taken, and may be taken again"
+            f"{self.contents.name} could not be {done} the disk of {self.folder} ({error.strerror or error}): see to the disk or set "
+            "MEMFIT_OFFLOAD_DIR to another; where nothing else is said the step was not taken, and may be taken again"
         )
 
     def close(self) -> None:

@@ -34,7 +34,9 @@ def offload_folder(named: str | Path | None = None) -> Path:
         if folder and Path(folder).is_dir():
             if setting == FORMER_SETTING and setting not in _told:
                 _told.add(setting)
-                warnings.warn(f"{FORMER_SETTING} is now called {SETTING}: set that", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    "MEMFIT_SWAP_DIR is now called MEMFIT_OFFLOAD_DIR: set that", DeprecationWarning, stacklevel=2
+                )
             return Path(folder)
     lasting = Path("/var/tmp")  # noqa: S108 - files there have no name
     return lasting if lasting.is_dir() else Path(tempfile.gettempdir())

@@ -20,7 +20,7 @@ import torch
 from memfit.errors import InputError
 from memfit.hardware.machine import Link
 from memfit.identity import digest
-from memfit.storage.folders import SETTING, cache_folder
+from memfit.storage.folders import cache_folder
 
 MEASURED_BYTES: Final = 64 << 20  # of a measured copy: what is shorter says more about caches than about the link
 PIECE_BYTES: Final = 8 << 20  # of a storage, as models have them
@@ -64,7 +64,8 @@ def _measured(device: torch.device, folder: Path) -> tuple[object, ...]:
 
 def _unmeasurable(folder: Path, error: OSError) -> InputError:
     return InputError(
-        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder ({SETTING})"
+        f"the disk to offload to cannot be measured: {folder} does not take {MEASURED_BYTES >> 20} MiB ({error.strerror}): name another folder "
+        "(MEMFIT_OFFLOAD_DIR)"
     )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from doors import trained
 from torch import Tensor, nn
 
 import memfit
 from integrations.deepspeed import trained
-from memfit.errors import ConfigError, EngineError, InfeasibleError, InputError
+from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.integrations.deepspeed import VERSION
 from memfit.integrations.deepspeed.training import from_deepspeed
 from memfit.optimizers.chunked import ChunkedOptimizer
@@ -433,7 +434,7 @@ def test_parameters_on_nvme_are_streamed_from_the_folder_that_is_named(tmp_path:
     engine.stream.close()
     nowhere = {**below, "nvme_path": str(tmp_path / "nowhere")}
     lost = {**config, "zero_optimization": {"stage": 3, "offload_param": nowhere}}
-    with pytest.raises(EngineError, match="nowhere, which cannot be made"):
+    with pytest.raises(InputError, match="the disk to offload to cannot be measured: .*nowhere"):
         from_deepspeed(lost, streamed="layers").fit(Stack(), data[0], loss_fn, 1 << 40)
 
 

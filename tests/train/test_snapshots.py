@@ -193,14 +193,14 @@ def no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("function", ["_put", "_sync_folder", "save"])
+@pytest.mark.parametrize("function", ["durable.put", "durable.sync_folder", "save"])
 def test_a_full_disk_leaves_older_snapshots_and_the_state_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     trained = engine()
     write(tmp_path, trained, step=1)
     before = {name: value.clone() for name, value in tensors(trained).items()}
-    monkeypatch.setattr(snapshots, function, no_space)
+    monkeypatch.setattr(f"memfit.train.snapshots.{function}", no_space)
 
     with pytest.raises(SnapshotError, match=r"it takes .* and .* are free.*step-000001 is as it was"):
         write(tmp_path, trained, step=2)

@@ -116,32 +116,28 @@ class Follower(TorchDispatchMode):
             self._diverge(f"operation {index} ({func}) reads other tensors than in the plan")
             return self._unplanned(func, args, kwargs)
         result = func(*args, **kwargs)
-        if compiled.outputs[index] and not self._keep_outputs(index, func, result):
-            return result
+        made = compiled.outputs[index]
+        if made:
+            script = compiled.script
+            results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
+            for output, number, size in made:
+                if output >= len(results):
+                    self._diverge(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
+                    return result
+                storage = results[output].untyped_storage()
+                if storage.nbytes() > size >= 0:
+                    self._diverge(
+                        f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
+                    )
+                    return result
+                storages.know(number, storage)
+                if number in script.held or number in script.swaps:
+                    storages.keep(number, results[output])
         for number in compiled.leaving.get(index, ()):
             storages.begin_leaving(number)
         for number in compiled.gone.get(index, ()):
             storages.finish_leaving(number)
         return result
-
-    def _keep_outputs(self, index: int, func: OpOverload, result: Any) -> bool:
-        """Know the storages that an operation made; false where they are not as the plan says."""
-        script, storages = self.compiled.script, self.tape.storages
-        results = (result,) if isinstance(result, torch.Tensor) else tuple(dispatch.tensors_in(result))
-        for output, number, size in self.compiled.outputs[index]:
-            if output >= len(results):
-                self._diverge(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
-                return False
-            storage = results[output].untyped_storage()
-            if storage.nbytes() > size >= 0:
-                self._diverge(
-                    f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
-                )
-                return False
-            storages.know(number, storage)
-            if number in script.held or number in script.swaps:
-                storages.keep(number, results[output])
-        return True
 
     def _note(
         self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]

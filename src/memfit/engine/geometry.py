@@ -36,17 +36,6 @@ class Argument:
             if base is not None and base.is_leaf:
                 self.base, self.version = base, base._version
 
-    def view(self) -> torch.Tensor:
-        """Of a storage that is none of the plan: the tensor, by its geometry.
-
-        Raises:
-            RuntimeError: it was written since.
-        """
-        assert self.storage is not None
-        if self.base is not None and self.base._version != self.version:
-            raise _written_after(self.base, self.version)
-        return view_as(self, self.storage)
-
 
 class Handle:
     """What autograd holds in place of a saved tensor whose storage the engine drops or keeps by itself."""
@@ -100,13 +89,14 @@ class WriteCheck:
     def check(self) -> None:
         """Raise RuntimeError where somebody has written."""
         if self.version >= 0 and self.alias._version != self.version:
-            raise _written_after(self.alias, self.version)
+            raise written_after(self.alias, self.version)
 
 
 _COUNTS_WRITES: Final = torch._C.DispatchKey.ADInplaceOrView
 
 
-def _written_after(tensor: torch.Tensor, version: int) -> RuntimeError:
+def written_after(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """What to raise where a tensor is not at the version that it had when it was noted."""
     return RuntimeError(
         f"a tensor of shape {tuple(tensor.shape)} needed to rebuild what backward reads was changed in place "
         f"after forward (version {tensor._version}, expected {version}): write into a copy of it (clone)"

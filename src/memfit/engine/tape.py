@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
 from memfit.engine.compiled import CompiledScript
-from memfit.engine.geometry import Argument, Handle, view_as
+from memfit.engine.geometry import Argument, Handle, view_as, written_after
 from memfit.engine.kept import LET_GO, KeptStorages
 from memfit.engine.swap import LowerTiers
 from memfit.errors import EngineError
@@ -79,7 +79,16 @@ class Tape:
         if self._in_order and self._next_step < len(steps) and steps[self._next_step].save == handle.save:
             step = steps[self._next_step]
             if step.runs:
-                self._run_all(step.runs, step.releases)
+                with _below_autograd():
+                    for position, (run, releases) in enumerate(zip(step.runs, step.releases, strict=True)):
+                        if run and run[0] < 0:  # brings a storage back
+                            storages.begin_returning(~run[0])
+                        else:
+                            self._run(run)
+                        for storage in releases:
+                            storages.release(storage)
+                        for operation in self.compiled.states_ending.get((self._next_step, position), ()):
+                            self.states.pop(operation, None)
             tensor = self._view(handle, number)
             for storage in step.after:
                 storages.release(storage)
@@ -98,20 +107,6 @@ class Tape:
         if number not in self.storages.live:
             raise EngineError(LET_GO)
         return view_as(handle, self.storages.read(number))
-
-    def _run_all(self, runs: tuple[tuple[int, ...], ...], releases: tuple[tuple[int, ...], ...]) -> None:
-        """The recipes before one save of the script; one that is a negative number brings that storage back."""
-        storages, states_ending = self.storages, self.compiled.states_ending
-        with _below_autograd():
-            for position, (run, released) in enumerate(zip(runs, releases, strict=True)):
-                if run and run[0] < 0:
-                    storages.begin_returning(~run[0])
-                else:
-                    self._run(run)
-                for storage in released:
-                    storages.release(storage)
-                for operation in states_ending.get((self._next_step, position), ()):
-                    self.states.pop(operation, None)
 
     def _make(self, number: int) -> None:
         """Out of the script's order: whatever it takes to have this storage."""
@@ -156,7 +151,12 @@ class Tape:
 
     def _argument(self, value: Any) -> Any:
         if type(value) is Argument:
-            return view_as(value, self.storages.read(value.place)) if value.place >= 0 else value.view()
+            if value.place >= 0:
+                return view_as(value, self.storages.read(value.place))
+            assert value.storage is not None
+            if value.base is not None and value.base._version != value.version:
+                raise written_after(value.base, value.version)
+            return view_as(value, value.storage)
         if type(value) in (list, tuple):
             return type(value)(self._argument(v) for v in value)
         return value

@@ -15,7 +15,7 @@ from memfit.capture import costs
 from memfit.capture.source import machine_of
 from memfit.engine.swap import STAGES_BYTES, swap_folder
 from memfit.errors import InputError
-from memfit.units import format_bytes
+from memfit.units import format_bytes, parse_bytes
 from memfit.values.machine import Link, Machine
 from memfit.values.request import Request
 from memfit.values.topology import Topology
@@ -29,7 +29,12 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
     Raises:
         InputError, BudgetError: as for `Request.of`, or no device of that name is known.
     """
-    return Request.of(partial(capacity, machine_of(model, arguments.get("device"))), **arguments)
+    machine = machine_of(model, arguments.get("device"))
+    if (
+        "budget" in arguments
+    ):  # a function that takes one needs one: None is refused as whatever else is no number of bytes
+        parse_bytes(arguments["budget"], total_bytes=machine.memory_bytes)
+    return Request.of(partial(capacity, machine), **arguments)
 
 
 def capacity(machine: Machine, tier: str) -> int:

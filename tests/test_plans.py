@@ -68,7 +68,9 @@ def test_a_file_gives_the_same_plan_back_and_trains(tmp_path: Path) -> None:
 
 def test_a_loaded_plan_cannot_be_made_anew(tmp_path: Path) -> None:
     made().save(tmp_path / "plan.json")
-    with pytest.raises(InputError, match=r"loaded from a file and carries no trace: keep the trace"):
+    with pytest.raises(
+        InputError, match=r"loaded from a file, or is a changed copy, and carries no trace: keep the traces"
+    ):
         memfit.api.replan(Plan.load(tmp_path / "plan.json"), "1GiB")
 
 

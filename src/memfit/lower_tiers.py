@@ -18,7 +18,7 @@ from memfit.hardware.topology import Topology
 from memfit.storage.folders import free_bytes, offload_folder
 from memfit.storage.links import link_below
 from memfit.storage.staging import STAGES_BYTES
-from memfit.units import format_bytes
+from memfit.units import format_bytes, parse_bytes
 from memfit.values.request import Request
 
 LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
@@ -31,6 +31,9 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
         InputError, BudgetError: as for `Request.of`, or no device of that name is known.
     """
     machine = machine_of(model, arguments.get("device"))
+    # A function that takes a budget needs one: None is refused as whatever else is no number of bytes.
+    if "budget" in arguments:
+        parse_bytes(arguments["budget"], total_bytes=machine.memory_bytes)
     return Request.of(partial(capacity, machine, folder=arguments.get("folder")), **arguments)
 
 

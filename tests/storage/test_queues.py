@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def failing() -> None:
 def test_jobs_are_done_in_order_and_none_after_one_that_failed(inline: bool) -> None:  # noqa: FBT001 - a case
     worker, done, seconds = Worker(CPU, inline=inline), list[int](), list[float]()
     for number in range(5):
-        worker.submit(lambda number=number: done.append(number), seconds)
+        worker.submit(partial(done.append, number), seconds)
     worker.drain()
     assert done == [0, 1, 2, 3, 4]
     assert len(seconds) == 5

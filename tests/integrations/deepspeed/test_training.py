@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from doors import trained
 from torch import Tensor, nn
 
 import memfit

@@ -31,7 +31,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.storage.tiers import tier_below
 from memfit.streaming.initialisation import Fill, reset
 from memfit.streaming.stream import LayerStream
-from memfit.techniques.choices import Choices
+from memfit.techniques.choices import Choices, convert, lasting
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
 from memfit.units import format_bytes, parse_bytes
@@ -343,6 +343,7 @@ def apply(
             + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
         )
     freeze_for_good(model, plan.choices.frozen)
+    convert(plan.choices, model)
     chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
@@ -380,9 +381,8 @@ def _planner_of(
         optimizer = None if engine.optimizer is None else (make_optimizer or default_optimizer)
         first = engine.plan
         # The scaler goes on, and so does the optimizer as it was made. What was merely allowed is decided.
-        lasting = {name: getattr(first.choices, name) for name in ("precision", "state_format", "state_place")}
         asked = replace(
-            request.fixing(**lasting),
+            request.fixing(**lasting(first.choices)),
             budget=TierBudget(first.budget_bytes, first.budget_bytes),
             allow=(),
             freeze=first.choices.frozen,

@@ -22,7 +22,7 @@ from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.techniques.choices import BASELINE, Choices
+from memfit.techniques.choices import BASELINE, Choices, convert
 
 
 def capture(
@@ -64,10 +64,15 @@ def capture(
         # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
         micro_batches = source.micro_batches(choices.micro_batches)
         with forked_generators(), lent(source.model, fake), mode:
+            identity = model_digest(source.model)
+            convert(choices, source.model)
             if choices.streamed:
-                return _streamed(source, micro_batches, choices, layouts)
-            graded = after.graded if after is not None else None
-            return record(source, micro_batches, choices, graded=graded, layouts=layouts)
+                captured = _streamed(source, micro_batches, choices, layouts)
+            else:
+                graded = after.graded if after is not None else None
+                captured = record(source, micro_batches, choices, graded=graded, layouts=layouts)
+            # A plan is for the user's model, as it is before it is converted and its blocks' parameters are away.
+            return replace(captured, trace=replace(captured.trace, model=identity))
     except MemfitError:
         raise
     except Exception as error:
@@ -86,8 +91,11 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
         return fresh.copy_(tensor.detach())
 
     micro_batches = source.micro_batches(choices.micro_batches)
+    identity = model_digest(source.model)
     with forked_generators(), lent(source.model, copy):
-        return record(source, micro_batches, choices, tensors="real")
+        convert(choices, source.model)
+        captured = record(source, micro_batches, choices, tensors="real")
+    return replace(captured, trace=replace(captured.trace, model=identity))
 
 
 def _streamed(
@@ -96,9 +104,9 @@ def _streamed(
     choices: Choices,
     layouts: Mapping[str, ResultLayouts] | None,
 ) -> Captured:
-    digest_of, where = model_digest(source.model), str(device_of(source.model))  # before the blocks' parameters go
+    where = str(device_of(source.model))  # before the blocks' parameters go
     trace, recorder = record_streamed(source, micro_batches, choices, layouts)
-    return Captured(replace(trace, model=digest_of, device=where), recorder.calls, recorder.overwritten)
+    return Captured(replace(trace, device=where), recorder.calls, recorder.overwritten)
 
 
 def _first_line(error: BaseException) -> str:

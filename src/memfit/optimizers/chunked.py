@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from memfit import dispatch
 from memfit.errors import InputError
-from memfit.optimizers.elementwise import CODES, MOMENTS, Group, own_step, why_no_8bit, why_not_there
-from memfit.optimizers.formats import BLOCK, blocks, dequantise, quantise
+from memfit.optimizers.elementwise import MOMENTS, Group, own_step, why_not_there
+from memfit.optimizers.formats import BLOCK, blocks, dequantise
 from memfit.optimizers.memory_order import flat, shaped
+from memfit.optimizers.state_format import StateFormat, format_of
 from memfit.optimizers.state_storage import StateSlice, StateStorage, StateTensor, Workspace
 
 # Elements updated at a time. On the CPU the workspace stays in the cache; on a GPU each chunk costs some twenty launches.
@@ -43,7 +44,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: one of `MOMENTS`; its parameter groups, and state if it has any, are taken over. It is not to be used by itself any more.
-        state_format: "32bit" (as the optimizer keeps it, to the bit) or "8bit" (`formats`).
+        state_format: "32bit" (as the optimizer keeps it, to the bit), "8bit", or another format (`state_format`).
         state_place: "device", "host" (pinned memory, for parameters on a GPU) or "disk" (a file without a name).
         in_32bit: patterns of parameters that keep 32 bits, such as "*embeddings": of the parameter's name or of a module it is in (`fnmatch`).
         names: parameters by name, for the patterns; None where the optimizer was given names, or `name` is called later.
@@ -58,7 +59,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        state_format: str = "32bit",
+        state_format: str | StateFormat = "32bit",
         state_place: str = "device",
         in_32bit: Sequence[str] = (),
         names: Mapping[str, nn.Parameter] | None = None,
@@ -85,30 +86,37 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             for parameter, state in known.items():
                 self._adopt(group_of[parameter], parameter, state)
 
-    def _arrange(self, state_format: str, state_place: str) -> None:
-        reason = why_no_8bit(self.kind, self.param_groups) if state_format == "8bit" else None
+    def _arrange(self, state_format: str | StateFormat, state_place: str) -> None:
+        self.format = format_of(state_format)
+        reason = self.format.why_not(self.kind, self.param_groups)
         if reason is None and state_place != "device":
             reason = why_not_there(self.kind, self.param_groups, state_place)
         if reason is not None:
             raise InputError(f"{reason}. Take another optimizer, or leave its state as it is")
-        self.state_format, self.state_place = state_format, state_place
+        self.state_place = state_place
         self._storage = StateStorage(state_place, self._folder)
 
-    def rearrange(self, state_format: str, state_place: str, folder: str | Path | None = None) -> None:
+    def rearrange(self, state_format: str | StateFormat, state_place: str, folder: str | Path | None = None) -> None:
         """Keep the state otherwise from the first step on; on disk in this folder, where the optimizer was made with none of its own.
 
         Raises:
             InputError: as for a new one; or there is state already.
         """
-        if (state_format, state_place) == (self.state_format, self.state_place):
+        wanted = format_of(state_format).name
+        if (wanted, state_place) == (self.state_format, self.state_place):
             return
         if self.state:
             raise InputError(
-                f"the optimizer has state already, {self.state_format} on the {self.state_place}, and the plan wants it {state_format} on the {state_place}: "
+                f"the optimizer has state already, {self.state_format} on the {self.state_place}, and the plan wants it {wanted} on the {state_place}: "
                 "give apply() the function that makes the optimizer, then load the state into it"
             )
         self._folder = self._folder if self._folder is not None else folder
         self._arrange(state_format, state_place)
+
+    @property
+    def state_format(self) -> str:
+        """Name of the format that its state is in."""
+        return self.format.name
 
     def name(self, names: Mapping[str, nn.Parameter]) -> None:
         """Tell the parameters' names, which `in_32bit` speaks of.
@@ -208,7 +216,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         values, gradient = flat(parameter.detach(), parameter), flat(parameter.grad.detach(), parameter)
         state, storage = self.state[parameter], self._storage
         packed = self._packed(parameter)
-        computed = _computed_in(parameter.dtype) if packed else parameter.dtype
+        computed = self.format.computed_in(parameter.dtype) if packed else parameter.dtype
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
         # take, which are what is predicted: an update inside backward finds no more room in the first step than in any other. In whole blocks, also where
         # nothing is packed: what is left of a chunk after whole vectors is rounded otherwise in 16 bits.
@@ -244,7 +252,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                         storage.load(state, parameter, piece)
                     own[name] = slices[0].there
                     if packed:
-                        dequantise(*_both(slices), buffer(name, padded), buffer("scratch", padded))
+                        self.format.unpack(_kept(slices), buffer(name, padded), buffer("scratch", padded))
                         own[name] = buffer(name, count)
             part.grad = part_gradient
             states = defaultdict(dict, {part: own})
@@ -255,13 +263,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     held = "moment" if fresh else name
                     if fresh:
                         buffer(held, count).copy_(own.pop(name))  # it goes before there is anything else
-                    quantise(buffer(held, padded), count, *_both(slices), buffer("scratch", padded))
+                    self.format.pack(buffer(held, padded), count, _kept(slices), buffer("scratch", padded))
                 elif fresh:
                     slices[0].there.copy_(own[name])
                 for piece in slices:
                     storage.store(state, parameter, piece)
             if computed != parameter.dtype:
-                values[start:stop].copy_(part)
+                self.format.write(part, values[start:stop], buffer("scratch", count))
         for key, value in own.items():
             if key in moments:
                 continue
@@ -275,8 +283,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     # -- what is kept of a parameter -----------------------------------------------------------------------------------------
 
     def _packed(self, parameter: Tensor) -> bool:
-        """Whether its state is in 8 bits."""
-        if self.state_format != "8bit" or not parameter.is_floating_point() or parameter.numel() < BLOCK:
+        """Whether its state is packed in a format."""
+        if not self.format.packs(parameter):
             return False
         if self._exempt is None:
             raise InputError(
@@ -292,7 +300,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _parts_of(self, moment: str, parameter: Tensor) -> tuple[StateTensor, ...]:
         if not self._packed(parameter):
             return (StateTensor(moment, parameter.dtype),)
-        return StateTensor(f"{moment}_codes", CODES[moment]), StateTensor(f"{moment}_scales", torch.float32, BLOCK)
+        return self.format.tensors(moment)
 
     def _parts(self, group: Group, parameter: Tensor) -> list[StateTensor]:
         return [part for moment in MOMENTS[self.kind](group) for part in self._parts_of(moment, parameter)]
@@ -310,9 +318,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             readable = {key: value for key, value in state.items() if not _is_moment(value)}
             for part in self._parts(group, parameter):
                 whole = self._storage.whole(state, parameter, part)
-                readable[part.name] = whole if self._packed(parameter) else shaped(whole, parameter)
+                readable[part.name] = (
+                    whole if self._packed(parameter) and self.format.coded else shaped(whole, parameter)
+                )
             found["state"][index] = readable
-        return found
+        own = self.format.state()
+        return {**found, "state_format": dict(own)} if own else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of `state_dict`, to the bit; also takes the state of the same optimizer in the other format, or kept elsewhere.
@@ -322,6 +333,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             InputError: state of another optimizer.
         """
         super().load_state_dict({**state_dict, "state": {}})
+        self.format.set_state(state_dict.get("state_format", {}))
         pairs = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, saved in state_dict["state"].items():
             group, parameter = pairs[index]
@@ -363,17 +375,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             count, padded = stop - start, blocks(stop - start) * BLOCK
             taken = [given[0][start:stop], *(scales[start // BLOCK : blocks(stop)] for scales in given[1:])]
             slices = list(self._storage.slices(state, parameter, parts, start, stop, chunk, workspace))
-            if packed is was_packed:
+            if packed is was_packed or (packed and not self.format.coded and taken[0].dtype == slices[0].there.dtype):
                 for piece, value in zip(slices, taken, strict=True):
                     piece.there.copy_(value)
             else:
                 moment, scratch = (
-                    workspace.get(what, chunk, _computed_in(parameter.dtype), parameter)[:padded]
+                    workspace.get(what, chunk, self.format.computed_in(parameter.dtype), parameter)[:padded]
                     for what in ("moment", "scratch")
                 )
                 if packed:
                     moment[:count].copy_(taken[0])
-                    quantise(moment, count, *_both(slices), scratch)
+                    self.format.pack(moment, count, _kept(slices), scratch)
                 else:
                     dequantise(taken[0].to(parameter.device), taken[1].to(parameter.device), moment, scratch)
                     slices[0].there.copy_(moment[:count])
@@ -386,20 +398,14 @@ def _chunk(parameter: Tensor) -> int:
     return min(CHUNK.get(parameter.device.type, CHUNK["cuda"]), max(1, blocks(parameter.numel())) * BLOCK)
 
 
-def _both(slices: Sequence[StateSlice]) -> tuple[Tensor, Tensor]:
-    """Codes and scales."""
-    codes, scales = slices
-    return codes.there, scales.there
+def _kept(slices: Sequence[StateSlice]) -> list[Tensor]:
+    """What is kept of a moment, on the device."""
+    return [piece.there for piece in slices]
 
 
 def _is_moment(value: object) -> bool:
     """Whether it has an element for each of the parameter's (or for each block); counters of steps have none."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """What an update with 8-bit state is computed in: 16-bit parameters in 32 bits."""
-    return torch.float32 if dtype in {torch.bfloat16, torch.float16} else dtype
 
 
 def _matches(name: str, pattern: str) -> bool:

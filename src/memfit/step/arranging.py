@@ -36,7 +36,7 @@ def arranged(
             raise InputError(reason)
         settings.update(BY_NAME[name].optimizer_settings(setting))
     if isinstance(optimizer, ChunkedOptimizer):
-        have = {"state_format": optimizer.state_format, "state_place": optimizer.state_place}
+        have = {"state_format": optimizer.format, "state_place": optimizer.state_place}
         optimizer.rearrange(**{**have, **settings}, folder=folder)
     elif not settings:
         return optimizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memfit.techniques.registry import BY_NAME, TECHNIQUES
-from memfit.techniques.technique import Setting
+from memfit.techniques.technique import Setting, Technique
 
 WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled")  # kinds of `batches.weightings`
 
@@ -155,10 +155,17 @@ def regions(choices: Choices, model: Any, device_type: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def converted(choices: Choices, model: Any) -> Iterator[None]:
-    """The model as the techniques in use have it, inside the block."""
-    with ExitStack() as stack:
-        for name, setting in choices.techniques:
-            stack.enter_context(BY_NAME[name].converted(model, setting))
-        yield
+def convert(choices: Choices, model: Any) -> None:
+    """Make the model as the techniques in use have it, for good (`Technique.convert`)."""
+    for name, setting in choices.techniques:
+        BY_NAME[name].convert(model, setting)
+
+
+def converts(choices: Choices) -> bool:
+    """Whether a technique in use changes the model."""
+    return any(type(BY_NAME[name]).convert is not Technique.convert for name, _ in choices.techniques)
+
+
+def lasting(choices: Choices) -> dict[str, Any]:
+    """Settings, baselines among them, that an engine keeps where it plans again (`Technique.lasting`)."""
+    return {technique.name: getattr(choices, technique.name) for technique in TECHNIQUES if technique.lasting}

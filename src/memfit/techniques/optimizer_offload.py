@@ -13,6 +13,7 @@ class OptimizerOffload(Technique):
 
     name = "state_place"
     baseline = "device"
+    lasting = True
     settings = ("device", "host", "disk")
     page = "techniques/state-below.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (

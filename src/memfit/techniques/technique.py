@@ -158,6 +158,7 @@ class Technique(ABC):
         pinned: whether the user may pin it with `fixed=`.
         baseline_words: the baseline in a few words.
         expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
+        lasting: whether an engine goes on with its setting where it plans again for another batch, as model or optimizer are made for it.
         reorders: whether additions come in another order than plain PyTorch's.
     """
 
@@ -170,6 +171,7 @@ class Technique(ABC):
     pinned: ClassVar[bool] = True
     baseline_words: ClassVar[str] = "the step without it"
     expected_faster: ClassVar[bool] = False
+    lasting: ClassVar[bool] = False
     reorders: ClassVar[bool] = False
 
     # -- for people ----------------------------------------------------------------------------------------------------------
@@ -240,10 +242,12 @@ class Technique(ABC):
         del model, setting, device_type
         return nullcontext()
 
-    def converted(self, model: Any, setting: Any) -> AbstractContextManager[object]:
-        """The model as the technique has it, inside the block; afterwards as it was. For good where the block is never left (`memfit.apply`)."""
+    def convert(self, model: Any, setting: Any) -> None:
+        """Make the model as the technique has it, for good: other parameters' types, other modules. Done twice it is done once.
+
+        `memfit.apply` calls it on the user's model, before the optimizer is made; a capture on a model whose tensors are lent, which is put back whole.
+        """
         del model, setting
-        return nullcontext()
 
     def why_no_optimizer(self, optimizer: Any, setting: Any) -> str | None:
         """Why this optimizer cannot be used under the technique; None when it can."""

@@ -14,6 +14,7 @@ class Autocast(Technique):
 
     name = "precision"
     baseline = "full"
+    lasting = True
     settings = ("full", "bf16", "fp16")
     allow: ClassVar[Mapping[str, Setting]] = {"bf16": "bf16", "fp16": "fp16"}
     baseline_words = "full precision"

@@ -18,7 +18,7 @@ from memfit.errors import InputError, MemfitError, PlanFileError
 from memfit.planning import planning_of
 from memfit.techniques.choices import Choices
 from memfit.values.plan import FORMAT_VERSION, Plan
-from memfit.values.prediction import Prediction
+from memfit.values.prediction import Prediction, RankPrediction
 from memfit.values.script import KEPT, Script, Step
 
 pytestmark = [
@@ -346,3 +346,13 @@ def test_a_script_counts_what_it_runs_again() -> None:
     assert script.reruns == 3
     assert not script.plain
     assert Script().plain
+
+
+def test_a_prediction_is_one_for_each_device() -> None:
+    single = plan()
+    (alone,) = single.prediction.by_rank
+    assert (alone.rank, alone.peak_bytes) == (0, single.prediction.peak_bytes)
+    ranks = tuple(RankPrediction(rank, 10 + rank, 0.5, stage=rank) for rank in range(2))
+    pair = replace(single, prediction=replace(single.prediction, ranks=ranks))
+    assert Plan.from_json(json.loads(json.dumps(pair.to_json()))) == pair
+    assert pair.prediction.by_rank == ranks

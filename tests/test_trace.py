@@ -14,7 +14,7 @@ import pytest
 from memfit.errors import PlanFileError
 from memfit.identity import digest
 from memfit.techniques.choices import Choices
-from memfit.values.trace import FORMAT_VERSION, Category, Trace
+from memfit.values.trace import FORMAT_VERSION, Category, Collective, Trace
 from planner import traces
 from sweeps import each_seed
 
@@ -169,3 +169,12 @@ def test_digests_tell_apart_and_stay() -> None:
 
 def test_categories_are_plain_words() -> None:
     assert str(Category.OPTIMIZER_STATE) == "optimizer_state"
+
+
+def test_a_step_of_several_devices_is_the_same_value() -> None:
+    once = trace()
+    gather = replace(once.operations[0], collective=Collective("all_gather", 1 << 20, (0, 1)))
+    several = replace(once, operations=(gather, *once.operations[1:]), in_flight=4)
+    assert Trace.from_json(json.loads(json.dumps(several.to_json()))) == several
+    assert all(operation.collective is None for operation in once.operations)
+    assert once.in_flight == 1

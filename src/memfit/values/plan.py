@@ -13,7 +13,15 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.freezing import FrozenPart
 from memfit.techniques.registry import BY_NAME
 from memfit.units import format_bytes, format_seconds
-from memfit.values.prediction import ModuleSaving, Prediction, Saving, TierUse, check_prediction, is_number
+from memfit.values.prediction import (
+    ModuleSaving,
+    Prediction,
+    RankPrediction,
+    Saving,
+    TierUse,
+    check_prediction,
+    is_number,
+)
 from memfit.values.script import Script
 
 FORMAT_VERSION: Final = 7
@@ -210,6 +218,7 @@ class Plan:
             for name in ("moments", "phases", "plain_curve"):
                 prediction[name] = tuple(prediction[name])
             prediction["tiers"] = tuple(TierUse(**use) for use in prediction["tiers"])
+            prediction["ranks"] = tuple(RankPrediction(**rank) for rank in prediction["ranks"])
             prediction["curve"] = {str(k): tuple(v) for k, v in prediction["curve"].items()}
             choices = Choices.from_json(data["choices"])
             budget = data["budget_bytes"]

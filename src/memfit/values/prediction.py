@@ -33,6 +33,23 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPrediction:
+    """What a step will take on one of several devices.
+
+    Attributes:
+        rank: position of the device in the plan's topology.
+        peak_bytes: largest number of bytes held at once there.
+        step_seconds: it is busy in a step, waiting for others included.
+        stage: of the pipeline, that it runs; 0 where there is none.
+    """
+
+    rank: int
+    peak_bytes: int
+    step_seconds: float
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a step will take.
 
@@ -50,6 +67,7 @@ class Prediction:
         tiers: of what is swapped, by tier.
         varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
             is kept free above it.
+        ranks: of each of several devices; empty for one. The other fields are then those of the fullest rank, the seconds those of the slowest.
     """
 
     peak_bytes: int
@@ -70,6 +88,12 @@ class Prediction:
     exposed_seconds: float = 0.0
     varies_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
+    ranks: tuple[RankPrediction, ...] = ()
+
+    @property
+    def by_rank(self) -> tuple[RankPrediction, ...]:
+        """Of every device, also where there is one."""
+        return self.ranks or (RankPrediction(0, self.peak_bytes, self.step_seconds),)
 
     @property
     def slowdown(self) -> float:

@@ -65,6 +65,21 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """What makes an operation one that several devices take part in. It is never run again by one of them alone.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "receive".
+        bytes: that this rank sends or receives over its links, whichever is more.
+        ranks: that take part, this one among them.
+    """
+
+    kind: str
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One kernel call as the dispatcher sees it.
 
@@ -85,6 +100,7 @@ class Operation:
         by_values: its results are as large as the values of its arguments make them (nonzero, an index of booleans).
         shape: of its first tensor argument; empty where it takes none.
         same_layout: all its tensor arguments have one dtype, one shape and the same strides.
+        collective: what it moves between devices; None for what one device does alone.
     """
 
     name: str
@@ -103,6 +119,7 @@ class Operation:
     by_values: bool = False
     shape: tuple[int, ...] = ()
     same_layout: bool = False
+    collective: Collective | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +165,7 @@ class Trace:
         transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
         waited_seconds: of these, computing waits.
         torch_version: with which it was captured.
+        in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -173,6 +191,7 @@ class Trace:
     waited_seconds: float = 0.0
     torch_version: str = ""
     drawn_bytes: tuple[tuple[int, ...], ...] = ()
+    in_flight: int = 1
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -223,7 +242,14 @@ class Trace:
 
         def table(rows: tuple[Any, ...], cls: type) -> dict[str, list[Any]]:
             return {
-                f.name: [intern(str(getattr(r, f.name))) if f.name in interned else getattr(r, f.name) for r in rows]
+                f.name: [
+                    intern(str(value))
+                    if f.name in interned
+                    else asdict(value)
+                    if isinstance(value, Collective)
+                    else value
+                    for value in (getattr(r, f.name) for r in rows)
+                ]
                 for f in fields(cls)
             }
 
@@ -277,8 +303,9 @@ class Trace:
                     by_values,
                     tuple(shape),
                     alike,
+                    None if among is None else Collective(among["kind"], among["bytes"], tuple(among["ranks"])),
                 )
-                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values, shape, alike in columns(
+                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values, shape, alike, among in columns(
                     ops, Operation
                 )
             )
@@ -341,4 +368,4 @@ class Trace:
         return cls.from_json(data)
 
 
-__all__ = ["BEFORE_STEP", "FORMAT_VERSION", "Category", "Operation", "Phase", "Save", "Storage", "Trace"]
+__all__ = ["BEFORE_STEP", "FORMAT_VERSION", "Category", "Collective", "Operation", "Phase", "Save", "Storage", "Trace"]

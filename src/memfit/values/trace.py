@@ -10,7 +10,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -305,9 +305,25 @@ class Trace:
                     alike,
                     None if among is None else Collective(among["kind"], among["bytes"], tuple(among["ranks"])),
                 )
-                for name, phase, module, reads, writes, makes, seconds, workspace, random, rerunnable, key, outputs, wanted, by_values, shape, alike, among in columns(
-                    ops, Operation
-                )
+                for (
+                    name,
+                    phase,
+                    module,
+                    reads,
+                    writes,
+                    makes,
+                    seconds,
+                    workspace,
+                    random,
+                    rerunnable,
+                    key,
+                    outputs,
+                    wanted,
+                    by_values,
+                    shape,
+                    alike,
+                    among,
+                ) in columns(ops, Operation)
             )
             storages = tuple(
                 Storage(size, Category(names[category]), names[module], birth, death)

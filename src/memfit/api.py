@@ -31,7 +31,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.storage.tiers import tier_below
 from memfit.streaming.initialisation import Fill, reset
 from memfit.streaming.stream import LayerStream
-from memfit.techniques.choices import Choices, convert, lasting
+from memfit.techniques.choices import Choices, convert, converts, lasting
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
 from memfit.units import format_bytes, parse_bytes
@@ -328,7 +328,7 @@ def apply(
         InfeasibleError: a lower tier has no space for what is offloaded to it.
         EngineError: no file can be made in the folder.
     """
-    have = _digest(model, plan.choices.frozen)
+    have = _digest(model, plan.choices)
     if have != plan.model:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
@@ -365,11 +365,12 @@ def apply(
     return engine
 
 
-def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Of the model with what the patterns mean frozen; as it is where they mean nothing in it."""
-    with suppress(InputError), frozen(model, patterns):
-        return model_digest(model)
-    return model_digest(model)
+def _digest(model: nn.Module, choices: Choices) -> str:
+    """Of the model with what the choices freeze frozen (as it is where the patterns mean nothing in it), and as it was before they converted it."""
+    unconverted = converts(choices)
+    with suppress(InputError), frozen(model, choices.frozen):
+        return model_digest(model, unconverted=unconverted)
+    return model_digest(model, unconverted=unconverted)
 
 
 def _planner_of(

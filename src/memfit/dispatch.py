@@ -6,7 +6,7 @@ Capture counts operations in fake runs and the engine counts them in real ones; 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Self
 
@@ -146,10 +146,17 @@ def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:
 _MASKS: Final = frozenset({torch.bool, torch.uint8})
 
 
-def is_rerunnable(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a second call on the same inputs gives the same bits and does nothing else."""
+def is_rerunnable(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, known: Container[str] = ()
+) -> bool:
+    """Whether a second call on the same inputs gives the same bits and does nothing else.
+
+    Args:
+        func, args, kwargs: the call.
+        known: names of operations, "library::name", that are known to; of libraries not known here none other is trusted.
+    """
     name = func._schema.name  # noqa: SLF001
-    if name in _NEVER_AGAIN or name.split("::")[0] not in _KNOWN_LIBRARIES:
+    if name in _NEVER_AGAIN or not (name.split("::")[0] in _KNOWN_LIBRARIES or name in known):
         return False
     if kwargs.get("generator") is not None:
         return False  # the user's own generator; its state is not ours to rewind

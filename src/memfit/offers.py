@@ -79,15 +79,16 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     state = plain.bytes_of(Category.OPTIMIZER_STATE)
     layers = _streamable(source, below, freeze, fixed.get("streamed"))
     _check_free_space(source, request, below, layers)
-    offers = offers_to(
-        replace(
-            subject,
-            facts=step_facts(timeline, below, layers),
-            head_sets_peak=head is not None and sets_peak(timeline, head),
-            capacity_bytes={link.tier: link.room_bytes for link in (below.chain if below is not None else ())},
-            streamed=(layers[0].path.rpartition(".")[0] or MODEL_ITSELF) if layers else "",
+    with frozen(model, freeze):  # as the step has it
+        offers = offers_to(
+            replace(
+                subject,
+                facts=step_facts(timeline, below, layers),
+                head_sets_peak=head is not None and sets_peak(timeline, head),
+                capacity_bytes={link.tier: link.room_bytes for link in (below.chain if below is not None else ())},
+                streamed=(layers[0].path.rpartition(".")[0] or MODEL_ITSELF) if layers else "",
+            )
         )
-    )
     clips = request.clip_norm is not None
     possible, refused = candidates(offers, allow=request.allow, freeze=freeze, fixed=fixed, clips=clips)
     given = request.host_budget is not None and below is not None and state > 0 and "state_place" not in fixed

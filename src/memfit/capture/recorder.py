@@ -27,6 +27,7 @@ from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
+from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Recorder(TorchDispatchMode):
         described = instead or func
         key, call = describe(described, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
-        rerunnable = dispatch.is_rerunnable(func, args, kwargs)
+        rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=REPEATABLE)
         wanted = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)

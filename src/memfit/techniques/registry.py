@@ -12,6 +12,7 @@ from memfit.techniques.autocast import AUTOCAST
 from memfit.techniques.chunked_loss import CHUNKED_LOSS
 from memfit.techniques.eight_bit_state import EIGHT_BIT_STATE
 from memfit.techniques.freezing import FREEZING
+from memfit.techniques.frozen_weights import FROZEN_WEIGHTS
 from memfit.techniques.layer_streaming import LAYER_STREAMING
 from memfit.techniques.optimizer_offload import OPTIMIZER_OFFLOAD
 from memfit.techniques.technique import Technique
@@ -23,6 +24,7 @@ TECHNIQUES: Final[tuple[Technique, ...]] = (
     OPTIMIZER_OFFLOAD,
     UPDATE_IN_BACKWARD,
     FREEZING,
+    FROZEN_WEIGHTS,
     CHUNKED_LOSS,
     LAYER_STREAMING,
 )
@@ -32,3 +34,4 @@ BY_NAME: Final = {technique.name: technique for technique in TECHNIQUES}
 ALLOWED: Final = {
     word: (technique.name, setting) for technique in TECHNIQUES for word, setting in technique.allow.items()
 }
+REPEATABLE: Final = frozenset(name for technique in TECHNIQUES for name in technique.repeatable)

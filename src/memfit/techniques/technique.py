@@ -160,6 +160,7 @@ class Technique(ABC):
         expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
         lasting: whether an engine goes on with its setting where it plans again for another batch, as model or optimizer are made for it.
         reorders: whether additions come in another order than plain PyTorch's.
+        repeatable: operations of its own, "library::name", that are functions of their inputs alone, bit for bit: recomputation may run them again.
     """
 
     name: ClassVar[str]
@@ -173,6 +174,7 @@ class Technique(ABC):
     expected_faster: ClassVar[bool] = False
     lasting: ClassVar[bool] = False
     reorders: ClassVar[bool] = False
+    repeatable: ClassVar[Sequence[str]] = ()
 
     # -- for people ----------------------------------------------------------------------------------------------------------
 

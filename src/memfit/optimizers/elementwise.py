@@ -50,22 +50,26 @@ def why_no_8bit(kind: Kind, groups: Sequence[Group]) -> str | None:
         return f"{kind.__name__} with amsgrad=True has no 8-bit state: {known}"
     if not moments:
         return f"{kind.__name__} without momentum keeps no state, so 8 bits would save nothing"
-    return _why_no_chunks(kind, groups)
+    return why_not_in_chunks(kind, groups, "it has no 8-bit state")
 
 
 def why_not_there(kind: Kind, groups: Sequence[Group], place: str) -> str | None:
     """Why such an optimizer's state cannot lie on the "host" or the "disk" between updates; None where it can."""
+    reason = why_not_in_chunks(kind, groups, f"the state of {kind.__name__} stays on the device")
     if kind not in MOMENTS:
-        names = ", ".join(sorted(known.__name__ for known in MOMENTS))
-        return f"the state of {kind.__name__} stays on the device: only of {names} is it known that every element is updated by itself"
+        return reason
     if place == "host" and any(p.device.type == "cpu" for group in groups for p in group["params"]):
         return "the device is the CPU, so the host's memory is the device's: what would move away goes to the disk"
     if not any(MOMENTS[kind](group) for group in groups):
         return f"{kind.__name__} without momentum keeps no state that could lie elsewhere"
-    return _why_no_chunks(kind, groups)
+    return reason
 
 
-def _why_no_chunks(kind: Kind, groups: Sequence[Group]) -> str | None:
+def why_not_in_chunks(kind: Kind, groups: Sequence[Group], so: str) -> str | None:
+    """Why such an optimizer's step cannot run on parts of a parameter; None where it can. `so` is what follows from its not being known."""
+    if kind not in MOMENTS:
+        names = ", ".join(sorted(known.__name__ for known in MOMENTS))
+        return f"{so}: only of {names} is it known that every element is updated by itself"
     if any(group.get("differentiable") for group in groups):
         return f"{kind.__name__} with differentiable=True updates whole parameters"
     return None

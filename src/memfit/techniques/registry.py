@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from memfit.techniques.autocast import AUTOCAST
+from memfit.techniques.bf16_parameters import BF16_PARAMETERS
 from memfit.techniques.chunked_loss import CHUNKED_LOSS
 from memfit.techniques.eight_bit_state import EIGHT_BIT_STATE
 from memfit.techniques.freezing import FREEZING
@@ -20,6 +21,7 @@ from memfit.techniques.update_in_backward import UPDATE_IN_BACKWARD
 
 TECHNIQUES: Final[tuple[Technique, ...]] = (
     AUTOCAST,
+    BF16_PARAMETERS,
     EIGHT_BIT_STATE,
     OPTIMIZER_OFFLOAD,
     UPDATE_IN_BACKWARD,

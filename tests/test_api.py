@@ -16,7 +16,7 @@ from torch.nn import functional
 import memfit
 from memfit.errors import InfeasibleError, InputError, NonFiniteLossError, PlanFileError, SplitError
 from memfit.planner.recipes import PREFETCH_DISTANCES
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planning import Planning, planning_of
 from memfit.techniques.choices import Choices
@@ -62,7 +62,7 @@ def test_a_saved_trace_is_planned_with_the_room_below_that_it_was_made_with(tmp_
         least.append(caught.value.minimum_bytes or 0)
     assert least[1] < least[0]
     assert loaded.lower_tier is not None
-    assert loaded.lower_tier.room_bytes == 64 << 20
+    assert loaded.lower_tier.free_bytes == 64 << 20
     made = memfit.replan(loaded, least[1])
     (tier,) = made.prediction.tiers
     assert tier.bytes > 0
@@ -80,8 +80,8 @@ def test_what_the_state_takes_of_the_room_below_is_not_planned_with_twice() -> N
     bundle = memfit.record(model, sample, squared_error, adamw, micro_batches=1, host_budget="1MiB", fixed=fixed)
     left = Planning(bundle).solver(1).recipes.lower_tier
     assert left is not None
-    assert left.room_bytes is not None
-    assert (1 << 20) - left.room_bytes == pytest.approx(state, abs=1024)
+    assert left.free_bytes is not None
+    assert (1 << 20) - left.free_bytes == pytest.approx(state, abs=1024)
     assert memfit.replan(bundle, "1GiB").choices.state_place == "disk"
 
 
@@ -211,15 +211,15 @@ def test_a_batch_that_departs_gets_a_plan_of_its_own() -> None:
     short = rows(64)
     with pytest.warns(UserWarning, match="gets a plan of its own"):
         first = engine.step(short)
-    assert first.departures
+    assert first.divergences
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = engine.step(short)
-        assert second.departures == ()
+        assert second.divergences == ()
         assert engine.plan_for(short) is not engine.plan
         assert engine.plan_for(short).budget_bytes == engine.plan.budget_bytes
         assert engine.plan_for(rows()) is engine.plan
-        assert engine.step(rows()).departures == ()
+        assert engine.step(rows()).divergences == ()
 
 
 def test_a_loaded_plan_goes_on_falling_back(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_loaded_plan_goes_on_falling_back(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="kept plain from there on") as told:
         engine.step(rows(64))
     assert "plan of its own" not in str(told[0].message)
-    assert engine.step(rows(64)).departures
+    assert engine.step(rows(64)).divergences
 
 
 # -- steps that fail -------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_optimizer_state_and_swapped_activations_share_the_room_below() -> None:
     engine.step(sample)
     engine.step(sample)
     assert engine.step(sample, meter=True).peak_bytes == plan.prediction.peak_bytes
-    # A batch that departs is planned for with the same room.
+    # A batch that diverges is planned for with the same room.
     assert engine.planner is not None
     again = engine.planner(rows(256))
     assert planning_of(again).bundle.lower_tier == planning_of(plan).bundle.lower_tier
@@ -331,19 +331,19 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
     named: Any = {"device": "rtx4090", "fixed": {"micro_batches": 1, "streamed": "", "state_place": "device"}}
     plan = memfit.plan(model, sample, squared_error, "1GiB", adamw, host_budget="17MiB", disk_budget="1GiB", **named)
     host, disk = planning_of(plan).bundle.lower_tier.chain
-    assert (host.tier, host.room_bytes) == ("host", 1 << 20)  # 16 MiB of it are on the way to the disk
-    assert (disk.tier, disk.room_bytes) == ("disk", 1 << 30)
+    assert (host.tier, host.free_bytes) == ("host", 1 << 20)  # 16 MiB of it are on the way to the disk
+    assert (disk.tier, disk.free_bytes) == ("disk", 1 << 30)
     assert disk.in_bandwidth <= host.in_bandwidth
     recipes = planning_of(plan).solver(1).recipes
     swapped = {
         s: ways[n % 2 * len(PREFETCH_DISTANCES)] for n, (s, ways) in enumerate(sorted(recipes.reloads_of.items()))
     }
-    script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
+    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
     assert script.lower_bytes.keys() == {"host", "disk"}
     ends = []
     for made in (plan, replace(plan, script=script)):
         engine = memfit.apply(made, chain(2), squared_error, adamw)
-        assert engine.step(sample).departures == ()
+        assert engine.step(sample).divergences == ()
         ends.append(state_of(engine.model, engine.optimizer))
     assert same(*ends)
 

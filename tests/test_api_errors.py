@@ -46,7 +46,7 @@ pytestmark = [
 def tight(**named: Any) -> memfit.Plan:
     """The smallest plan for `chain(**named)`; every test trains a chain of its own with it."""
     made = plan_at(0.0, chain(**named), rows())
-    assert made.script.reruns > 5
+    assert made.script.recomputations > 5
     return made
 
 
@@ -263,7 +263,7 @@ def test_what_is_allowed_and_cannot_be_stands_in_the_plan(
     made = memfit.plan(
         chain(1), rows(16), squared_error, "1GiB", optimizer, allow=[word, word], fixed={"micro_batches": 1, **named}
     )
-    assert sum(reason in text for text in made.turned_down) == 1
+    assert sum(reason in text for text in made.rejected) == 1
     assert reason in made.explain()
 
 
@@ -286,7 +286,7 @@ def test_room_below_that_is_of_no_use_is_told(count: int, host_budget: Any, reas
     made = memfit.plan(chain(1), rows(count), squared_error, "1GiB", adamw, **named)
     error = too_little(chain(1), rows(count), **named)
     for reason in reasons:
-        assert any(reason in text for text in made.turned_down)
+        assert any(reason in text for text in made.rejected)
         assert reason in str(error)
 
 
@@ -549,7 +549,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     engine = fit(model)
     assert same(state_of(model), before)
     assert engine.rehearsal is not None
-    assert engine.rehearsal.departures == ()
+    assert engine.rehearsal.divergences == ()
     assert engine.optimizer is not None
     assert not engine.optimizer.state
     assert engine.steps == 0
@@ -679,7 +679,7 @@ def test_a_step_that_is_stopped_did_not_happen(moment: str, error: type[BaseExce
     stopper.armed = ""
     record = engine.step(rows())
     assert record.step == 2
-    assert record.departures == ()
+    assert record.divergences == ()
     assert same(state_of(model, engine.optimizer), undisturbed(2, **named))
 
 
@@ -749,7 +749,7 @@ def forward(model: nn.Module, around: Any = None, loss_fn: Any = squared_error) 
     torch.manual_seed(4)
     with around or nullcontext() as follower:
         loss: Tensor = loss_fn(model, batch)
-    assert follower is None or follower.departure is None
+    assert follower is None or follower.divergence is None
     return loss
 
 

@@ -93,7 +93,7 @@ def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
         searched(host_budget="64KiB", fixed={"streamed": "blocks"})
 
 
-def test_a_way_that_cannot_be_captured_is_turned_down_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_cannot_be_captured_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = TraceSource.trace_of
 
     def trace_of(self: TraceSource, choices: Choices) -> Any:
@@ -104,7 +104,7 @@ def test_a_way_that_cannot_be_captured_is_turned_down_with_the_reason(monkeypatc
     monkeypatch.setattr(TraceSource, "trace_of", trace_of)
     search, _ = searched(allow=["bf16"], fixed={"micro_batches": 1})
     made = search.plan((search.plain_peak() + search.smallest()[0]) // 2)
-    assert "bf16 autocast: no kernel for it" in made.turned_down
+    assert "bf16 autocast: no kernel for it" in made.rejected
     with pytest.raises(memfit.CaptureError, match="no kernel for it"):
         searched(fixed={"micro_batches": 1, "precision": "bf16"})[0].plan(1 << 40)
 
@@ -168,8 +168,8 @@ def test_what_a_technique_saves_is_not_told_where_torch_refuses_the_step_without
     assert made.choices.frozen == ("first",)
 
 
-def test_a_way_that_torch_refuses_is_turned_down() -> None:
+def test_a_way_that_torch_refuses_is_rejected() -> None:
     model = WritesWhatItSaves(in_16_bits=True)
     made = memfit.plan(model, small.rows(8), small.squared_error, "1GiB", small.adamw, allow=["bf16"])
     assert made.choices.precision == "full"
-    assert any("bf16" in reason and "modified by an inplace operation" in reason for reason in made.turned_down)
+    assert any("bf16" in reason and "modified by an inplace operation" in reason for reason in made.rejected)

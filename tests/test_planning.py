@@ -105,7 +105,7 @@ def test_what_is_not_in_a_bundle_is_rejected_by_that_reason() -> None:
     packed = Choices(state_format="8bit")
     lacking = replace(bundle, traces={c: t for c, t in bundle.traces.items() if c != packed})
     made = memfit.replan(lacking, "1GiB")
-    assert "8-bit optimizer state: not captured in this bundle" in made.turned_down
+    assert "8-bit optimizer state: not captured in this bundle" in made.rejected
     with pytest.raises(InputError, match="was not captured in this bundle: record it again"):
         memfit.replan(replace(bundle, traces={}), "1GiB")
 
@@ -115,7 +115,7 @@ def test_a_refusal_in_a_bundle_is_told_as_it_was_met() -> None:
     packed, refusal = Choices(state_format="8bit"), Refusal("CaptureError", "no kernel for it")
     lacking = replace(bundle, traces={c: t for c, t in bundle.traces.items() if c != packed})
     made = memfit.replan(lacking.with_refusal(packed, refusal), "1GiB")
-    assert "8-bit optimizer state: no kernel for it" in made.turned_down
+    assert "8-bit optimizer state: no kernel for it" in made.rejected
     with pytest.raises(CaptureError, match="no kernel for it"):
         memfit.replan(replace(bundle, traces={}).with_refusal(Choices(), refusal), "1GiB")
 
@@ -129,7 +129,7 @@ def test_candidates_do_not_depend_on_the_budgets_before() -> None:
         shared = Planning(bundle)
         shared.smallest()
         together = {budget: shared.plan(budget) for budget in order}
-        assert [together[budget].turned_down for budget in budgets] == [plan.turned_down for plan in alone]
+        assert [together[budget].rejected for budget in budgets] == [plan.rejected for plan in alone]
         assert [together[budget].choices for budget in budgets] == [plan.choices for plan in alone]
 
 

@@ -42,7 +42,7 @@ def as_data() -> Any:
 
 
 def test_the_plan_of_these_tests_does_something() -> None:
-    assert made().script.reruns > 3
+    assert made().script.recomputations > 3
     assert made().script.random  # dropout masks are drawn again
     assert made().script.held
 
@@ -61,7 +61,7 @@ def test_a_file_gives_the_same_plan_back_and_trains(tmp_path: Path) -> None:
         trained = model()
         engine = memfit.apply(each, trained, small.squared_error, small.adamw)
         torch.manual_seed(3)
-        assert engine.step(small.rows()).departures == ()
+        assert engine.step(small.rows()).divergences == ()
         ends.append(small.state_of(trained, engine.optimizer))
     assert small.same(*ends)
 
@@ -311,7 +311,7 @@ def plan(**named: Any) -> Plan:
 
 
 def test_an_explanation_names_figures_and_place() -> None:
-    text = plan(turned_down=("2 micro-batches: slower",), notes=("estimated",)).explain()
+    text = plan(rejected=("2 micro-batches: slower",), notes=("estimated",)).explain()
     for words in (
         "512 MiB of 600 MiB",
         "1.00 GiB (50.0 %)",
@@ -321,7 +321,7 @@ def test_an_explanation_names_figures_and_place() -> None:
         "backward, layer.3 (aten.mm.default)",
         "activation 412 MiB, parameter 100 MiB",
         "Nothing is dropped",
-        "Turned down: 2 micro-batches: slower",
+        "Rejected: 2 micro-batches: slower",
         "Note: estimated",
     ):
         assert words in text
@@ -343,7 +343,7 @@ def test_the_gap_is_a_part_of_the_step_and_never_negative() -> None:
 
 def test_a_script_counts_what_it_runs_again() -> None:
     script = Script(steps=(Step(0, ((1, 2), (3,)), ((), ()), ()), Step(1, (), (), ())))
-    assert script.reruns == 3
+    assert script.recomputations == 3
     assert not script.plain
     assert Script().plain
 

@@ -96,7 +96,7 @@ def test_blocks_placed_by_hand_are_no_worse_than_under_torchs_checkpoint(
     model, sample, loss_fn = build()
     made = memfit.recompute(model, sample, loss_fn, adamw, every=every)
     found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-    assert found.departure is None
+    assert found.divergence is None
     assert found.differs(outcome_of(model, sample, loss_fn)) is None
     measured = measured_peak(made, model, sample, loss_fn, adamw)
     assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.0001)
@@ -112,7 +112,7 @@ def test_blocks_placed_by_hand_are_no_worse_than_under_torchs_checkpoint(
 
 
 def flops_of(made: memfit.Plan, model: nn.Module, sample: Any, loss_fn: Any) -> int:
-    """Reruns are hidden from modes that are on, so they are counted from the plan: an operation run again costs what it cost in forward."""
+    """Recomputations are hidden from modes that are on, so they are counted from the plan: an operation run again costs what it cost in forward."""
     with FlopCounterMode(display=False) as counted:
         batches.loss_of(model, sample, loss_fn).backward()
     for parameter in model.parameters():
@@ -286,7 +286,7 @@ def test_a_plan_by_hand_is_explained_saved_and_kept_to_for_other_batches(tmp_pat
     assert engine.planner is not None
     smaller = tuple(t[:6] for t in sample)
     assert any("placed by hand" in note for note in engine.planner(smaller).notes)
-    assert engine.step(sample).reruns == 2 * made.script.reruns
+    assert engine.step(sample).recomputations == 2 * made.script.recomputations
 
 
 @pytest.mark.parametrize(

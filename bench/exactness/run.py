@@ -29,7 +29,7 @@ def row_of(case: Any) -> dict[str, Any]:
     differences, errors, above = [], [], 0
     for made in plans:
         found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-        difference = found.differs(reference) or found.departure
+        difference = found.differs(reference) or found.divergence
         if difference:
             differences.append(difference)
         peak = measured_peak(made, model, sample, loss_fn, default_optimizer)

@@ -49,8 +49,8 @@ def ask(name: str, *, quick: bool, rounds: int, without: str = "") -> list[Row]:
     for row in rows:
         row["times"] = times[row["row"]]
         arrangement = arranged[row["row"]]
-        if departures := sorted(getattr(arrangement, "departures", ())):
-            row["note"] = f"departed from the plan: {departures[0]}"
+        if divergences := sorted(getattr(arrangement, "divergences", ())):
+            row["note"] = f"diverged from the plan: {divergences[0]}"
     return [{"model": subject.name, "words": subject.words, **row} for row in (*rows, *predicted, *absent)]
 
 
@@ -203,7 +203,7 @@ def _our_row(ours: Any, made: Any, reference: Any) -> tuple[Row, Any, Any]:
             "predicted_peak_bytes": made.prediction.peak_bytes,
             "predicted_ratio": made.prediction.slowdown,
             "micro_batches": made.choices.micro_batches,
-            "reruns": made.script.reruns,
+            "recomputations": made.script.recomputations,
             "gap": made.gap,
         },
         planned,

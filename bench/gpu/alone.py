@@ -99,7 +99,7 @@ def technique_row(setting: Setting, technique: Technique, build: Any, references
         "predicted_seconds": made.prediction.step_seconds,
         "seconds": setting.timed(partial(engine.step, sample), 5),
         "swapped_bytes": sum(swap.bytes for swap in made.script.swaps.values()),
-        "departures": list(record.departures),
+        "divergences": list(record.divergences),
     }
 
 
@@ -183,7 +183,7 @@ def swap(setting: Setting) -> Iterator[dict[str, Any]]:
                 **row,
                 "predicted_seconds": made.prediction.step_seconds,
                 "swapped_bytes": sum(each.bytes for each in made.script.swaps.values()),
-                "reruns": made.script.reruns,
+                "recomputations": made.script.recomputations,
                 **said(made),
                 **overlap_of(setting, partial(engine.step, sample)),
             }

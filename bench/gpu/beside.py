@@ -132,7 +132,7 @@ def rivals(setting: Setting, build: Callable[[], tuple[nn.Module, Any]], name: s
             **planned_row(setting, made, model, sample),
             "predicted_slowdown": made.prediction.slowdown,
             "gap": made.gap,
-            "reruns": made.script.reruns,
+            "recomputations": made.script.recomputations,
             "swapped_bytes": sum(swap.bytes for swap in made.script.swaps.values()),
         }
         del made

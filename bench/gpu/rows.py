@@ -29,7 +29,7 @@ def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: A
         "budget_bytes": made.budget_bytes,
         "predicted_bytes": made.prediction.peak_bytes,
         "allocated_bytes": record.peak_bytes,
-        "departures": list(record.departures),
+        "divergences": list(record.divergences),
         "seconds": setting.timed(partial(engine.step, sample), 5),
     }
 

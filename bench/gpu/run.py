@@ -66,7 +66,7 @@ def exactness(setting: Setting) -> Iterator[dict[str, Any]]:
                 "share": share,
                 "plain_repeats": repeats,
                 "equal": reference.differs(found) is None,
-                "reruns": made.script.reruns,
+                "recomputations": made.script.recomputations,
             }
         del model, sample, reference, found, made
 
@@ -175,7 +175,7 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {
             "share": share,
             "operations": operations,
-            "reruns": engine.plan.script.reruns,
+            "recomputations": engine.plan.script.recomputations,
             "plain_seconds": base,
             "seconds": here,
             "added_microseconds_per_operation": 1e6 * (here - base) / operations,

@@ -89,7 +89,7 @@ def ask(name: str, *, quick: bool, rounds: int) -> list[Row]:
                     "predicted_bytes": made.prediction.peak_bytes,
                     "predicted_ratio": made.prediction.slowdown,
                     "swapped_bytes": sum(swap.bytes for swap in made.script.swaps.values()),
-                    "reruns": made.script.reruns,
+                    "recomputations": made.script.recomputations,
                     "copy_seconds": made.prediction.copy_seconds,
                     "exposed_seconds": made.prediction.exposed_seconds,
                     "difference": difference(gradients, reference),

@@ -1,4 +1,4 @@
-"""Host time that following a plan adds to each forward operation, reruns' own time taken away; beside it a dispatch mode that does nothing."""
+"""Host time that following a plan adds to each forward operation, recomputations' own time taken away; beside it a dispatch mode that does nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"{rows[0]['operations']} forward operations, {rows[0]['rounds']} rounds, processor time.\n\n"
         + measuring.table(
-            ["arrangement", "forward and backward", "reruns", "added per forward operation"],
+            ["arrangement", "forward and backward", "recomputations", "added per forward operation"],
             [
                 [
                     row["row"],
                     f"{1e3 * row['seconds']:.2f} ms",
-                    str(row["reruns"]),
+                    str(row["recomputations"]),
                     f"{row['added_microseconds_per_operation']:.1f} µs",
                 ]
                 for row in rows
@@ -80,7 +80,7 @@ def main() -> None:
     found = []
     for name in rows:
         engine = engines.get(name.removeprefix("plan, "))
-        reruns = engine.plan.script.reruns if engine is not None else 0
+        recomputations = engine.plan.script.recomputations if engine is not None else 0
         difference = measuring.quartiles(a - b for a, b in zip(times[name], times["plain"], strict=True))[1]
         found.append(
             {
@@ -88,8 +88,8 @@ def main() -> None:
                 "rounds": arguments.rounds,
                 "operations": operations,
                 "seconds": measuring.quartiles(times[name])[1],
-                "reruns": reruns,
-                "added_microseconds_per_operation": 1e6 * (difference - reruns * per_operation) / operations,
+                "recomputations": recomputations,
+                "added_microseconds_per_operation": 1e6 * (difference - recomputations * per_operation) / operations,
             }
         )
     measuring.keep("overhead", measuring.machine(), found)

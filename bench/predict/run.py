@@ -85,7 +85,7 @@ def _ours(subject: Any, factory: Any) -> list[Row]:
                 "predicted_bytes": made.prediction.peak_bytes,
                 "measured_bytes": peak_of(planned),
                 "seconds": seconds,
-                "departures": sorted(planned.departures),
+                "divergences": sorted(planned.divergences),
             }
         )
         say(f"  memfit, {share}: off by {rows[-1]['measured_bytes'] - rows[-1]['predicted_bytes']} bytes")

@@ -115,13 +115,13 @@ def peak_of(arranged: Arrangement) -> int:
 
 def work_of(arranged: Arrangement) -> Work:
     """What a step runs, counted by operation."""
-    with reruns_seen():
+    with recomputations_seen():
         return counted(arranged.step)
 
 
 @contextmanager
-def reruns_seen() -> Iterator[None]:
-    """Let a counting mode see what memfit runs again: its engine hides reruns from modes that are on during backward."""
+def recomputations_seen() -> Iterator[None]:
+    """Let a counting mode see what memfit runs again: its engine hides recomputations from modes that are on during backward."""
     from memfit.engine import tape
 
     hiding = getattr(tape, "_disable_current_modes", None)

@@ -75,11 +75,11 @@ class Planned:
     def __init__(self, ours: Ours, plan: memfit.Plan) -> None:
         self.plan, self.sample, self.optimizer = plan, ours.sample, ours.optimizer
         self.engine = memfit.apply(plan, ours.model, ours.loss_fn, ours.optimizer)
-        self.departures: set[str] = set()
+        self.divergences: set[str] = set()
 
     def step(self) -> None:
         """One step of the engine."""
-        self.departures.update(self.engine.step(self.sample).departures)
+        self.divergences.update(self.engine.step(self.sample).divergences)
 
     def present(self) -> list[Tensor]:
         """What the engine counts as there before a step."""

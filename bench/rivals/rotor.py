@@ -55,7 +55,7 @@ def points(solver: Any, paths: list[str], most: int = 12) -> list[tuple[int, flo
     steps = max(1, len(amounts) // most)
     found = []
     for amount in {*amounts[::steps], amounts[-1]}:
-        evaluation = timeline.evaluate(cells.reruns(table.operations(amount)))
+        evaluation = timeline.evaluate(cells.recomputations(table.operations(amount)))
         found.append((evaluation.peak_bytes, evaluation.extra_seconds))
     found.sort()
     best: list[tuple[int, float]] = []

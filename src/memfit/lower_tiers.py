@@ -89,7 +89,7 @@ def opened(topology: Topology, request: Request) -> Link | None:
     if not _opens_nearest(gpu, request):
         return None
     nearest, given = topology.down[0][0], request.host_budget
-    return nearest if given is None else replace(nearest, room_bytes=given.bytes)
+    return nearest if given is None else replace(nearest, free_bytes=given.bytes)
 
 
 def _opens_nearest(gpu: bool, request: Request) -> bool:  # noqa: FBT001 - a fact, not a switch
@@ -130,5 +130,5 @@ def _two_opened(topology: Topology, request: Request) -> Link:
     assert request.host_budget is not None
     assert request.disk_budget is not None
     host, disk = topology.down[0]
-    below = replace(disk, room_bytes=request.disk_budget.bytes)
-    return replace(host, room_bytes=request.host_budget.bytes - STAGES_BYTES, below=below)
+    below = replace(disk, free_bytes=request.disk_budget.bytes)
+    return replace(host, free_bytes=request.host_budget.bytes - STAGES_BYTES, below=below)

@@ -85,7 +85,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
                 subject,
                 facts=step_facts(timeline, below, layers),
                 head_sets_peak=head is not None and sets_peak(timeline, head),
-                capacity_bytes={link.tier: link.room_bytes for link in (below.chain if below is not None else ())},
+                capacity_bytes={link.tier: link.free_bytes for link in (below.chain if below is not None else ())},
                 streamed=(layers[0].path.rpartition(".")[0] or MODEL_ITSELF) if layers else "",
             )
         )
@@ -156,7 +156,7 @@ def _streamable(
         return ()
     layers = source.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
     lying = _lying_bytes(layers, source.clip_norm)
-    return layers if below.room_bytes is None or lying <= below.room_bytes else ()
+    return layers if below.free_bytes is None or lying <= below.free_bytes else ()
 
 
 def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
@@ -169,8 +169,8 @@ def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> in
 
 def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
     """See that what the user wants to lie on a tier finds room in what he gives of it."""
-    room_bytes = 0 if tier is None else tier.room_bytes
-    if room_bytes is not None and needed > room_bytes:
+    free_bytes = 0 if tier is None else tier.free_bytes
+    if free_bytes is not None and needed > free_bytes:
         raise InputError(
             f"{given} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
         )

@@ -51,7 +51,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
         record.peak_bytes or 0,
         record.seconds,
         1,
-        record.departures,
+        record.divergences,
         () if reading is None else _curve(reading.base_bytes, reading.changes),
     )
 

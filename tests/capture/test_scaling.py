@@ -191,7 +191,7 @@ def test_plans_of_models_that_cannot_be_faked_hold() -> None:
     engine = memfit.apply(made, model)
     engine.step(sample)
     record = engine.step(sample, meter=True)
-    assert record.departures == ()
+    assert record.divergences == ()
     assert record.peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
 
 
@@ -275,8 +275,8 @@ def test_what_is_cached_for_each_shape_is_there_in_the_first_step(
     engine = memfit.apply(made, model)
     for _ in range(3):
         record = engine.step(sample)
-        assert record.departures == ()
-        assert record.reruns > 0
+        assert record.divergences == ()
+        assert record.recomputations > 0
 
 
 def test_numbers_of_parts_that_are_weighed_one_after_the_other_are_captured_alike() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
 from memfit.planning import planning_of
@@ -27,7 +27,7 @@ def everything(lag: int) -> Choice:
     def plan(recipes: Recipes) -> dict[int, list[int]]:
         swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
         assert swapped
-        return reruns_for(recipes, (), offloaded=swapped)
+        return recomputations_for(recipes, (), offloaded=swapped)
 
     return plan
 
@@ -46,7 +46,7 @@ def forced(
     search = planning_of(plain)
     trace = search.solver(parts).trace
     recipes = Recipes(trace, link)
-    reruns = choice(recipes)
-    peak = Timeline(trace, recipes).evaluate(reruns).peak_bytes + search.extra_bytes
-    script = compile_script(recipes, reruns)
+    recomputations = choice(recipes)
+    peak = Timeline(trace, recipes).evaluate(recomputations).peak_bytes + search.extra_bytes
+    script = compile_script(recipes, recomputations)
     return replace(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace

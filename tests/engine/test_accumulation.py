@@ -172,8 +172,8 @@ def test_accumulating_holds_no_more_than_was_predicted() -> None:
 
     engine.accumulate(loader())
     record = engine.accumulate(loader(), meter=True)
-    assert record.departures == ()
-    assert record.reruns > 0
+    assert record.divergences == ()
+    assert record.recomputations > 0
     assert record.peak_bytes is not None
     batch_bytes = sum(t.nbytes for t in sample)
     # The prediction counts the whole batch; here no part of it is made inside the step.

@@ -27,7 +27,7 @@ def check(case: Case, fractions: tuple[float, ...]) -> None:
     reference = outcome_of(model, sample, loss_fn)
     for made in plans:
         found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-        assert found.departure is None, (made.budget_bytes, found.departure)
+        assert found.divergence is None, (made.budget_bytes, found.divergence)
         assert found.differs(reference) is None, made.budget_bytes
         measured = measured_peak(made, model, sample, loss_fn, adamw)
         assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005), made.prediction.peak_operation

@@ -252,7 +252,7 @@ def test_a_hook_that_asks_for_gradients_does_not_send_backward_through_what_is_f
     engine = memfit.apply(made, models[0])
     torch.manual_seed(3)
     records = [engine.step(ids(), meter=meter) for meter in (False, True)]
-    assert records[1].departures == ()
+    assert records[1].divergences == ()
     assert records[1].peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
     freeze(models[1], PATTERNS)
     optimizer = small.adamw(p for p in models[1].parameters() if p.requires_grad)

@@ -195,7 +195,7 @@ def test_numbers_stay_those_of_plain_torch(name: str) -> None:
     reference = outcome_of(model, x, loss_fn)
     for made in plans:
         found = outcome_of(model, x, loss_fn, memfit.apply(made, model, loss_fn, None))
-        assert found.departure is None
+        assert found.divergence is None
         assert same_values(found.loss, reference.loss)
         assert all(same_values(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True))
         assert all(same_values(a, b) for a, b in zip(found.buffers, reference.buffers, strict=True))
@@ -299,8 +299,8 @@ def not_made_again() -> Tensor:
     return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-def test_the_same_write_into_another_tensor_departs() -> None:
-    """Nothing runs the planned write again, and reruns read what this step writes into instead."""
+def test_the_same_write_into_another_tensor_diverges() -> None:
+    """Nothing runs the planned write again, and recomputations read what this step writes into instead."""
     model = layers(2)
     turn = False
 
@@ -314,15 +314,15 @@ def test_the_same_write_into_another_tensor_departs() -> None:
     plans = plans_between(model, x, loss_of)
     turn = True
     reference = outcome_of(model, x, loss_of)
-    departed = 0
+    diverged = 0
     for made in plans:
         found = outcome_of(model, x, loss_of, memfit.apply(made, model, loss_of, None))
         assert not found.differs(reference), made.budget_bytes
-        departed += found.departure is not None
-    assert departed
+        diverged += found.divergence is not None
+    assert diverged
 
 
-def test_writing_after_forward_into_what_reruns_read_is_said() -> None:
+def test_writing_after_forward_into_what_recomputations_read_is_said() -> None:
     """Plain PyTorch never looks at it again; a plan that holds it would."""
     model = layers(2)
     seen: list[Tensor] = []

@@ -107,7 +107,7 @@ def test_steps_are_bit_equal_to_torchs_own_loop(precision: str, optimizer: Any, 
         assert small.same(small.state_of(model, engine.optimizer), small.state_of(models[0], reference))
         assert any(r.skipped for r in records) is (precision == "fp16")
         assert not records[-1].skipped
-        assert all(r.departures == () for r in records)
+        assert all(r.divergences == () for r in records)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_numbers_and_peak_are_as_promised_at_every_budget(name: str) -> None:
         with engine.forward() as follower:
             found = batches.loss_of(model, sample, loss_fn)
         found.backward()
-        assert follower is None or follower.departure is None
+        assert follower is None or follower.divergence is None
         assert same(found.detach(), loss.detach())
         assert all(same(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
         model.zero_grad()
@@ -223,7 +223,7 @@ def test_fp16_parameters_cannot_be_scaled() -> None:
     model, sample = small.chain(1).half(), tuple(t.half() for t in small.rows(8))
     made = memfit.plan(model, sample, small.squared_error, 1 << 50, None, allow=["fp16"])
     assert made.choices.precision == "full"
-    assert any("0.weight is fp16 already" in text for text in made.turned_down)
+    assert any("0.weight is fp16 already" in text for text in made.rejected)
     with pytest.raises(
         memfit.InputError, match="fixed precision='fp16' cannot be honoured: .*0.weight is fp16 already"
     ):

@@ -30,7 +30,7 @@ from memfit.hardware.machine import Link
 from memfit.meter import metered
 from memfit.optimizers.eight_bit import eight_bit
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.solvers import SLACK_BYTES
 from memfit.planner.timeline import Timeline
@@ -103,13 +103,13 @@ def blind_plans(plain: memfit.Plan) -> list[memfit.Plan]:
     half = [s for s in droppable if draw.random() < 0.5]
     plans = []
     for dropped, below in ((droppable, {}), (half, {}), ([s for s in half if s not in swapped], swapped)):
-        reruns = reruns_for(recipes, dropped, offloaded=below)
-        peak = timeline.evaluate(reruns).peak_bytes + search.extra_bytes
+        recomputations = recomputations_for(recipes, dropped, offloaded=below)
+        peak = timeline.evaluate(recomputations).peak_bytes + search.extra_bytes
         plans.append(
             replace(
                 plain,
                 budget_bytes=peak + SLACK_BYTES,
-                script=compile_script(recipes, reruns),
+                script=compile_script(recipes, recomputations),
                 prediction=replace(plain.prediction, peak_bytes=peak),
             )
         )
@@ -121,11 +121,11 @@ def check(program: Any) -> int:
     model, sample, loss_fn = program
     leaky = leaks(model, sample)
     reference = outcome_of(model, sample, loss_fn)  # from here on the model is put back after each run
-    reruns = 0
+    recomputations = 0
     for number, made in enumerate(plans_of(model, sample)):
         found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-        reruns += found.reruns
-        assert found.departure is None, number
+        recomputations += found.recomputations
+        assert found.divergence is None, number
         assert found.differs(reference) is None, number
         if leaky:
             continue  # what a step holds then depends on the steps before it
@@ -137,7 +137,7 @@ def check(program: Any) -> int:
         if made.script.plain and predicted > measured + close:
             measured = measured_peak(made, model, sample, watched_loss)
         assert predicted <= measured + close, (number, predicted, measured)
-    return reruns
+    return recomputations
 
 
 # -- several steps -----------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def check_steps(
     fraction: float | None,
     technique: Technique = Technique(),
     *,
-    may_depart: bool = False,
+    may_diverge: bool = False,
 ) -> tuple[int, int]:
     """Assert that steps under a plan are plain PyTorch's, to the last bit, and stay inside the budget.
 
@@ -277,10 +277,10 @@ def check_steps(
         optimizer: of the steps.
         fraction: of the way from the smallest budget to plain; None for a plan that swaps, drops and keeps at random.
         technique: of the steps.
-        may_depart: whether steps on a batch of the planned shape may depart from the plan.
+        may_diverge: whether steps on a batch of the planned shape may diverge from the plan.
 
     Returns:
-        Operations run again, and steps that departed.
+        Operations run again, and steps that diverged.
     """
     model, sample, loss_fn = program
     choices, number_of_parts = technique.choices, technique.choices.micro_batches
@@ -314,7 +314,7 @@ def check_steps(
     planned_state = sum(s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE)
     # A plan that drops nothing is not followed, and which tensors operations read is compared only where they are run again.
     unnoticed = isinstance(model, Branching) and (made.script.plain or unseen(model))
-    reruns = departed = 0
+    recomputations = diverged = 0
     for number, length in enumerate(lengths):
         batch = sample.roll(number, 0)[:length].clone()  # another first sample each time, on which a branch may depend
         parts, shares = [batch], [1.0]
@@ -325,8 +325,11 @@ def check_steps(
         torch.manual_seed(number)
         loss = plain.step(parts, shares)
         if loss is None or not all(bool(p.isfinite().all()) for p in theirs.parameters()):
-            return reruns, departed  # the drawn program was only tried on the sample; the engine refuses such steps
-        # A plan of its own, for a shape that departed, runs the forward before the step does.
+            return (
+                recomputations,
+                diverged,
+            )  # the drawn program was only tried on the sample; the engine refuses such steps
+        # A plan of its own, for a shape that diverged, runs the forward before the step does.
         fresh = model.forwards if isinstance(model, Branching) else 0
         torch.manual_seed(number)
         with warnings.catch_warnings(record=True) as said:
@@ -337,20 +340,20 @@ def check_steps(
         assert loss == record.loss or (math.isnan(loss) and math.isnan(record.loss)), number
         mine, others = state_of(model, engine.optimizer), state_of(theirs, plain.optimizer)
         assert all(same(a, b) for a, b in zip(mine, others, strict=True)), number
-        reruns += record.reruns
-        if record.departures:
-            departed += 1
-            assert may_depart or length < len(sample), (number, record.departures)
-            assert said or departed > 1
+        recomputations += record.recomputations
+        if record.divergences:
+            diverged += 1
+            assert may_diverge or length < len(sample), (number, record.divergences)
+            assert said or diverged > 1
         elif not leaky and not unnoticed:
             assert record.peak_bytes is not None
             room = UNSEEN_BYTES if made.script.plain else 0
-            if departed:  # such a step may have trained what the plan's never trains, and its state stays
+            if diverged:  # such a step may have trained what the plan's never trains, and its state stays
                 room += max(0, sum(t.nbytes for t in state_tensors(engine.optimizer)) - planned_state)
             assert record.peak_bytes <= made.budget_bytes + room, (number, record.peak_bytes, made.budget_bytes)
-    told(f"{departed} of {len(lengths)} steps departed")
+    told(f"{diverged} of {len(lengths)} steps diverged")
     told(in_words(choices) or "plain")
-    return reruns, departed
+    return recomputations, diverged
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------
@@ -442,7 +445,7 @@ def gradients_of(made: memfit.Plan, model: nn.Module, sample: Tensor) -> tuple[t
     engine = memfit.apply(made, model, optimizer=lambda p: Looking(p, lr=0.0))
     torch.manual_seed(7)
     record = engine.step(sample)
-    assert record.departures == ()
+    assert record.divergences == ()
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
@@ -539,7 +542,7 @@ def test_any_program_splits_rightly_or_is_refused(program: Any, count: int) -> N
 @few
 @given(branching(), optimizers, tight)
 def test_any_program_may_change_from_step_to_step(program: Any, optimizer: Optimizer, fraction: float) -> None:
-    check_steps(program, [4, 4, 4, 4, 4], optimizer, fraction, may_depart=True)
+    check_steps(program, [4, 4, 4, 4, 4], optimizer, fraction, may_diverge=True)
 
 
 @pytest.mark.slow
@@ -573,7 +576,7 @@ def test_five_hundred_programs_split_rightly_or_are_refused(program: Any, count:
 def test_five_hundred_programs_change_from_step_to_step(
     program: Any, technique: tuple[Optimizer, Technique], fraction: float
 ) -> None:
-    check_steps(program, [4, 4, 4, 4, 4], technique[0], fraction, technique[1], may_depart=True)
+    check_steps(program, [4, 4, 4, 4, 4], technique[0], fraction, technique[1], may_diverge=True)
 
 
 # -- found by the above ------------------------------------------------------------------------------------------------------
@@ -675,7 +678,7 @@ def test_the_same_operations_on_another_tensor_are_another_forward(optimizer: st
     """`y = tanh if step % 2 else sigmoid`, both computed: the names of the operations are the same every time."""
     instructions = (*(step("gelu", place) for place in range(1, 4)), step("softmax", 4))
     program = Branching(instructions, 0, 0, "counter", "operand")
-    check_steps((program, sample_of(0), program_loss), [4, 4, 4], OPTIMIZERS[optimizer], 0.0, may_depart=True)
+    check_steps((program, sample_of(0), program_loss), [4, 4, 4], OPTIMIZERS[optimizer], 0.0, may_diverge=True)
 
 
 def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None:
@@ -685,19 +688,19 @@ def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None
         for seed in (0, 1, 2):  # which way a look takes is drawn; any of several may be the one that does not run
             torch.manual_seed(seed)
             program = Branching((*table, last), 0, 0, "draw", "stop")
-            check_steps((program, sample_of(0), program_loss), [4] * 2, OPTIMIZERS["sgd"], 0.0, may_depart=True)
+            check_steps((program, sample_of(0), program_loss), [4] * 2, OPTIMIZERS["sgd"], 0.0, may_diverge=True)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.6])
-def test_what_was_saved_before_a_departure_is_made_again_without_writes_that_were_planned(fraction: float) -> None:
+def test_what_was_saved_before_a_divergence_is_made_again_without_writes_that_were_planned(fraction: float) -> None:
     """Planned with a write into what layer norm makes; without it, nothing that layer norm had saved could be made again."""
     instructions = (step("layer_norm", 1, sizes=(8,)), *(step("linear", place, sizes=(8,)) for place in range(2, 8)))
     program = Branching(instructions, 0, 0, "counter", "write")
-    reruns, departed = check_steps(
-        (program, sample_of(0), program_loss), [4] * 4, OPTIMIZERS["sgd"], fraction, may_depart=True
+    recomputations, diverged = check_steps(
+        (program, sample_of(0), program_loss), [4] * 4, OPTIMIZERS["sgd"], fraction, may_diverge=True
     )
-    assert reruns
-    assert departed
+    assert recomputations
+    assert diverged
 
 
 class Overwriting(nn.Module):
@@ -735,7 +738,7 @@ def test_a_write_that_was_not_planned_changes_nothing_that_is_made_again(
     model.writes = True
     right = outcome_of(model, sample, loss_fn)
     found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-    assert found.departure is not None
+    assert found.divergence is not None
     assert found.differs(right) is None
 
 
@@ -745,7 +748,7 @@ def swapping(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
     recipes = Recipes(solver.trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: draw.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if draw.random() < 0.5}
     dropped = sorted(recipes.saved & recipes.rebuildable - swapped.keys())
-    script = compile_script(recipes, reruns_for(recipes, dropped, offloaded=swapped))
+    script = compile_script(recipes, recomputations_for(recipes, dropped, offloaded=swapped))
     assert script.swaps
     return replace(plain, script=script)
 
@@ -754,8 +757,10 @@ def test_state_made_by_steps_that_departed_is_all_that_comes_on_top() -> None:
     """Planned without a gradient for the first layers, which every second step trains."""
     instructions = (*(step("linear", place, sizes=(8,)) for place in range(1, 10)), step("linear", 4, sizes=(8,)))
     program = Branching(instructions, 0, 0, "counter", "detach")
-    _, departed = check_steps((program, sample_of(0), program_loss), [4] * 5, OPTIMIZERS["adamw"], 0.0, may_depart=True)
-    assert departed
+    _, diverged = check_steps(
+        (program, sample_of(0), program_loss), [4] * 5, OPTIMIZERS["adamw"], 0.0, may_diverge=True
+    )
+    assert diverged
 
 
 def test_a_branch_that_only_detaches_is_seen() -> None:
@@ -782,4 +787,4 @@ def test_a_branch_that_only_detaches_is_seen() -> None:
     program = Branching(instructions, 102, 6, "value", "detach")
     for optimizer in OPTIMIZERS.values():
         made = copy.deepcopy(program)
-        check_steps((made, sample_of(102), program_loss), [4] * 5, optimizer, 0.0, may_depart=True)
+        check_steps((made, sample_of(102), program_loss), [4] * 5, optimizer, 0.0, may_diverge=True)

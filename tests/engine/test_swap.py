@@ -26,7 +26,7 @@ from memfit.engine import swap
 from memfit.engine.swap import LowerTiers, tiers_below
 from memfit.errors import EngineError, InfeasibleError
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planning import Planning, planning_of
 from memfit.storage import files
 from memfit.storage.arenas import Copy, DiskArena, Storage
@@ -54,7 +54,7 @@ def mixed(seed: int) -> Choice:
         dropped = [s for s in rest if chance.random() < 0.6]
         length = max(1, recipes.trace.forward_events // 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)} if seed % 2 else None
-        return reruns_for(recipes, dropped, window, offloaded=swapped)
+        return recomputations_for(recipes, dropped, window, offloaded=swapped)
 
     return plan
 
@@ -69,7 +69,7 @@ def check(each: Case, choices: Sequence[Choice]) -> None:
         engine = memfit.apply(made, model, loss_fn, None)
         for _ in range(2):  # the second time over what lies there from the first
             found = outcome_of(model, sample, loss_fn, engine)
-            assert found.departure is None
+            assert found.divergence is None
             assert found.differs(reference) is None
         measured = measured_peak(made, model, sample, loss_fn)
         assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005)
@@ -133,7 +133,7 @@ def test_the_process_really_gets_smaller() -> None:
             with engine.forward() as follower:
                 loss = loss_fn(model, sample)
             assert follower is not None
-            assert follower.departure is None
+            assert follower.divergence is None
         taken.append(resident_bytes() - before)
         loss.backward()
         model.zero_grad()
@@ -237,7 +237,7 @@ def test_planned_swapping_stays_in_its_budget() -> None:
         budget = round(low + fraction * (high - low))
         made = search.plan(budget)
         found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))
-        assert found.departure is None
+        assert found.divergence is None
         assert found.differs(reference) is None
         measured = measured_peak(made, model, sample, loss_fn)
         assert measured <= budget
@@ -273,7 +273,7 @@ def test_a_forward_that_departs_loses_nothing(lag: int) -> None:
         model.turn = turn
         reference = outcome_of(model, sample, small.squared_error)
         found = outcome_of(model, sample, small.squared_error, engine)
-        assert (found.departure is not None) == turn
+        assert (found.divergence is not None) == turn
         assert found.differs(reference) is None
 
 
@@ -283,7 +283,7 @@ def test_a_smaller_batch_than_planned_follows() -> None:
     engine = memfit.apply(made, model, small.squared_error, None)
     part = tuple(t[:100] for t in small.rows())
     found = outcome_of(model, part, small.squared_error, engine)
-    assert found.departure is None
+    assert found.divergence is None
     assert found.differs(outcome_of(model, part, small.squared_error)) is None
 
 
@@ -334,12 +334,12 @@ def test_two_forwards_before_a_backward_do_not_share_the_room() -> None:
         assert small.same(found, [p.grad for p in model.parameters() if p.grad is not None])
     assert followers[0] is not None
     assert followers[1] is not None
-    assert followers[0].departure is None
-    assert "still has what it swapped" in str(followers[1].departure)
+    assert followers[0].divergence is None
+    assert "still has what it swapped" in str(followers[1].divergence)
     with engine.forward() as third:  # both have had their backward, though the program still knows them
         small.squared_error(model, samples[0])
     assert third is not None
-    assert third.departure is None
+    assert third.divergence is None
 
 
 def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
@@ -356,7 +356,7 @@ def test_a_backward_inside_forward_reads_what_is_still_there_or_comes_back(choic
     made, _ = forced(model, sample, gradient_penalty, choice)
     reference = outcome_of(model, sample, gradient_penalty)
     found = outcome_of(model, sample, gradient_penalty, memfit.apply(made, model, gradient_penalty, None))
-    assert found.departure is None
+    assert found.divergence is None
     assert found.differs(reference) is None
     assert measured_peak(made, model, sample, gradient_penalty) == pytest.approx(made.prediction.peak_bytes, rel=0.005)
 
@@ -377,7 +377,7 @@ def test_steps_train_as_plain_steps_do(parts: int) -> None:
         torch.manual_seed(3)
         for _ in range(3):
             record = engine.step(sample)
-            assert record.departures == ()
+            assert record.divergences == ()
             assert record.micro_batches == parts
         ends.append(small.state_of(trained, engine.optimizer))
     assert small.same(*ends)
@@ -409,7 +409,7 @@ def test_an_exception_in_mid_forward_leaves_all_as_it_was_and_the_next_step_foll
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert engine.step(small.rows()).departures == ()
+        assert engine.step(small.rows()).divergences == ()
     assert held.value is not None
 
 
@@ -442,7 +442,7 @@ def test_a_disk_that_fails_fails_the_step_and_nothing_else(
         with pytest.raises(EngineError, match=sentence):
             engine.step(small.rows())
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
-    assert engine.step(small.rows()).departures == ()
+    assert engine.step(small.rows()).divergences == ()
 
 
 def test_a_file_cut_short_under_the_run_is_noticed(trained: memfit.Engine, monkeypatch: pytest.MonkeyPatch) -> None:

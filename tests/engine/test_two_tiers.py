@@ -19,7 +19,7 @@ from memfit.engine import swap
 from memfit.errors import EngineError, InfeasibleError
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planning import Planning, planning_of
 from memfit.storage import files, staging
 from memfit.storage.arenas import Arena, Copy, DiskArena, Storage
@@ -122,7 +122,7 @@ def halves(lag: int) -> Choice:
     def plan(recipes: Recipes) -> dict[int, list[int]]:
         own = sorted(s for s in recipes.reloads_of if s in recipes.saved)
         swapped = {s: recipes.reloads_of[s][n % 2 * len(PREFETCH_DISTANCES) + lag] for n, s in enumerate(own)}
-        return reruns_for(recipes, (), offloaded=swapped)
+        return recomputations_for(recipes, (), offloaded=swapped)
 
     return plan
 
@@ -154,7 +154,7 @@ def test_steps_are_plain_steps_and_every_storage_lies_where_the_plan_says(choice
     for number in range(3):
         told.clear()
         record = engine.step(small.rows(), meter=number == 2)
-        assert record.departures == ()
+        assert record.divergences == ()
     assert small.same(small.state_of(engine.model, engine.optimizer), plain_state(3, made))
     assert engine.records[-1].peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
     downs = sorted((tier, offset) for tier, way, offset, _ in told if way == "down")
@@ -192,7 +192,7 @@ def test_planned_swapping_fills_the_first_tier_stays_in_its_room_and_in_the_budg
     fast = replace(fast, below=replace(DISK, out_bandwidth=1e11, in_bandwidth=1e11, latency_seconds=0.0))
     used: set[str] = set()
     for room in (0, 1 << 17, 1 << 30):
-        search = Planning(TraceBundle.of(trace, replace(fast, room_bytes=room)))
+        search = Planning(TraceBundle.of(trace, replace(fast, free_bytes=room)))
         low, high = search.smallest()[0], search.plain_peak()
         for fraction in (0.0, 0.5):
             budget = round(low + fraction * (high - low))
@@ -238,7 +238,7 @@ def test_a_disk_below_the_host_that_fails_fails_the_step_and_nothing_else(
         with pytest.raises(EngineError, match=sentence):
             engine.step(small.rows())
     assert small.same(small.state_of(engine.model, engine.optimizer), before)
-    assert engine.step(small.rows()).departures == ()
+    assert engine.step(small.rows()).divergences == ()
 
 
 def test_whatever_goes_wrong_on_the_way_is_told_and_nobody_waits_for_ever(

@@ -36,7 +36,7 @@ import memfit
 from memfit.cli.main import main
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planning import planning_of
 from memfit.train import log, snapshots
@@ -306,7 +306,7 @@ def _swap_all(folder: Path) -> None:
     plain = memfit.plan(toy.tower(), sample, None, 1 << 40, fixed={"micro_batches": 1}, clip_norm=1.0)
     recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-    script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
+    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
     assert script.swaps
     replace(plain, script=script).save(folder / "plan.json")
 

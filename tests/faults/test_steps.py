@@ -20,7 +20,7 @@ import memfit
 from faults.runs import alike
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planning import planning_of
 
@@ -130,7 +130,7 @@ def swapping(plain: memfit.Plan) -> memfit.Plan:
     """The plan, with whatever backward reads swapped."""
     recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-    script = compile_script(recipes, reruns_for(recipes, (), offloaded=swapped))
+    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
     assert script.swaps
     return replace(plain, script=script)
 

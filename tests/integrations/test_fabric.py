@@ -108,7 +108,7 @@ def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, 
     plain = fit(fabric=fabric())
     below = fit(fabric=fabric(), host_budget="64MiB", fixed={"state_place": "disk", "micro_batches": 1})
 
-    assert planning_of(below.plan).bundle.lower_tier.room_bytes == 64 << 20  # type: ignore[attr-defined]
+    assert planning_of(below.plan).bundle.lower_tier.free_bytes == 64 << 20  # type: ignore[attr-defined]
     assert [below.step(rows()).loss for _ in range(3)] == [plain.step(rows()).loss for _ in range(3)]
     with pytest.raises(InputError, match="host_budget=100 is less than the optimizer state"):
         fit(fabric=fabric(), host_budget=100, fixed={"state_place": "disk"})

@@ -119,7 +119,7 @@ def test_losses_are_lightnings_own_to_the_bit_and_the_peak_is_predicted(settings
     rehearsal = fitted.engine.rehearsal
     assert rehearsal.measured_peak_bytes == pytest.approx(predicted, rel=0.01)
     assert max(record.peak_bytes for record in records) <= budget
-    assert not any(record.departures for record in records)
+    assert not any(record.divergences for record in records)
     assert not any("training_step" in vars(each) for each in (inside, trainer.strategy))
 
 
@@ -243,7 +243,7 @@ def test_a_divided_batch_is_the_whole_one_up_to_the_order_of_additions(
     predicted = fitted.plan.prediction.peak_bytes
     assert records[1].peak_bytes == pytest.approx(predicted, rel=0.01)
     assert fitted.engine.rehearsal.measured_peak_bytes == pytest.approx(predicted, rel=0.01)
-    assert not any(record.departures for record in records)
+    assert not any(record.divergences for record in records)
     assert "optimizer_zero_grad" not in vars(inside)
 
 
@@ -329,7 +329,7 @@ def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.lightning.FitToMemory("1GiB", host_budget="64MiB")
     trained(Module(), fitted)
-    assert planning_of(fitted.plan).bundle.lower_tier.room_bytes == 64 << 20
+    assert planning_of(fitted.plan).bundle.lower_tier.free_bytes == 64 << 20
     with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
         trained(Module(), memfit.lightning.FitToMemory("1GiB", host_budget="64MiB", disk_budget="1GiB"))
 

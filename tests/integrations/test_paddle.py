@@ -56,7 +56,7 @@ def test_three_steps_are_as_plain_ones_and_hold_what_was_predicted() -> None:
     assert losses == expected
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert optimizer.plan is not None
-    assert optimizer.plan.script.reruns > 0
+    assert optimizer.plan.script.recomputations > 0
     engine = optimizer._engine
     assert engine is not None
     record = engine.step(sample, meter=True)

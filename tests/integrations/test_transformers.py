@@ -136,7 +136,7 @@ def test_in_60_percent_of_the_bytes_losses_are_trainers_own_to_the_bit_and_the_p
     assert peaks(fitted) == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
     assert max(peaks(fitted)) <= budget
     assert [record.loss for record in fitted.engine.records] == pytest.approx(logged(plainly))
-    assert not any(record.departures for record in fitted.engine.records)
+    assert not any(record.divergences for record in fitted.engine.records)
 
 
 def test_where_all_fits_nothing_is_set_and_nothing_dropped(trainer: Make) -> None:
@@ -166,7 +166,7 @@ def test_a_divided_batch_counts_as_trainer_counts_the_whole_one(trainer: Make, m
     assert logged(inside, "grad_norm") == pytest.approx(logged(plainly, "grad_norm"), rel=1e-4)
     assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
     assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
-    assert not any(record.departures for record in fitted.engine.records)
+    assert not any(record.divergences for record in fitted.engine.records)
 
 
 class SummedOverTokens(nn.Module):
@@ -222,7 +222,7 @@ def test_a_loss_outside_of_the_model_is_followed_too(trainer: Make) -> None:
 
     assert logged(inside) == logged(plainly)
     assert peaks(fitted)[0] == pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)
-    assert not any(record.departures for record in fitted.engine.records)
+    assert not any(record.divergences for record in fitted.engine.records)
 
 
 def test_bf16_is_planned_for_as_accelerate_runs_it(trainer: Make) -> None:
@@ -258,7 +258,7 @@ def test_a_resumed_run_goes_on_with_the_losses_of_one_that_was_not_stopped(train
 def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
-    assert planning_of(fitted.plan).bundle.lower_tier.room_bytes == 64 << 20
+    assert planning_of(fitted.plan).bundle.lower_tier.free_bytes == 64 << 20
     with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB", disk_budget="1GiB")
 

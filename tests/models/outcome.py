@@ -24,15 +24,15 @@ class Outcome:
     """Loss, gradients and buffers after one forward and backward.
 
     Attributes:
-        departure: where the engine stopped following its plan, in words; None when it did not.
-        reruns: operations run again.
+        divergence: where the engine stopped following its plan, in words; None when it did not.
+        recomputations: operations run again.
     """
 
     loss: Tensor
     gradients: tuple[Tensor | None, ...]
     buffers: tuple[Tensor, ...]
-    departure: str | None = None
-    reruns: int = 0
+    divergence: str | None = None
+    recomputations: int = 0
 
     def differs(self, other: Outcome) -> str | None:
         """What is not bit-equal, in words; None when all is."""
@@ -82,7 +82,7 @@ def outcome_of(
         loss.detach().clone(),
         gradients,
         buffers,
-        follower.departure if follower is not None else None,
+        follower.divergence if follower is not None else None,
         follower.tape.recomputations if follower is not None else 0,
     )
 
@@ -119,6 +119,6 @@ def measured_peak(
         torch.manual_seed(seed)
         record = engine.step(sample, meter=meter)
         put_back()
-        assert record.departures == ()
+        assert record.divergences == ()
     assert record.peak_bytes is not None
     return record.peak_bytes

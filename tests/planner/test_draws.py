@@ -45,7 +45,7 @@ def peaks_of(trace: Trace, search: Planning, budget: int) -> list[int]:
                 storages=tuple(replace(st, bytes=b) for st, b in zip(trace.storages, table, strict=True)),
                 drawn_bytes=(),
             )
-        ).peak(solution.reruns)
+        ).peak(solution.recomputations)
         for table in tables
     ]
 

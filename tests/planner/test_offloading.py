@@ -14,7 +14,7 @@ from memfit.hardware.machine import Link
 from memfit.planner.budget_search import CLOSE
 from memfit.planner.offloading import OffloadSolver
 from memfit.planner.recipes import ALIGNMENT_BYTES, PREFETCH_DISTANCES, Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
@@ -31,9 +31,9 @@ FAST = Link("disk", 1e9, 1e9, least_bytes=1)
 SLOW = Link("disk", 20.0, 40.0, least_bytes=1)
 
 
-def chain(near: Link, far: Link, room_bytes: int | None) -> Link:
+def chain(near: Link, far: Link, free_bytes: int | None) -> Link:
     """A tier with so much room, and one below it."""
-    return replace(near, tier="host", room_bytes=room_bytes, below=far)
+    return replace(near, tier="host", free_bytes=free_bytes, below=far)
 
 
 def solvers(trace: Trace, link: Link = SLOW) -> tuple[Solver, OffloadSolver]:
@@ -43,9 +43,9 @@ def solvers(trace: Trace, link: Link = SLOW) -> tuple[Solver, OffloadSolver]:
 # -- the clock ---------------------------------------------------------------------------------------------------------------
 
 
-def ticking(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]) -> int:
+def ticking(trace: Trace, recipes: Recipes, recomputations: Mapping[int, Sequence[int]]) -> int:
     """Seconds that a pass takes under a plan, counted one by one, when all times are whole seconds."""
-    ways = [recipes.reloads[r] for runs in reruns.values() for r in runs if r in recipes.reloads]
+    ways = [recipes.reloads[r] for runs in recomputations.values() for r in runs if r in recipes.reloads]
     down = {}
     for way in sorted(ways, key=lambda w: w.gone_by):
         down[way.storage] = way
@@ -56,7 +56,7 @@ def ticking(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]])
         program.extend([("tick", 0)] * int(seconds))
 
     for event, code in enumerate(trace.events[: trace.pass_events]):
-        for r in reruns.get(event, ()):
+        for r in recomputations.get(event, ()):
             if r in recipes.reloads:
                 program.append(("up", recipes.reloads[r].storage))
                 continue
@@ -122,7 +122,7 @@ def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
 
 
 def all_swapped(recipes: Recipes, lag: int) -> dict[int, list[int]]:
-    return reruns_for(
+    return recomputations_for(
         recipes, (), offloaded={s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     )
 
@@ -246,10 +246,10 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
                 for s, way in zip(saved, ways, strict=True)
                 if way >= 2 and s in recipes.reloads_of
             }
-            reruns = reruns_for(recipes, dropped, offloaded=swapped)
-            if not timeline.has_room(reruns):
+            recomputations = recomputations_for(recipes, dropped, offloaded=swapped)
+            if not timeline.has_room(recomputations):
                 continue
-            found = timeline.evaluate(reruns)
+            found = timeline.evaluate(recomputations)
             plans.append((found.peak_bytes, found.extra_seconds))
     for budget in sorted({peak for peak, _ in plans})[::5]:
         best = min((seconds for peak, seconds in plans if peak <= budget), default=None)
@@ -266,7 +266,7 @@ def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     swapped = []
     for places in (0, 1, 3, None):
         room = None if places is None else places * ALIGNMENT_BYTES
-        solver = OffloadSolver(Timeline(trace, Recipes(trace, replace(FAST, room_bytes=room))))
+        solver = OffloadSolver(Timeline(trace, Recipes(trace, replace(FAST, free_bytes=room))))
         smallest, plain = solver.smallest().peak, solver.plain.peak
         for fraction in (0.0, 0.3, 0.7):
             found = solver.solve(round(smallest + fraction * (plain - smallest)))
@@ -291,8 +291,8 @@ def lying(solver: OffloadSolver, budget: int) -> tuple[float, dict[str, frozense
     return found.seconds, {link.tier: link.swapped for link in found.evaluation.copying.links}
 
 
-def with_room(trace: Trace, room_bytes: int | None, far: Link) -> OffloadSolver:
-    return OffloadSolver(Timeline(trace, Recipes(trace, chain(NEAR, far, room_bytes))))
+def with_room(trace: Trace, free_bytes: int | None, far: Link) -> OffloadSolver:
+    return OffloadSolver(Timeline(trace, Recipes(trace, chain(NEAR, far, free_bytes))))
 
 
 @pytest.mark.parametrize("places", [1, 3])
@@ -305,7 +305,7 @@ def test_what_the_nearer_tier_has_no_room_for_goes_to_the_next_and_what_is_read_
     assert len(swapped["disk"]) >= 1
     uses = solver.timeline.unpack_uses
     assert max(uses[s][0][0] for s in swapped["host"]) < min(uses[s][0][0] for s in swapped["disk"])
-    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=places * ALIGNMENT_BYTES))))
+    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, free_bytes=places * ALIGNMENT_BYTES))))
     assert seconds < lying(near, (solver.plain.peak + smallest.peak) // 2)[0]
 
 
@@ -329,7 +329,7 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
     trace = layers(6)
     snail = Link("disk", 1e-3, 1e-3, least_bytes=1)
     solver = with_room(trace, 2 * ALIGNMENT_BYTES, snail)
-    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, room_bytes=2 * ALIGNMENT_BYTES))))
+    near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, free_bytes=2 * ALIGNMENT_BYTES))))
     low, high = near.smallest().peak, near.plain.peak
     for fraction in (0.1, 0.5, 0.8):
         seconds, swapped = lying(solver, round(low + fraction * (high - low)))
@@ -341,7 +341,7 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
 def test_no_tier_holds_more_than_it_has_room_for(seed: int) -> None:
     trace = network(seed, blocks=4)
     near, far = seed % 3, (seed + 1) % 4
-    solver = with_room(trace, near * ALIGNMENT_BYTES, replace(FAR, room_bytes=far * ALIGNMENT_BYTES))
+    solver = with_room(trace, near * ALIGNMENT_BYTES, replace(FAR, free_bytes=far * ALIGNMENT_BYTES))
     smallest, plain = solver.smallest().peak, solver.plain.peak
     for fraction in (0.0, 0.3, 0.7):
         _, swapped = lying(solver, round(smallest + fraction * (plain - smallest)))
@@ -355,11 +355,11 @@ def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
     storage = next(s for s in sorted(recipes.reloads_of) if s in recipes.saved)
     near, far = recipes.reloads_of[storage][0], recipes.reloads_of[storage][len(PREFETCH_DISTANCES)]
     event = Timeline(trace, recipes).unpack_uses[storage][0][0]
-    reruns = {event: [near, far]}
-    assert recipes.copied_down(reruns)[storage].tier == int(
+    recomputations = {event: [near, far]}
+    assert recipes.copied_down(recomputations)[storage].tier == int(
         recipes.reloads[far].gone_by >= recipes.reloads[near].gone_by
     )
-    assert len(compile_script(recipes, reruns).swaps) == 1
+    assert len(compile_script(recipes, recomputations).swaps) == 1
 
 
 # -- scripts and plans -------------------------------------------------------------------------------------------------------
@@ -369,10 +369,10 @@ def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
 def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed: int) -> None:
     trace = network(seed, blocks=4)
     recipes = Recipes(trace, chain(NEAR, SLOW, None) if seed % 2 else SLOW)
-    reruns = swapping_plan(recipes, random.Random(seed))
-    script = compile_script(recipes, reruns)
+    recomputations = swapping_plan(recipes, random.Random(seed))
+    script = compile_script(recipes, recomputations)
     assert Script.from_json(script.to_json()) == script
-    copying = Timeline(trace, recipes).copying(reruns)
+    copying = Timeline(trace, recipes).copying(recomputations)
     assert script.swaps.keys() == copying.swapped
     assert {link.tier for link in copying.links} == script.lower_bytes.keys()
     for link in copying.links:

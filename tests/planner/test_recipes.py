@@ -85,7 +85,7 @@ def test_what_reads_a_parameter_or_buffer_before_it_is_changed_cannot_run_again(
     assert early in recipes.managed
 
 
-def test_a_write_by_the_optimizer_comes_after_all_reruns() -> None:
+def test_a_write_by_the_optimizer_comes_after_all_recomputations() -> None:
     w = Writer()
     weight = w.before(10)
     a = w.one((weight,), 10)

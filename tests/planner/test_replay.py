@@ -15,7 +15,7 @@ from sweeps import each_seed
 
 
 @each_seed(60)
-def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) -> None:
+def test_recomputations_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) -> None:
     chance = random.Random(seed)
     traces = [
         drawn(
@@ -25,14 +25,14 @@ def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) 
     ]
     for trace in traces:
         timeline = Timeline(trace)
-        reruns = some_plan(timeline.recipes, chance)
-        # Some needless ones too: any list of reruns is a plan.
-        for event in [e for e in timeline.saves_at if chance.random() < 0.3 and reruns]:
-            again = chance.choice(sorted({r for runs in reruns.values() for r in runs}))
-            if again not in reruns.get(event, []):
-                reruns[event] = [*reruns.get(event, []), again]
-        replay = Replay(timeline, reruns)
-        assert replay.peak_bytes == timeline.evaluate(reruns).peak_bytes
+        recomputations = some_plan(timeline.recipes, chance)
+        # Some needless ones too: any list of recomputations is a plan.
+        for event in [e for e in timeline.saves_at if chance.random() < 0.3 and recomputations]:
+            again = chance.choice(sorted({r for runs in recomputations.values() for r in runs}))
+            if again not in recomputations.get(event, []):
+                recomputations[event] = [*recomputations.get(event, []), again]
+        replay = Replay(timeline, recomputations)
+        assert replay.peak_bytes == timeline.evaluate(recomputations).peak_bytes
         while replay.recipe_at:
             gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
             changes = replay.changes(gone)
@@ -40,7 +40,7 @@ def test_reruns_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) 
             budget = chance.choice((before, before + 50, before + 500))
             fits = replay.fits(changes, gone, budget)
             replay.remove(gone, changes)
-            assert replay.peak_bytes == timeline.evaluate(replay.reruns()).peak_bytes
+            assert replay.peak_bytes == timeline.evaluate(replay.recomputations()).peak_bytes
             assert fits == (replay.peak_bytes <= budget)
 
 
@@ -57,7 +57,7 @@ def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
             gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
             removed += sum(replay.recipe_at[slot] in recipes.reloads for slot in gone)
             replay.remove(gone, replay.changes(gone))
-            assert replay.peak_bytes == timeline.peak(replay.reruns())
+            assert replay.peak_bytes == timeline.peak(replay.recomputations())
     assert removed or seed % 10
 
 
@@ -87,10 +87,10 @@ def test_trimming_saves_seconds_and_stays_within_the_budget(seed: int) -> None:
     timeline = Timeline(network(seed, blocks=4, dispatch=0.01))
     chance = random.Random(seed)
     for _ in range(4):
-        reruns = some_plan(timeline.recipes, chance)
-        before = timeline.evaluate(reruns)
+        recomputations = some_plan(timeline.recipes, chance)
+        before = timeline.evaluate(recomputations)
         for room in (0, 40, 300):
-            after = timeline.evaluate(trim(timeline, reruns, before.peak_bytes + room, 1000))
+            after = timeline.evaluate(trim(timeline, recomputations, before.peak_bytes + room, 1000))
             assert after.peak_bytes <= before.peak_bytes + room
             assert after.extra_seconds <= before.extra_seconds
-        assert not trim(timeline, reruns, max(before.peak_bytes, timeline.plain().peak_bytes), 1000)
+        assert not trim(timeline, recomputations, max(before.peak_bytes, timeline.plain().peak_bytes), 1000)

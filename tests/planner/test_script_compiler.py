@@ -6,7 +6,7 @@ import json
 import random
 
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
 from memfit.values.script import KEPT, Script
@@ -63,15 +63,15 @@ def test_a_script_survives_its_file(seed: int) -> None:
 def test_steps_are_the_unpacks_in_their_order(seed: int) -> None:
     trace = drawn(seed, forward=12)
     recipes = Recipes(trace)
-    reruns = some_plan(recipes, random.Random(seed))
-    script = compile_script(recipes, reruns)
-    if not reruns:
+    recomputations = some_plan(recipes, random.Random(seed))
+    script = compile_script(recipes, recomputations)
+    if not recomputations:
         assert script == Script()
         return
     answered = {s for s in script.saves if s != KEPT}
     asked = [~code for code in trace.events if code < 0 and trace.saves[~code].storage in answered]
     assert [step.save for step in script.steps] == asked
-    assert sum(len(step.runs) for step in script.steps) == sum(map(len, reruns.values()))
+    assert sum(len(step.runs) for step in script.steps) == sum(map(len, recomputations.values()))
     assert len(script.operations) == trace.forward_operations
     # Random operations that run again keep their generator state until the last time.
     runs = [(n, o) for n, step in enumerate(script.steps) for run in step.runs for o in run]
@@ -90,7 +90,7 @@ def test_what_only_autograd_needs_is_not_held_by_the_engine() -> None:
     trace = recipes.trace
     large = [s for s in recipes.saved if trace.storages[s].bytes == 300]
     small = [s for s in recipes.saved if trace.storages[s].bytes == 100]
-    script = compile_script(recipes, reruns_for(recipes, large[1:2]))
+    script = compile_script(recipes, recomputations_for(recipes, large[1:2]))
     layer = trace.storages[large[1]].birth
     (input_,) = (s for s in trace.operations[layer].reads if s in small)
     assert script.held == {input_}
@@ -103,12 +103,12 @@ def test_what_the_engine_holds_is_what_the_timeline_counts() -> None:
     trace = layers(5)
     timeline = Timeline(trace)
     recipes = timeline.recipes
-    reruns = reruns_for(
+    recomputations = recomputations_for(
         recipes, recipes.saved & recipes.rebuildable, {e: e // 4 for e in range(-1, trace.forward_events + 1)}
     )
-    script = compile_script(recipes, reruns)
+    script = compile_script(recipes, recomputations)
     held = follow(trace, script)
-    levels = timeline.evaluate(reruns).levels
+    levels = timeline.evaluate(recomputations).levels
     answered = {s for s in script.saves if s != KEPT}
     unpacks = [e for e, code in enumerate(trace.events) if code < 0 and trace.saves[~code].storage in answered]
     for event, live in zip(unpacks, held, strict=True):
@@ -128,5 +128,5 @@ def test_sizes_are_not_checked_where_values_decide_them() -> None:
     w.unpack(save)
     w.one((h,), 1)
     recipes = Recipes(w.trace())
-    script = compile_script(recipes, reruns_for(recipes, {h}))
+    script = compile_script(recipes, recomputations_for(recipes, {h}))
     assert {size for made in script.makes.values() for _, _, size in made} == {-1}

@@ -1,4 +1,4 @@
-"""The choice of micro-batches around the plans, what is turned down and why, and what is said when nothing fits."""
+"""The choice of micro-batches around the plans, what is rejected and why, and what is said when nothing fits."""
 
 from __future__ import annotations
 
@@ -140,18 +140,18 @@ def test_parts_are_taken_where_they_are_faster_than_rerunning() -> None:
     assert plan.choices.micro_batches > 1
     assert plan.choices.weights == "samples"
     assert plan.choices.micro_batch_size == SAMPLES // plan.choices.micro_batches
-    assert any(text.startswith("1 micro-batch:") for text in plan.turned_down)
+    assert any(text.startswith("1 micro-batch:") for text in plan.rejected)
     dear, _ = search(overhead=5.0)
     plan = dear.plan(dear.plain_peak() * 8 // 10)
     assert plan.choices.micro_batches == 1
-    assert any(text.startswith("2 micro-batches:") for text in plan.turned_down)
+    assert any(text.startswith("2 micro-batches:") for text in plan.rejected)
 
 
-def test_parts_that_change_the_result_are_turned_down_with_the_reason() -> None:
+def test_parts_that_change_the_result_are_rejected_with_the_reason() -> None:
     made, asked = search(splits=False, overhead=0.0001)
     plan = made.plan(made.plain_peak() * 8 // 10)
     assert plan.choices.micro_batches == 1
-    assert "micro-batches: batch norm sees the whole batch" in plan.turned_down
+    assert "micro-batches: batch norm sees the whole batch" in plan.rejected
     assert asked == [1]
 
 
@@ -246,7 +246,7 @@ def test_what_is_allowed_is_not_tried_where_it_cannot_win() -> None:
     plan = made.plan(plain * 9 // 10)
     assert plan.choices.state_format == "32bit"
     assert not any(c.state_format == "8bit" and c.micro_batches > 1 for c in asked)
-    assert any("8-bit optimizer state" in text and "the chosen plan takes" in text for text in plan.turned_down)
+    assert any("8-bit optimizer state" in text and "the chosen plan takes" in text for text in plan.rejected)
 
 
 def test_a_bound_rules_a_way_out_before_it_is_captured() -> None:

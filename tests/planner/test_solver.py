@@ -6,7 +6,7 @@ import random
 from functools import cache
 from statistics import median
 
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.values.trace import Trace
@@ -26,10 +26,12 @@ def every_plan(solver: Solver) -> list[tuple[int, float]]:
         windows = layout.window_of_event
         for number in range(1 << (len(droppable) + len(transients))):
             chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
-            reruns = reruns_for(solver.recipes, chosen & solver.droppable, windows, chosen - solver.droppable)
-            key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
+            recomputations = recomputations_for(
+                solver.recipes, chosen & solver.droppable, windows, chosen - solver.droppable
+            )
+            key = tuple((e, *runs) for e, runs in sorted(recomputations.items()))
             if key not in found:
-                evaluation = solver.timeline.evaluate(reruns)
+                evaluation = solver.timeline.evaluate(recomputations)
                 found[key] = evaluation.peak_bytes, evaluation.extra_seconds
     best: list[tuple[int, float]] = []
     for peak, seconds in sorted(found.values()):
@@ -89,7 +91,7 @@ def test_no_plan_of_the_rule_is_faster_on_small_graphs() -> None:
             found = solver.solve(budget)
             assert found is not None
             assert found.peak <= budget
-            evaluation = solver.timeline.evaluate(found.reruns)
+            evaluation = solver.timeline.evaluate(found.recomputations)
             assert (evaluation.peak_bytes, evaluation.extra_seconds) == (found.peak, found.seconds)
             assert found.seconds <= optimum(plans, budget) + 1e-9
             assert found.seconds >= solver.bound(budget) - 1e-9
@@ -175,7 +177,7 @@ def test_the_plain_budget_gets_the_plain_plan() -> None:
         solver = Solver(Timeline(trace))
         found = solver.solve(solver.plain.peak)
         assert found is solver.plain
-        assert not found.reruns
+        assert not found.recomputations
         assert solver.bound(solver.plain.peak) == 0.0
 
 
@@ -203,7 +205,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     a, b = one.solve(budget), other.solve(budget)
     assert a is not None
     assert b is not None
-    assert (a.reruns, a.dropped, a.transients) == (b.reruns, b.dropped, b.transients)
+    assert (a.recomputations, a.dropped, a.transients) == (b.recomputations, b.dropped, b.transients)
 
 
 def test_what_was_asked_before_changes_no_plan() -> None:
@@ -223,8 +225,8 @@ def test_what_was_asked_before_changes_no_plan() -> None:
             for solver in (rising, falling):
                 other = solver.solve(budget)
                 assert other is not None
-                assert (other.reruns, other.evaluation.peak_bytes, other.seconds) == (
-                    found.reruns,
+                assert (other.recomputations, other.evaluation.peak_bytes, other.seconds) == (
+                    found.recomputations,
                     found.evaluation.peak_bytes,
                     found.seconds,
                 )

@@ -10,13 +10,13 @@ import pytest
 
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.timeline import Timeline
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 from planner.traces import Writer, drawn, layers, network
 from sweeps import each_seed
 
-Tick = tuple[int, int]  # (event, position among its reruns); the event itself comes after its reruns
+Tick = tuple[int, int]  # (event, position among its recomputations); the event itself comes after its recomputations
 OWN = 1 << 20
 
 
@@ -33,31 +33,31 @@ class Copy:
         return self.made <= now <= max(self.wanted)
 
 
-def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]) -> list[int]:
+def simulate(trace: Trace, recipes: Recipes, recomputations: Mapping[int, Sequence[int]]) -> list[int]:
     """Bytes at each event, by walking through all moments.
 
-    What autograd keeps itself is wanted until autograd lets go. What the plan answers for (made again, or asked for where reruns start) is
-    wanted by unpacks and reruns, each of which takes the newest copy; the first copy of what is swapped also by its copy down.
+    What autograd keeps itself is wanted until autograd lets go. What the plan answers for (made again, or asked for where recomputations start) is
+    wanted by unpacks and recomputations, each of which takes the newest copy; the first copy of what is swapped also by its copy down.
     """
     events = len(trace.events)
-    reruns = {e: list(runs) for e, runs in reruns.items() if runs}
+    recomputations = {e: list(runs) for e, runs in recomputations.items() if runs}
     table = recipes.recipes
     makings: dict[int, list[Tick]] = {}
-    for e in sorted(reruns):
-        for p, r in enumerate(reruns[e]):
+    for e in sorted(recomputations):
+        for p, r in enumerate(recomputations[e]):
             for s in table[r].makes:
                 makings.setdefault(s, []).append((e, p))
-    answered = set(makings) | {trace.saves[~trace.events[e]].storage for e in reruns}
+    answered = set(makings) | {trace.saves[~trace.events[e]].storage for e in recomputations}
     copies: list[Copy] = []
     for s, storage in enumerate(trace.storages):
         births: list[Tick] = [(storage.birth, OWN) if storage.birth != BEFORE_STEP else (0, -1), *makings.get(s, [])]
         mine = [Copy(storage.bytes, born, [born]) for born in births]
         mine[0].wanted.append((storage.death, OWN))
-        ways = [recipes.reloads[r] for runs in reruns.values() for r in runs if r in recipes.reloads]
+        ways = [recipes.reloads[r] for runs in recomputations.values() for r in runs if r in recipes.reloads]
         mine[0].wanted += [(way.gone_by, OWN) for way in ways if way.storage == s]
         taking: list[tuple[Tick, Tick]] = []  # (when it is taken, until when it is wanted)
-        for e in reruns:
-            taking += [((e, p), (e, p)) for p, r in enumerate(reruns[e]) if s in table[r].inputs]
+        for e in recomputations:
+            taking += [((e, p), (e, p)) for p, r in enumerate(recomputations[e]) if s in table[r].inputs]
         for save in trace.saves:
             if save.storage != s:
                 continue
@@ -71,8 +71,8 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
             newest.wanted.append(until)
         copies += mine
     # Generator states are there from the first run of a random operation to its recipe's last rerun.
-    for r in {r for runs in reruns.values() for r in runs}:
-        latest = max((e, p) for e, runs in reruns.items() for p, other in enumerate(runs) if other == r)
+    for r in {r for runs in recomputations.values() for r in runs}:
+        latest = max((e, p) for e, runs in recomputations.items() for p, other in enumerate(runs) if other == r)
         for op in table[r].operations:
             if trace.operations[op].random and trace.rng_state_bytes:
                 copies.append(Copy(trace.rng_state_bytes, (recipes.event_of_operation[op], OWN), [latest]))
@@ -81,7 +81,7 @@ def simulate(trace: Trace, recipes: Recipes, reruns: Mapping[int, Sequence[int]]
         op = trace.events[e]
         workspace = trace.operations[op].workspace_bytes if op >= 0 else 0
         level = sum(c.bytes for c in copies if c.alive((e, OWN))) + workspace
-        for p, r in enumerate(reruns.get(e, [])):
+        for p, r in enumerate(recomputations.get(e, [])):
             there = sum(c.bytes for c in copies if c.alive((e, p)) and c.made < (e, p))
             level = max(level, there + table[r].peak_bytes)
         levels.append(level)
@@ -95,11 +95,11 @@ def some_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
     if chance.random() < 0.6:
         length = chance.randint(1, 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
-    return reruns_for(recipes, dropped, window, transients)
+    return recomputations_for(recipes, dropped, window, transients)
 
 
 def swapping_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
-    """`some_plan` in which some storages are swapped, some of them read by reruns alone."""
+    """`some_plan` in which some storages are swapped, some of them read by recomputations alone."""
     swapped = {s: chance.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if chance.random() < 0.5}
     dropped = [s for s in sorted(recipes.saved & recipes.rebuildable - swapped.keys()) if chance.random() < 0.5]
     transients = [s for s in sorted(recipes.rebuildable - recipes.saved - swapped.keys()) if chance.random() < 0.3]
@@ -107,17 +107,17 @@ def swapping_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int
     if chance.random() < 0.6:
         length = chance.randint(1, 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
-    return reruns_for(recipes, dropped, window, transients, offloaded=swapped)
+    return recomputations_for(recipes, dropped, window, transients, offloaded=swapped)
 
 
-def check(trace: Trace, reruns: Mapping[int, Sequence[int]], recipes: Recipes | None = None) -> None:
+def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Recipes | None = None) -> None:
     timeline = Timeline(trace, recipes)
-    found = timeline.evaluate(reruns)
-    expected = simulate(trace, timeline.recipes, reruns)
+    found = timeline.evaluate(recomputations)
+    expected = simulate(trace, timeline.recipes, recomputations)
     assert found.levels[: len(expected)].tolist() == expected
     assert found.peak_bytes == max(expected)
     assert expected[found.peak_event] == found.peak_bytes
-    runs = [timeline.recipes.recipes[r] for rs in reruns.values() for r in rs]
+    runs = [timeline.recipes.recipes[r] for rs in recomputations.values() for r in rs]
     actions = sum(len(r.operations) or 2 for r in runs)  # a copy down and one up
     engine = trace.dispatch_seconds * (trace.forward_operations + actions) if runs else 0
     waiting = found.copying.exposed_seconds
@@ -159,18 +159,20 @@ def test_the_plans_of_these_tests_are_no_empty_ones() -> None:
 
 
 @each_seed(20)
-def test_any_reruns_at_all_are_replayed_not_only_those_a_schedule_makes(seed: int) -> None:
-    """Needless and repeated reruns: the replay judges any list, as long as its inputs are there."""
+def test_any_recomputations_at_all_are_replayed_not_only_those_a_schedule_makes(seed: int) -> None:
+    """Needless and repeated recomputations: the replay judges any list, as long as its inputs are there."""
     trace = network(seed)
     recipes = Recipes(trace)
-    reruns = {e: list(runs) for e, runs in reruns_for(recipes, recipes.saved & recipes.rebuildable).items()}
-    if not reruns:
+    recomputations = {
+        e: list(runs) for e, runs in recomputations_for(recipes, recipes.saved & recipes.rebuildable).items()
+    }
+    if not recomputations:
         return
-    first = min(reruns)
+    first = min(recomputations)
     for event in range(first + 1, trace.pass_events):
-        if trace.events[event] < 0 and event not in reruns:
-            reruns[event] = reruns[first][:1]
-    check(trace, dict(sorted(reruns.items())))
+        if trace.events[event] < 0 and event not in recomputations:
+            recomputations[event] = recomputations[first][:1]
+    check(trace, dict(sorted(recomputations.items())))
 
 
 def test_a_plain_step_holds_what_is_saved_until_backward_lets_go() -> None:
@@ -196,7 +198,7 @@ def test_a_dropped_storage_is_away_between_its_transient_death_and_its_unpack() 
     recipes = timeline.recipes
     large = [s for s in recipes.saved if trace.storages[s].bytes == 300]
     assert len(large) == 3
-    found = timeline.evaluate(reruns_for(recipes, large))
+    found = timeline.evaluate(recomputations_for(recipes, large))
     difference = (timeline.plain().levels - found.levels)[: len(trace.events)].tolist()
     assert max(difference) == 900  # at the end of forward none of the three is there
     assert min(difference) == 0

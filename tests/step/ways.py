@@ -33,7 +33,7 @@ def peak_of(plan: memfit.Plan, model: nn.Module, sample: Any, loss_fn: Any, *, s
     for meter in (False, False, True):
         torch.manual_seed(seed)
         record = engine.step(sample, meter=meter)
-        assert record.departures == ()
+        assert record.divergences == ()
     assert record.peak_bytes is not None
     return record.peak_bytes
 

@@ -299,7 +299,7 @@ def test_dropping_and_chunks_go_together() -> None:
         loss = model(**sample).loss
     loss.backward()
     assert follower is not None
-    assert follower.departure is None
+    assert follower.divergence is None
     assert difference([p.grad for p in model.parameters()], gradients) == 0.0
     for parameter in model.parameters():
         parameter.grad = None
@@ -311,7 +311,7 @@ def test_a_smaller_batch_runs_the_same_operations() -> None:
     model, sample = llama(batch=6)
     made = memfit.recompute(model, sample, None, adamw, every="block", fixed={"loss_chunks": 4})
     engine = memfit.apply(made, model)
-    assert engine.step({name: t[:5] for name, t in sample.items()}).departures == ()
+    assert engine.step({name: t[:5] for name, t in sample.items()}).divergences == ()
 
 
 def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:

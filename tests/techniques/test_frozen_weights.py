@@ -93,7 +93,7 @@ def test_bytes_are_the_predicted_ones_and_results_those_of_a_loop_by_hand(fracti
     records = [engine.step(rows(), meter=True) for _ in range(3)]
     after = torch.get_rng_state()
     assert records[-1].peak_bytes == plan.prediction.peak_bytes <= plan.budget_bytes
-    assert all(record.departures == () for record in records)
+    assert all(record.divergences == () for record in records)
     torch.manual_seed(3)
     assert [record.loss for record in records] == by_hand(reference, precision=precision)
     assert torch.equal(torch.get_rng_state(), after)
@@ -192,7 +192,7 @@ def test_an_engine_plans_again_for_another_batch() -> None:
     engine.step(rows())
     engine.step(rows(40))
     record = engine.step(rows(40))
-    assert record.departures == ()
+    assert record.divergences == ()
     assert engine.plan.choices.frozen_weights == "4bit"
 
 
@@ -263,7 +263,7 @@ def test_where_nothing_is_frozen_it_is_refused() -> None:
     with pytest.raises(memfit.InputError, match="no linear layer of the model has a frozen weight"):
         memfit.plan(*ask, fixed=FOUR_BITS)
     plan = memfit.plan(*ask, allow=["4bit"])
-    assert any("no linear layer" in reason for reason in plan.turned_down)
+    assert any("no linear layer" in reason for reason in plan.rejected)
 
 
 def test_without_bitsandbytes_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_recomputation_reads_no_parameter_after_its_update(way: Choices) -> None
     model, sample, loss_fn = build()
     plan = ways.planned(way, model, sample, loss_fn, small.adamw, fixed={"micro_batches": 1})
     least = api.replan(plan, memfit.smallest_budget(plan))
-    assert least.script.reruns
+    assert least.script.recomputations
     losses, trained = ways.trained(least, build)
     after = Choices(state_format=way.state_format)
     expected, plain = ways.trained(

@@ -10,7 +10,7 @@ import pytest
 from memfit.train.progress import BarDisplay, Display, PlainDisplay, described, display
 from memfit.values.report import StepRecord
 
-RECORD = StepRecord(3, 0.25, 0.1, peak_bytes=2**20, departures=("operation 7 is [bold]",))
+RECORD = StepRecord(3, 0.25, 0.1, peak_bytes=2**20, divergences=("operation 7 is [bold]",))
 
 
 def tell(shown: Display) -> None:

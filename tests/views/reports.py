@@ -106,7 +106,7 @@ def plan() -> Plan:
         torch_version="2.11.0",
         clip_norm=1.0,
         by_module=(*modules, ModuleSaving("", 96 * MIB, 0, 0.0)),
-        turned_down=("2 micro-batches: 3.1 % slower than one", "bf16: not allowed"),
+        rejected=("2 micro-batches: 3.1 % slower than one", "bf16: not allowed"),
         notes=("Attention weights are not saved by the fused kernel.",),
     )
 
@@ -131,8 +131,8 @@ def records(count: int = 300) -> tuple[StepRecord, ...]:
             loss=2.2 + 8 * math.exp(-i / 60) + 0.15 * math.sin(7 * i),
             seconds=0.75 + 0.004 * math.sin(i),
             peak_bytes=int(7.7 * GIB) if i == 0 else None,
-            reruns=1212,
-            departures=("layers.3: another branch was taken",) if i in {17, 40} else (),
+            recomputations=1212,
+            divergences=("layers.3: another branch was taken",) if i in {17, 40} else (),
         )
         for i in range(count)
     )
@@ -169,7 +169,7 @@ def plain_report() -> Report:
     )
     modules = tuple(replace(m, kept_bytes=m.kept_bytes + m.dropped_bytes, dropped_bytes=0) for m in base.by_module)
     roomy = replace(
-        base, budget_bytes=80 * GIB, script=Script(), prediction=prediction, by_module=modules, turned_down=(), notes=()
+        base, budget_bytes=80 * GIB, script=Script(), prediction=prediction, by_module=modules, rejected=(), notes=()
     )
     return Report("Plain", roomy)
 

@@ -91,13 +91,13 @@ def test_every_number_of_the_report_is_on_the_page() -> None:
     sizes += [n for n in p.categories_at_peak.values() if n]
     sizes += [n for m in report.plan.by_module for n in (m.kept_bytes, m.dropped_bytes)]
     sizes += [n for f in report.frontier for n in (f.budget_bytes, f.peak_bytes)]
-    seconds = [p.step_seconds, p.plain_step_seconds, *(m.rerun_seconds for m in report.plan.by_module)]
+    seconds = [p.step_seconds, p.plain_step_seconds, *(m.recompute_seconds for m in report.plan.by_module)]
     seconds += [s for f in report.frontier for s in (f.step_seconds, f.bound_seconds)]
     assert [n for n in sizes if format_bytes(n) not in text] == []
     assert [s for s in seconds if format_seconds(s) not in text] == []
     for expected in ("0.11 % too low", "8,589,934,592 bytes", f"{p.slowdown:.2f}", f"{100 * report.plan.gap:.1f} %"):
         assert expected in text
-    for words in (*report.plan.turned_down, *report.plan.notes, report.plan.device, report.plan.signature):
+    for words in (*report.plan.rejected, *report.plan.notes, report.plan.device, report.plan.signature):
         assert words in text
     for name, fact in report.facts:
         assert f"<dt>{name}</dt><dd>{fact}</dd>" in text
@@ -109,7 +109,7 @@ def test_texts_of_others_are_shown_and_not_obeyed() -> None:
         full.plan,
         prediction=replace(full.plan.prediction, peak_module=NASTY, peak_operation=NASTY, phases=(NASTY,) * 340),
         by_module=(ModuleSaving(NASTY, 1, 2, 0.1),),
-        turned_down=(NASTY,),
+        rejected=(NASTY,),
         notes=(NASTY,),
         device=NASTY,
         signature=NASTY,
@@ -123,8 +123,8 @@ def test_texts_of_others_are_shown_and_not_obeyed() -> None:
             full,
             title=NASTY,
             plan=plan,
-            rehearsal=replace(full.rehearsal, departures=(NASTY,)),
-            records=(StepRecord(1, 2.0, 0.1, departures=(NASTY,)),),
+            rehearsal=replace(full.rehearsal, divergences=(NASTY,)),
+            records=(StepRecord(1, 2.0, 0.1, divergences=(NASTY,)),),
             facts=((NASTY, NASTY),),
         )
     )
@@ -153,7 +153,7 @@ def test_without_rehearsal_the_verdict_says_that_it_is_a_prediction() -> None:
 def test_sections_without_content_are_left_out() -> None:
     text = page(reports.bare_report())
 
-    for heading in ("Training", "Notes", "Turned down", "Facts", "Departures", "What backward needs, by module"):
+    for heading in ("Training", "Notes", "Rejected", "Facts", "Divergences", "What backward needs, by module"):
         assert f"<h2>{heading}" not in text
 
 
@@ -165,7 +165,7 @@ def test_one_step_makes_a_row_and_no_curve() -> None:
     assert "<details>" not in text
 
 
-def test_departures_are_listed_once_with_their_steps() -> None:
+def test_divergences_are_listed_once_with_their_steps() -> None:
     assert page(reports.report()).count("layers.3: another branch was taken (step 18, step 41)") == 1
 
 

@@ -40,7 +40,7 @@ class Verdict:
     where: str = ""
     parameters: int = 0
     operations: int = 0
-    reruns: int = 0
+    recomputations: int = 0
     plain_bytes: int = 0
     smallest_bytes: int = 0
     budget_bytes: int = 0
@@ -125,12 +125,14 @@ def _followed(
         found = outcome_of(model, batch, loss_fn, memfit.apply(made, model, loss_fn, None))
     except MemfitError as error:
         return "wrong", f"a plan that was made cannot be run: {in_short(error)}"
-    verdict.reruns = found.reruns
+    verdict.recomputations = found.recomputations
     different = differences(found, reference)
     if different:
-        return "wrong", f"numbers differ: {different}" + (f"; departure: {found.departure}" if found.departure else "")
-    if found.departure:
-        return "kept plain", f"departure: {found.departure}"
+        return "wrong", f"numbers differ: {different}" + (
+            f"; divergence: {found.divergence}" if found.divergence else ""
+        )
+    if found.divergence:
+        return "kept plain", f"divergence: {found.divergence}"
 
     tell("metering")
     try:

@@ -175,7 +175,7 @@ def _compared(result: Applied, way: Choices, specimen: Specimen, tell: Callable[
         return "wrong", f"a plan that was made cannot be run: {in_short(error)}"
     with engine.gathered():
         found = _state(engine.model)
-    departures = [departure for record in engine.records for departure in record.departures]
+    divergences = [divergence for record in engine.records for divergence in record.divergences]
     _closed(engine)
     differ = [a for a, b in zip([r.loss for r in engine.records], losses, strict=True) if a != b]
     wrong = sum(not same_bits(a, b) for a, b in zip(found, expected, strict=True))
@@ -186,8 +186,8 @@ def _compared(result: Applied, way: Choices, specimen: Specimen, tell: Callable[
         return "wrong", f"numbers differ: {len(differ)} losses, {wrong} of {len(expected)} parameters and buffers"
     if way.loss_chunks > 1 and (rounding := _rounding(way, build)) > ROUNDING:
         return "wrong", f"gradients differ from those of the whole loss head by {rounding:.1g}"
-    if departures:
-        return "kept plain", f"departure: {departures[0]}"
+    if divergences:
+        return "kept plain", f"divergence: {divergences[0]}"
 
     tell("metering")
     peaks = [ways.peak_of(made, *build(), seed=seed) for seed in seeds_of(made)]

@@ -38,7 +38,7 @@ def with_other_draws(captured: Captured, again: Callable[[], Captured], others: 
             "other batches or later steps may hold more"
         )
     drawn: list[tuple[int, ...]] = []
-    departing = 0
+    diverging = 0
     if _draws_before_it_looks(trace) and not any(c.steady and same_forward(c.trace, trace) for c in others):
         own = tuple(s.bytes for s in trace.storages)
         for seed in range(1, OTHER_DRAWS + 1):
@@ -47,22 +47,22 @@ def with_other_draws(captured: Captured, again: Callable[[], Captured], others: 
                 try:
                     other = again().trace
                 except Exception:  # noqa: BLE001 - what this draw runs cannot be captured, or is the user's own error: no step that was planned for
-                    departing += 1
+                    diverging += 1
                     continue
             sizes = tuple(s.bytes for s in other.storages)
             if not same_operations(trace, other):
-                departing += 1
+                diverging += 1
             elif sizes != own:
                 drawn.append(sizes)
             else:
                 break  # what is drawn decides values only
-    if departing:
+    if diverging:
         notes.append(
-            f"random numbers, drawn anew in each step, decide which operations run: {departing} of {OTHER_DRAWS} other draws ran others than are planned for. "
-            "Such a step is kept plain from where it departs"
+            f"random numbers, drawn anew in each step, decide which operations run: {diverging} of {OTHER_DRAWS} other draws ran others than are planned for. "
+            "Such a step is kept plain from where it diverges"
         )
     trace = replace(trace, drawn_bytes=tuple(drawn), notes=(*trace.notes, *notes))
-    return replace(captured, trace=trace, steady=not drawn and not departing)
+    return replace(captured, trace=trace, steady=not drawn and not diverging)
 
 
 def _draws_before_it_looks(trace: Trace) -> bool:

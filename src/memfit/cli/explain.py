@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             "loss": last.loss,
             "peak_bytes": max(peaks, default=None),
             "median_seconds": seconds,
-            "departures": sorted({text for step in steps for text in step.departures}),
+            "divergences": sorted({text for step in steps for text in step.divergences}),
         }
         lines.append(f"Run: {last.step} steps, loss {last.loss:.4f}, {format_seconds(seconds)} a step.")
         if peaks:
@@ -47,5 +47,5 @@ def run(arguments: argparse.Namespace) -> Answer:
                 f"Measured: {format_bytes(max(peaks))} at the peak; "
                 f"predicted: {format_bytes(plan.prediction.peak_bytes)}."
             )
-        lines += [f"Not as planned: {text}" for text in data["run"]["departures"]]
+        lines += [f"Not as planned: {text}" for text in data["run"]["divergences"]]
     return Answer(data, "\n".join(lines))

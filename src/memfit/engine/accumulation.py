@@ -95,7 +95,7 @@ class Accumulated:
             self.loss,
             0.0,
             self.micro_batches,
-            reruns=self.recomputations,
-            departures=tuple(self.divergences),
+            recomputations=self.recomputations,
+            divergences=tuple(self.divergences),
             skipped=skipped,
         )

@@ -213,22 +213,22 @@ class Engine:
         record = history.metered(run, lambda: self.present(batch), device) if meter else history.timed(run)
         if self.schedule is not None and not record.skipped:
             self.schedule.step()
-        if record.departures and self.planner is not None:
+        if record.divergences and self.planner is not None:
             self._plans.note_divergence(signature)
         again = "; the next batch of this shape gets a plan of its own" if self._plans.wants_own_plan(signature) else ""
-        for divergence in record.departures:
-            self.tell_departure(divergence, again, stacklevel=4)
+        for divergence in record.divergences:
+            self.tell_divergence(divergence, again, stacklevel=4)
         return record
 
-    def tell_departure(self, departure: str, more: str = "", *, stacklevel: int) -> None:
+    def tell_divergence(self, divergence: str, more: str = "", *, stacklevel: int) -> None:
         """Warn that a forward was not as planned, once for each divergence; for integrations whose loop is somebody else's, too.
 
         Args:
-            departure: where and why.
+            divergence: where and why.
             more: what happens now.
             stacklevel: of `warnings.warn`, from here.
         """
-        self._history.tell_divergence(departure, more, stacklevel=stacklevel + 1)
+        self._history.tell_divergence(divergence, more, stacklevel=stacklevel + 1)
 
     def _own_plan(self, batch: Batch, signature: str, known: Plan, planner: Callable[[Batch], Plan]) -> Plan:
         with self.gathered():

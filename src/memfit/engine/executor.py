@@ -67,5 +67,5 @@ class Executor:
         total.micro_batches += 1
         if follower is not None:
             total.recomputations += follower.tape.recomputations
-            if follower.departure is not None:
-                total.divergences.append(follower.departure)
+            if follower.divergence is not None:
+                total.divergences.append(follower.divergence)

@@ -35,7 +35,7 @@ class Follower(TorchDispatchMode):
 
     Attributes:
         tape: what backward goes by.
-        departure: where and why the forward differed from the script; None where it did not.
+        divergence: where and why the forward differed from the script; None where it did not.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Follower(TorchDispatchMode):
         self.tape = Tape(compiled, retain=retain, lower_tiers=lower_tiers)
         self.index = 0
         self.save = 0
-        self.departure: str | None = None
+        self.divergence: str | None = None
         self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
         self._count = compiled.count
@@ -61,9 +61,9 @@ class Follower(TorchDispatchMode):
         """Run forward and loss inside."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self:
             yield self
-        if self.departure is None and self.index != self._count:
+        if self.divergence is None and self.index != self._count:
             self._diverge(f"forward ended after {self.index} operations, the plan has {self._count}")
-        if self.departure is None and self.save != len(self.compiled.script.saves):
+        if self.divergence is None and self.save != len(self.compiled.script.saves):
             self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
         self.tape.storages.forward_ends()
 
@@ -73,7 +73,7 @@ class Follower(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         index = self.index
-        if index < self._count and func is self._functions[index] and self.departure is None:
+        if index < self._count and func is self._functions[index] and self.divergence is None:
             self.index = index + 1
             if _wants_gradient(*args) is not self._wanted[index]:
                 more = "no gradient" if self._wanted[index] else "a gradient"
@@ -82,7 +82,7 @@ class Follower(TorchDispatchMode):
             if not self._acts[index]:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
-        if self.departure is None:
+        if self.divergence is None:
             if not dispatch.is_operation(func):
                 return func(*args, **kwargs) if kwargs else func(*args)
             planned = str(self._functions[index]) if index < self._count else "the end of forward"
@@ -90,7 +90,7 @@ class Follower(TorchDispatchMode):
         return self._unplanned(func, args, kwargs or {})
 
     def _diverge(self, why: str) -> None:
-        self.departure = why
+        self.divergence = why
         self.tape.diverge()
 
     def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +180,7 @@ class Follower(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         save = self.save
         self.save = save + 1
-        if self.departure is None:
+        if self.divergence is None:
             saves = self.compiled.script.saves
             if save >= len(saves):
                 self._diverge(f"autograd saved more than the {len(saves)} tensors of the plan")

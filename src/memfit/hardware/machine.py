@@ -64,7 +64,7 @@ class Link:
         tier: "host" or "disk".
         out_bandwidth, in_bandwidth: bytes/s from the device down, and back up.
         latency_seconds: of each copy, beside its bytes.
-        room_bytes: how many bytes may lie below; None for no bound but what is there.
+        free_bytes: how many bytes may lie below; None for no bound but what is there.
         least_bytes: smaller storages are not worth a copy.
         below: from the same device to the tier after this one, for what this one has no room for; None for no such tier.
     """
@@ -73,7 +73,7 @@ class Link:
     out_bandwidth: float
     in_bandwidth: float
     latency_seconds: float = 0.0
-    room_bytes: int | None = None
+    free_bytes: int | None = None
     least_bytes: int = 1 << 16
     below: Link | None = None
 

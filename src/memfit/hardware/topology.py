@@ -38,7 +38,7 @@ class Topology:
 
     Attributes:
         devices: at least one; a rank's position is its number.
-        down: for each device, its links to the tiers below, the nearest first, as measured: no `room_bytes`, no `below`. Empty where nobody asked.
+        down: for each device, its links to the tiers below, the nearest first, as measured: no `free_bytes`, no `below`. Empty where nobody asked.
         peers: links between devices.
     """
 

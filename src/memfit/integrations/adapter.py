@@ -232,10 +232,10 @@ class Adapter:
         with self._planned.forward() as follower:
             yield
         self._micro_batches += 1
-        if follower is not None and follower.departure is not None:
-            self._divergences.append(follower.departure)
+        if follower is not None and follower.divergence is not None:
+            self._divergences.append(follower.divergence)
             # From here through contextlib and the callback to the trainer that called it.
-            self._planned.tell_departure(follower.departure, stacklevel=6)
+            self._planned.tell_divergence(follower.divergence, stacklevel=6)
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """A loss, of which the step's is the sum."""

@@ -25,7 +25,7 @@ from memfit.planner.description import describe, where
 from memfit.planner.found import Found
 from memfit.planner.modules import flowing_out, matcher, module_calls, repeated_blocks, repeats
 from memfit.planner.recipes import Recipes
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.segments import boundaries_after, windows
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -105,8 +105,10 @@ def _in_windows(solver: Solver, cut: _Windows) -> tuple[Solution, list[str]]:
     inside = {s for s in recipes.saved - crossing if window_of[trace.storages[s].birth] in cut.dropped_in}
     dropped = inside & recipes.rebuildable
     held = crossing - recipes.saved
-    reruns = reruns_for(recipes, dropped, window_of, held)
-    solution = Solution(reruns, solver.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), 1)
+    recomputations = recomputations_for(recipes, dropped, window_of, held)
+    solution = Solution(
+        recomputations, solver.timeline.evaluate(recomputations), frozenset(dropped), frozenset(held), 1
+    )
     notes = [f"placed by hand: {cut.words}"]
     by_module: dict[str, int] = defaultdict(int)
     for s in sorted(inside - dropped):
@@ -206,4 +208,4 @@ def _within(solver: Solver, activation_bytes: int) -> tuple[Solution, int]:
             moment=f"{phase}: {operation}",
             module=module,
         )
-    return replace(found, evaluation=solver.timeline.evaluate(found.reruns)), found.peak
+    return replace(found, evaluation=solver.timeline.evaluate(found.recomputations)), found.peak

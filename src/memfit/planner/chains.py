@@ -1,7 +1,7 @@
-"""Forward as a chain of cells, and the chain optimum as reruns: nested recomputation for budgets that one level of windows cannot reach.
+"""Forward as a chain of cells, and the chain optimum as recomputations: nested recomputation for budgets that one level of windows cannot reach.
 
 Cuts at prices rebuild each window once. On deep narrow chains less memory is possible by dropping boundaries too and sweeping over cells several times,
-which the dynamic program of `baselines.rotor` plans optimally. Their schedules become ordinary reruns here, so the same timeline judges them and the
+which the dynamic program of `baselines.rotor` plans optimally. Their schedules become ordinary recomputations here, so the same timeline judges them and the
 same engine runs them, and no plan of ours is worse than theirs.
 """
 
@@ -192,7 +192,7 @@ class CellChain:
     def schedules(
         self, budget_bytes: int, fits: Callable[[dict[int, list[int]]], bool]
     ) -> Iterator[dict[int, list[int]]]:
-        """Reruns of the fastest schedules that fit a budget."""
+        """Recomputations of the fastest schedules that fit a budget."""
         capacity_bytes = budget_bytes - self.base_bytes
         if capacity_bytes <= 0:
             return
@@ -203,31 +203,31 @@ class CellChain:
             low, high = 0, len(amounts)
             while low < high:
                 middle = (low + high) // 2
-                if fits(self.reruns(table.operations(amounts[middle]))):
+                if fits(self.recomputations(table.operations(amounts[middle]))):
                     high = middle
                 else:
                     low = middle + 1
             amounts = amounts[max(0, low - FITTING) : low + 1]
         found = 0
         for amount in amounts:
-            reruns = self.reruns(table.operations(amount))
-            if fits(reruns):
+            recomputations = self.recomputations(table.operations(amount))
+            if fits(recomputations):
                 found += 1
-                yield reruns
+                yield recomputations
             if found == FITTING:
                 break
 
     def smallest_schedules(self, known_bytes: int) -> Iterator[dict[int, list[int]]]:
-        """Reruns of schedules in the least memory, when so much is known to do."""
+        """Recomputations of schedules in the least memory, when so much is known to do."""
         capacity_bytes = known_bytes - self.base_bytes
         if capacity_bytes <= 0:
             return
         table = self.table(int(capacity_bytes * MOST))
         for amount in table.amounts()[-2 if self.length > SHORT else -2 * FITTING :]:
-            yield self.reruns(table.operations(amount))
+            yield self.recomputations(table.operations(amount))
 
-    def reruns(self, operations: Sequence[ChainOperation]) -> dict[int, list[int]]:
-        """A chain schedule as reruns before the unpacks of each cell's backward."""
+    def recomputations(self, operations: Sequence[ChainOperation]) -> dict[int, list[int]]:
+        """A chain schedule as recomputations before the unpacks of each cell's backward."""
         table, recipe_of = self.recipes.recipes, self.recipes.recipe_of
         position = 0
         first_sweep = -1

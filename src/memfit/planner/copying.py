@@ -78,7 +78,7 @@ class CopyClock:
     saves_at: Mapping[int, int]
     run_seconds: Callable[[int], float]
 
-    def walk(self, reruns: Mapping[int, Sequence[int]]) -> Copying:
+    def walk(self, recomputations: Mapping[int, Sequence[int]]) -> Copying:
         """What the copies of a plan take, and how much of that computing does not hide.
 
         One queue in each direction of each link, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both
@@ -87,7 +87,7 @@ class CopyClock:
         reloads, clock = self.recipes.reloads, self.recipes.clock
         if not reloads:
             return Copying()
-        chosen = self.recipes.copied_down(reruns)
+        chosen = self.recipes.copied_down(recomputations)
         if not chosen:
             return Copying()
         tiers = range(len(self.recipes.tiers))
@@ -116,8 +116,8 @@ class CopyClock:
             waited[chosen[s].tier] += late
             return late
 
-        for event in sorted(asked.union(reruns)):
-            for recipe in reruns.get(event, ()):
+        for event in sorted(asked.union(recomputations)):
+            for recipe in recomputations.get(event, ()):
                 if recipe in reloads:
                     s = reloads[recipe].storage
                     reload = chosen[s]

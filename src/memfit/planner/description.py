@@ -29,19 +29,19 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     baseline_evaluation = plain.worst(plain.plain)[1]
     nothing_dropped = solver.worst(solver.plain)[1].levels
     phase, module, operation = where(trace, evaluation.peak_event)
-    bands = timeline.by_category(solution.reruns)
+    bands = timeline.by_category(solution.recomputations)
     moments = _moments(trace, evaluation.peak_event)
-    bound = solver.bound(budget_bytes - solvers.extra_bytes - SLACK_BYTES) if solution.reruns else 0.0
+    bound = solver.bound(budget_bytes - solvers.extra_bytes - SLACK_BYTES) if solution.recomputations else 0.0
     kept: dict[str, int] = defaultdict(int)
     dropped: dict[str, int] = defaultdict(int)
     again: dict[str, float] = defaultdict(float)
     below: dict[str, int] = defaultdict(int)
     copying = evaluation.copying
-    rebuilt = {m for runs in solution.reruns.values() for r in runs for m in recipes.recipes[r].makes}
+    rebuilt = {m for runs in solution.recomputations.values() for r in runs for m in recipes.recipes[r].makes}
     for s in recipes.saved:
         fate = below if s in copying.swapped else dropped if s in rebuilt and s in solution.dropped else kept
         fate[trace.storages[s].module] += trace.storages[s].bytes
-    for runs in solution.reruns.values():
+    for runs in solution.recomputations.values():
         for r in runs:
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
@@ -64,7 +64,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         plain_curve=tuple(int(nothing_dropped[m]) for m in moments),
         copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
         exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
-        varies_bytes=solver.draws.varies(solution.reruns),
+        varies_bytes=solver.draws.varies(solution.recomputations),
         tiers=tuple(
             TierUse(
                 link.tier,
@@ -79,7 +79,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     return Plan(
         budget_bytes=budget_bytes,
         choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
-        script=compile_script(recipes, solution.reruns),
+        script=compile_script(recipes, solution.recomputations),
         prediction=prediction,
         signature=trace.signature,
         model=trace.model,
@@ -87,7 +87,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         torch_version=trace.torch_version,
         clip_norm=trace.clip_norm,
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
-        turned_down=tuple(map(str, rejected)),
+        rejected=tuple(map(str, rejected)),
         notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1)),
         source=trace.source,
         changed_buffers=trace.changed_buffers,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from memfit.planner.timeline import Reruns, Timeline
+from memfit.planner.timeline import Recomputations, Timeline
 
 
 class Draws:
@@ -28,22 +28,22 @@ class Draws:
         )
         return self._first, *(Timeline(replace(trace, storages=storages)) for storages in tables)
 
-    def peaks(self, reruns: Reruns) -> list[int]:
+    def peaks(self, recomputations: Recomputations) -> list[int]:
         """Peak bytes of a plan under each draw, the first draw's first."""
-        return [timeline.peak(reruns) for timeline in self._timelines]
+        return [timeline.peak(recomputations) for timeline in self._timelines]
 
-    def varies(self, reruns: Reruns) -> int:
+    def varies(self, recomputations: Recomputations) -> int:
         """How far apart the peaks of a plan lie; 0 where nothing is drawn that decides a size."""
         if not self._first.trace.drawn_bytes:
             return 0
-        peaks = self.peaks(reruns)
+        peaks = self.peaks(recomputations)
         return max(peaks) - min(peaks)
 
-    def largest(self, reruns: Reruns) -> Timeline:
+    def largest(self, recomputations: Recomputations) -> Timeline:
         """The draw under which a plan takes most."""
-        return max(self._timelines, key=lambda timeline: timeline.peak(reruns))
+        return max(self._timelines, key=lambda timeline: timeline.peak(recomputations))
 
-    def needed(self, reruns: Reruns) -> int:
+    def needed(self, recomputations: Recomputations) -> int:
         """Bytes that a plan is to be given: its largest peak, and as much more as its peaks lie apart."""
-        peaks = self.peaks(reruns)
+        peaks = self.peaks(recomputations)
         return 2 * max(peaks) - min(peaks)

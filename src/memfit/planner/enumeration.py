@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from memfit.planner.priced_cuts import PricedCuts
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.solution import Solution
 from memfit.planner.window_layouts import WindowLayout
 
@@ -44,10 +44,14 @@ def _every_plan_in(
         for number in range(1 << (len(droppable) + len(transients))):
             chosen = {s for i, s in enumerate(droppable + transients) if number >> i & 1}
             dropped, held = chosen & graph.droppable, chosen - graph.droppable
-            reruns = reruns_for(graph.recipes, dropped, layout.window_of_event, held)
-            key = tuple((e, *runs) for e, runs in sorted(reruns.items()))
+            recomputations = recomputations_for(graph.recipes, dropped, layout.window_of_event, held)
+            key = tuple((e, *runs) for e, runs in sorted(recomputations.items()))
             if key not in seen:
                 seen.add(key)
                 yield Solution(
-                    reruns, graph.timeline.evaluate(reruns), frozenset(dropped), frozenset(held), layout.cells
+                    recomputations,
+                    graph.timeline.evaluate(recomputations),
+                    frozenset(dropped),
+                    frozenset(held),
+                    layout.cells,
                 )

@@ -9,17 +9,17 @@ from memfit.planner.front import Front
 from memfit.planner.local_search import exchange, shake, trim
 from memfit.planner.problem import Problem
 from memfit.planner.solution import Solution
-from memfit.planner.timeline import Reruns
+from memfit.planner.timeline import Recomputations
 
-FEW_STORAGES: Final = 64  # up to here reruns are exchanged one for others
+FEW_STORAGES: Final = 64  # up to here recomputations are exchanged one for others
 TRIM_TRIES: Final = 6000
 EXCHANGE_TRIES: Final = 300
 SHAKES: Final = 16
 # Plans of other kinds are improved too when they are within this part of a pass of the fastest.
 OTHER_KINDS: Final = 0.03
 FAR: Final = 0.01  # plans this part of a pass above the bound are shaken
-MOST_SHAKEN: Final = 1500  # plans of more reruns take too long to trim again and again
-MOST_RUNS: Final = 12000  # plans of more reruns are left as they are
+MOST_SHAKEN: Final = 1500  # plans of more recomputations take too long to trim again and again
+MOST_RUNS: Final = 12000  # plans of more recomputations are left as they are
 
 
 class FrontSearch:
@@ -34,15 +34,17 @@ class FrontSearch:
         self.problem = problem
         self.front = front
 
-    def keep(self, reruns: Reruns) -> Solution:
+    def keep(self, recomputations: Recomputations) -> Solution:
         """Replay a plan, and remember it."""
         problem = self.problem
-        again = {s for runs in reruns.values() for r in runs for s in problem.recipes.recipes[r].makes}
-        return self.remember(Solution(reruns, problem.timeline.evaluate(reruns), problem.graph.droppable & again))
+        again = {s for runs in recomputations.values() for r in runs for s in problem.recipes.recipes[r].makes}
+        return self.remember(
+            Solution(recomputations, problem.timeline.evaluate(recomputations), problem.graph.droppable & again)
+        )
 
     def remember(self, solution: Solution) -> Solution:
         """Put a plan on the front, where what it offloads fits on its tiers."""
-        if self.problem.timeline.has_room(solution.reruns):
+        if self.problem.timeline.has_room(solution.recomputations):
             self.front.add(solution)
         return solution
 
@@ -51,7 +53,7 @@ class FrontSearch:
         if solution.runs > MOST_RUNS:
             return solution
         tries = TRIM_TRIES // solution.repeats
-        return self.keep(trim(self.problem.timeline, solution.reruns, budget_bytes, tries))
+        return self.keep(trim(self.problem.timeline, solution.recomputations, budget_bytes, tries))
 
     def improve(self, budget_bytes: int, starts: Sequence[Solution]) -> None:
         """Local search from the fastest plan, and from the fastest of other kinds that come near it: greedy steps end where they begin."""
@@ -63,9 +65,9 @@ class FrontSearch:
         for start in {s.seconds: s for s in (*starts, best) if s.seconds <= near}.values():
             trimmed = self.trimmed(start, budget_bytes)
             if len(self.problem.graph.nodes) <= FEW_STORAGES:
-                self.keep(exchange(timeline, trimmed.reruns, budget_bytes, EXCHANGE_TRIES))
+                self.keep(exchange(timeline, trimmed.recomputations, budget_bytes, EXCHANGE_TRIES))
             elif self.worth_shaking(trimmed, budget_bytes):
-                self.keep(shake(timeline, trimmed.reruns, budget_bytes, SHAKES))
+                self.keep(shake(timeline, trimmed.recomputations, budget_bytes, SHAKES))
 
     def worth_shaking(self, solution: Solution | None, budget_bytes: int) -> bool:
         """Whether a plan is far from the bound, and not so long that searching around it would take too long."""

@@ -1,8 +1,8 @@
-"""Local search over reruns: take some out, put some in, keep what is faster and fits.
+"""Local search over recomputations: take some out, put some in, keep what is faster and fits.
 
-Where plans come from (cuts at prices, windows, chains) they follow a rule of scheduling; here nothing is left of the rule. Any set of reruns is a plan, so
-the moves are the simplest there are: a rerun less, and a rerun more, which lets the copy it renews go earlier. Reloads are reruns here: one put in where a
-recipe ran, which is then taken out, turns recomputing into offloading, and the other way round.
+Where plans come from (cuts at prices, windows, chains) they follow a rule of scheduling; here nothing is left of the rule. Any set of recomputations is a plan,
+so the moves are the simplest there are: one less, and one more, which lets the copy it renews go earlier. Reloads count as recomputations: one put in where
+a recipe ran, which is then taken out, turns recomputing into offloading, and the other way round.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final
 
 from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.replay import Replay
-from memfit.planner.timeline import Reruns, Timeline
+from memfit.planner.timeline import Recomputations, Timeline
 
 SHAKEN: Final = 0.1  # part of backward that is shaken at once
 
 
-def trim(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[int, list[int]]:
-    """Take reruns out of a plan that fits as long as it fits: one at a time, all of a recipe, all of an event.
+def trim(timeline: Timeline, recomputations: Recomputations, budget: int, tries: int) -> dict[int, list[int]]:
+    """Take recomputations out of a plan that fits as long as it fits: one at a time, all of a recipe, all of an event.
 
     The most seconds for each byte that is held instead come first; among equals those that hold it for the shortest time.
     """
-    replay = Replay(timeline, reruns)
+    replay = Replay(timeline, recomputations)
     groups: list[tuple[int, ...]] = [(slot,) for slot in replay.recipe_at]
     groups += [tuple(slots) for slots in replay.runs_by_recipe() if len(slots) > 1]
     groups += [tuple(slots) for slots in replay.runs_by_event() if len(slots) > 1]
@@ -53,17 +53,17 @@ def trim(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[in
         tries -= len(scored)
         left = [tuple(slot for slot in group if slot in replay.recipe_at) for group in groups]
         groups = [group for group in dict.fromkeys(left) if group]
-    return replay.reruns()
+    return replay.recomputations()
 
 
-def with_rerun(timeline: Timeline, reruns: Reruns, event: int, recipe: int) -> dict[int, list[int]]:
+def with_rerun(timeline: Timeline, recomputations: Recomputations, event: int, recipe: int) -> dict[int, list[int]]:
     """The plan with a recipe run again before an event too; recipes run in the order of forward."""
-    more = {e: list(rs) for e, rs in reruns.items()}
-    more[event] = sorted([*reruns.get(event, ()), recipe], key=timeline.recipes.last_operation.__getitem__)
+    more = {e: list(rs) for e, rs in recomputations.items()}
+    more[event] = sorted([*recomputations.get(event, ()), recipe], key=timeline.recipes.last_operation.__getitem__)
     return dict(sorted(more.items()))
 
 
-def one_more(timeline: Timeline, reruns: Reruns) -> Iterator[dict[int, list[int]]]:
+def one_more(timeline: Timeline, recomputations: Recomputations) -> Iterator[dict[int, list[int]]]:
     """The plan with one rerun or reload more: before any use of a copy that some rerun, or forward, left there for it."""
     recipes = timeline.recipes
     wanted: dict[tuple[int, int], None] = {}
@@ -78,19 +78,19 @@ def one_more(timeline: Timeline, reruns: Reruns) -> Iterator[dict[int, list[int]
     for s, uses in timeline.unpack_uses.items():
         for event, _ in uses:
             want(s, event)
-    for event in sorted(reruns):
-        for recipe in reruns[event]:
+    for event in sorted(recomputations):
+        for recipe in recomputations[event]:
             for s in recipes.recipes[recipe].inputs:
                 want(s, event)
     for event, recipe in wanted:
-        if recipe in reruns.get(event, ()):
+        if recipe in recomputations.get(event, ()):
             continue
-        yield with_rerun(timeline, reruns, event, recipe)
+        yield with_rerun(timeline, recomputations, event, recipe)
 
 
-def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dict[int, list[int]]:
+def exchange(timeline: Timeline, recomputations: Recomputations, budget: int, tries: int) -> dict[int, list[int]]:
     """Put one rerun in and take out what that leaves memory for, until nothing gets faster."""
-    current = {e: list(rs) for e, rs in reruns.items()}
+    current = {e: list(rs) for e, rs in recomputations.items()}
     seconds = timeline.seconds(current)
     better = True
     while better and tries > 0:
@@ -109,8 +109,8 @@ def exchange(timeline: Timeline, reruns: Reruns, budget: int, tries: int) -> dic
     return current
 
 
-def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[int, list[int]]:
-    """Rebuild all that a stretch of backward reads, and trim: other reruns may go then than went before. The stretches are drawn, always alike."""
+def shake(timeline: Timeline, recomputations: Recomputations, budget: int, rounds: int) -> dict[int, list[int]]:
+    """Rebuild all that a stretch of backward reads, and trim: other recomputations may go then than went before. The stretches are drawn, always alike."""
     chance = random.Random(rounds)
     recipe_of, rebuildable = timeline.recipes.recipe_of, timeline.recipes.rebuildable
     first_uses = [(uses[0][0], recipe_of[s]) for s, uses in sorted(timeline.unpack_uses.items()) if s in rebuildable]
@@ -126,7 +126,7 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
         additions += [reloads] if reloads else []
     begin, end = timeline.trace.forward_events, timeline.trace.pass_events
     length = SHAKEN * (end - begin)
-    current = {e: list(rs) for e, rs in reruns.items()}
+    current = {e: list(rs) for e, rs in recomputations.items()}
     seconds = timeline.seconds(current)
     for number in range(rounds):
         start = begin + chance.random() * (end - begin - length)
@@ -144,9 +144,9 @@ def shake(timeline: Timeline, reruns: Reruns, budget: int, rounds: int) -> dict[
     return current
 
 
-def shrink(timeline: Timeline, reruns: Reruns, tries: int) -> dict[int, list[int]]:
+def shrink(timeline: Timeline, recomputations: Recomputations, tries: int) -> dict[int, list[int]]:
     """Lower the peak, moment by moment: take out a rerun that holds much there, or put one in so that less is held over it."""
-    current = {e: list(rs) for e, rs in reruns.items()}
+    current = {e: list(rs) for e, rs in recomputations.items()}
     while tries > 0:
         replay = Replay(timeline, current)
         while tries > 0:
@@ -164,7 +164,7 @@ def shrink(timeline: Timeline, reruns: Reruns, tries: int) -> dict[int, list[int
             if lower is None:
                 break
             replay.remove(lower.gone, lower.changes)
-        current = replay.reruns()
+        current = replay.recomputations()
         for event, recipe in replay.held_over(top):
             tries -= 1
             more = with_rerun(timeline, current, event, recipe)

@@ -19,7 +19,7 @@ import numpy as np
 from memfit.planner.offload_graph import OffloadGraph
 from memfit.planner.priced_cuts import window_starts
 from memfit.planner.recompute_graph import RecomputeGraph
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.solution import Solution
 from memfit.planner.window_layouts import WindowLayout
 
@@ -151,13 +151,13 @@ class OffloadCuts:
         """Of the storages to offload to a tier, those that fit there together: on the last tier what gains most for its bytes, else what is read soonest."""
         graph = self.graph
         link = graph.recipes.tiers[tier]
-        if link.room_bytes is None:
+        if link.free_bytes is None:
             return wanted
         chosen = np.flatnonzero(wanted)
         worth = -(gain[chosen] / np.maximum(graph.place[chosen], 1)) if link.below is None else graph.first[chosen]
         order = chosen[np.argsort(worth, kind="stable")]
         out = np.zeros(len(wanted), dtype=bool)
-        out[order[np.cumsum(graph.place[order]) <= link.room_bytes]] = True
+        out[order[np.cumsum(graph.place[order]) <= link.free_bytes]] = True
         return out
 
     def spread(self, wanted: Any, gain: Any) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ class OffloadCuts:
         key = layout.cuts, distance, np.packbits([dropped, held, offloaded]).tobytes(), tier_of.tobytes()
         if key not in self._decided:
             node = np.array(graph.nodes, dtype=np.int64)
-            reruns = reruns_for(
+            recomputations = recomputations_for(
                 recipes,
                 node[dropped].tolist(),
                 layout.window_of_event,
@@ -188,6 +188,8 @@ class OffloadCuts:
                     for s, tier in zip(node[offloaded].tolist(), tier_of[offloaded].tolist(), strict=True)
                 },
             )
-            again = {s for runs in reruns.values() for r in runs for s in recipes.recipes[r].makes}
-            self._decided[key] = Solution(reruns, graph.timeline.evaluate(reruns), self._recompute.droppable & again)
+            again = {s for runs in recomputations.values() for r in runs for s in recipes.recipes[r].makes}
+            self._decided[key] = Solution(
+                recomputations, graph.timeline.evaluate(recomputations), self._recompute.droppable & again
+            )
         return self._decided[key]

@@ -57,7 +57,7 @@ def why_nothing_is_offloaded(recipes: Recipes) -> str | None:
     """Why no storage of a step can go to the lower tiers that its recipes know; None where one can."""
     link = recipes.lower_tier
     assert link is not None, "it is asked where there is one"
-    rooms = [tier.room_bytes for tier in recipes.tiers]
+    rooms = [tier.free_bytes for tier in recipes.tiers]
     by_value = next((op.name for op in recipes.trace.operations if op.by_values), None)
     if by_value is None and recipes.trace.sized_by_values:
         by_value = "what follows random numbers"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memfit.planner.recompute_graph import RecomputeGraph
-from memfit.planner.schedule import reruns_for
+from memfit.planner.schedule import recomputations_for
 from memfit.planner.solution import Solution
 from memfit.planner.window_layouts import WindowLayout
 
@@ -31,9 +31,9 @@ class PricedCuts:
     def solution(self, layout: WindowLayout, dropped: Collection[int], transients: Collection[int]) -> Solution:
         """The plan that drops these storages in this layout, and holds these transients for recomputation; replayed."""
         graph = self.graph
-        reruns = reruns_for(graph.recipes, dropped, layout.window_of_event, transients)
-        evaluation = graph.timeline.evaluate(reruns)
-        return Solution(reruns, evaluation, frozenset(dropped), frozenset(transients), layout.cells)
+        recomputations = recomputations_for(graph.recipes, dropped, layout.window_of_event, transients)
+        evaluation = graph.timeline.evaluate(recomputations)
+        return Solution(recomputations, evaluation, frozenset(dropped), frozenset(transients), layout.cells)
 
     def at_price(self, layout: WindowLayout, weights: Weights, price: float) -> Solution:
         """The plan of the cheapest cut at this price per byte, spread over the events by weight."""

@@ -21,7 +21,7 @@ from typing import Final
 from memfit.hardware.machine import Link
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
-# Storages made out of sight (constants from Python) are held for reruns when they are this small; larger ones rule the rerun out.
+# Storages made out of sight (constants from Python) are held for recomputations when they are this small; larger ones rule the rerun out.
 SMALL_CONSTANT_BYTES: Final = 4096
 # Prefetch distance: how much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
 # some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
@@ -253,10 +253,10 @@ class Recipes:
                 self.recipes.append(Recipe((), (), (s,), 0.0, 0, size, runnable=True))
             self.reloads_of[s] = (*nearer, *found)
 
-    def copied_down(self, reruns: Mapping[int, Sequence[int]]) -> dict[int, Reload]:
+    def copied_down(self, recomputations: Mapping[int, Sequence[int]]) -> dict[int, Reload]:
         """How each storage that a plan offloads goes down: once, whatever reloads it has, so that which is gone last counts; of these the farthest."""
         out: dict[int, Reload] = {}
-        for runs in reruns.values():
+        for runs in recomputations.values():
             for recipe in runs:
                 reload = self.reloads.get(recipe)
                 if reload is not None:

@@ -1,6 +1,6 @@
-"""One plan being changed: what taking reruns out does to the bytes, without replaying the whole step.
+"""One plan being changed: what taking recomputations out does to the bytes, without replaying the whole step.
 
-Any set of reruns is a valid plan: without a rerun the copy made before it is simply held longer. So reruns can be taken out one at a time, and only the
+Any set of recomputations is a valid plan: without a rerun the copy made before it is simply held longer. So recomputations can be taken out one at a time, and only the
 few storages that a rerun makes or reads change their lives. This is what local search needs: thousands of tries, each a few intervals long.
 """
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from memfit.planner.recipes import PREFETCH_DISTANCES
-from memfit.planner.timeline import Reruns, Timeline
+from memfit.planner.timeline import Recomputations, Timeline
 
 _AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Reruns to take out, and what that does.
+    """Recomputations to take out, and what that does.
 
     Attributes:
-        gone: slots of these reruns, and of those that nothing needs without them.
+        gone: slots of these recomputations, and of those that nothing needs without them.
         changes: (first slot, last slot + 1, bytes more or less), in order.
-        seconds: that the reruns took.
+        seconds: that the recomputations took.
         depends_on: storages whose lives this was worked out from.
         removals: how many moves had been made by then.
     """
@@ -45,11 +45,11 @@ class Replay:
         recipe_at, event_at: of the rerun in each slot that has one.
     """
 
-    def __init__(self, timeline: Timeline, reruns: Reruns) -> None:
+    def __init__(self, timeline: Timeline, recomputations: Recomputations) -> None:
         self.timeline = timeline
         self._recipes = timeline.recipes.recipes
         self._bytes = [st.bytes for st in timeline.trace.storages]
-        expanded = timeline.expand(reruns)
+        expanded = timeline.expand(recomputations)
         self.totals = expanded.totals
         self._slot_of_event: list[int] = expanded.slot_of_event.tolist()
         self.recipe_at: dict[int, int] = dict(zip(expanded.slots.tolist(), expanded.recipes.tolist(), strict=True))
@@ -70,7 +70,7 @@ class Replay:
         for slot, recipe in self.recipe_at.items():
             self._runs_of[recipe].append(slot)
         # What a reload costs depends on all others; here each is charged the share of its copies that this plan does not hide.
-        copying = timeline.copying(reruns)
+        copying = timeline.copying(recomputations)
         exposed = copying.exposed_seconds / copying.copy_seconds if copying.copy_seconds else 0.0
         self._seconds_of = [
             timeline.run_seconds(r) + exposed * timeline.link_seconds(r) for r in range(len(self._recipes))
@@ -87,7 +87,7 @@ class Replay:
         """Largest number of bytes held at once."""
         return int(self.totals.max())
 
-    def reruns(self) -> dict[int, list[int]]:
+    def recomputations(self) -> dict[int, list[int]]:
         """What is left of the plan."""
         out: dict[int, list[int]] = defaultdict(list)
         for slot in sorted(self.recipe_at):
@@ -99,14 +99,14 @@ class Replay:
         return list(self._runs_of.values())
 
     def runs_by_event(self) -> list[list[int]]:
-        """Slots of the reruns before each event."""
+        """Slots of the recomputations before each event."""
         out: dict[int, list[int]] = defaultdict(list)
         for slot, event in self.event_at.items():
             out[event].append(slot)
         return list(out.values())
 
     def held_over(self, slot: int) -> list[tuple[int, int]]:
-        """(event, recipe) of the reruns that would let a copy alive at this slot go before it; the largest copies first."""
+        """(event, recipe) of the recomputations that would let a copy alive at this slot go before it; the largest copies first."""
         timeline = self.timeline
         recipe_of = timeline.recipes.recipe_of
         event_of_slot = {where: event for event, where in enumerate(self._slot_of_event)} | self.event_at
@@ -131,7 +131,7 @@ class Replay:
         return [pair for pair in wanted if pair not in present]
 
     def move(self, slots: tuple[int, ...]) -> Move:
-        """What taking these reruns out does, with those that nothing needs then."""
+        """What taking these recomputations out does, with those that nothing needs then."""
         known = self._moves.get(slots)
         if known is not None:
             since, changed = known.removals, self._changed
@@ -157,7 +157,7 @@ class Replay:
         return self._touched[recipe]
 
     def with_needless(self, slots: Iterable[int]) -> set[int]:
-        """These reruns, and those that nothing needs once they are gone."""
+        """These recomputations, and those that nothing needs once they are gone."""
         gone = set(slots)
         stack = list(gone)
         while stack:
@@ -188,7 +188,7 @@ class Replay:
         return False
 
     def changes(self, gone: set[int]) -> list[tuple[int, int, int]]:
-        """(first slot, last slot + 1, bytes more or less) without these reruns, in order."""
+        """(first slot, last slot + 1, bytes more or less) without these recomputations, in order."""
         timeline = self.timeline
         births = self._births
         affected: set[int] = set()
@@ -249,7 +249,7 @@ class Replay:
         return i == len(births) or uses[j][0] <= births[i]
 
     def lives(self, s: int, gone: set[int], fewer: dict[int, int]) -> list[tuple[int, int]]:
-        """(birth slot, last slot) of each copy of a storage when these reruns are gone."""
+        """(birth slot, last slot) of each copy of a storage when these recomputations are gone."""
         timeline, where = self.timeline, self._slot_of_event
         births = [b for b in self._births[s] if b not in gone] if gone else self._births[s]
         answered = len(births) > 1
@@ -292,7 +292,7 @@ class Replay:
         return fits
 
     def remove(self, gone: set[int], changes: Iterable[tuple[int, int, int]]) -> None:
-        """Take reruns out; `changes` is what that does."""
+        """Take recomputations out; `changes` is what that does."""
         # What the engine no longer answers for, autograd keeps itself: longer than any unpack asks, so its uses may stay.
         for a, b, size in changes:
             self.totals[a:b] += size

@@ -1,4 +1,4 @@
-"""Which storages are dropped, and for how long a rebuilt copy is remembered -> the reruns, in order.
+"""Which storages are dropped, and for how long a rebuilt copy is remembered -> the recomputations, in order.
 
 A saved tensor that was dropped is rebuilt at the unpack that needs it, with whatever that takes. What was rebuilt stays for later uses within the
 same *window* (a stretch of forward, usually one block) and is forgotten at its end, so that at most one window is rebuilt at a time. What was offloaded is
@@ -15,7 +15,7 @@ from memfit.planner.recipes import Recipes
 Remember = Callable[[int], Collection[int]]  # window -> storages rebuilt earlier that stay when it begins
 
 
-def reruns_for(
+def recomputations_for(
     recipes: Recipes,
     dropped: Collection[int],
     window_of_event: Mapping[int, int] | None = None,
@@ -23,13 +23,13 @@ def reruns_for(
     remember: Remember | None = None,
     offloaded: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
-    """The reruns that rebuild every dropped storage in time, and reload every offloaded one.
+    """The recomputations that rebuild every dropped storage in time, and reload every offloaded one.
 
     Args:
         recipes: of the trace.
         dropped: saved storages to drop; each must be rebuildable.
         window_of_event: window of each forward event; None for a single window.
-        kept_transients: storages backward does not read but reruns do, to be held from forward on.
+        kept_transients: storages backward does not read but recomputations do, to be held from forward on.
         remember: storages that stay when a window begins; None for none.
         offloaded: storage -> its reload, of those that come back from a lower tier; they are not rebuilt.
     """

@@ -1,4 +1,4 @@
-"""Reruns -> Script: write down, for the engine, everything that follows from a plan by liveness, so that it decides nothing."""
+"""Recomputations -> Script: write down, for the engine, everything that follows from a plan by liveness, so that it decides nothing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from memfit.planner.recipes import Recipes
-from memfit.planner.timeline import Reruns
+from memfit.planner.timeline import Recomputations
 from memfit.values.script import KEPT, Script, Step, Swap
 
 
-def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
+def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
     """The script that holds, runs and releases exactly as the timeline says.
 
     Args:
         recipes: of the trace the plan is for.
-        reruns: the plan.
+        recomputations: the plan.
     """
-    reruns = {event: tuple(runs) for event, runs in reruns.items() if runs}
-    if not reruns:
+    recomputations = {event: tuple(runs) for event, runs in recomputations.items() if runs}
+    if not recomputations:
         return Script()
     trace = recipes.trace
     forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
@@ -28,21 +28,21 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
     managed = set(recipes.managed)
     made: dict[int, list[tuple[int, int]]] = defaultdict(list)
     used: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for event in sorted(reruns):
-        for position, recipe in enumerate(reruns[event]):
+    for event in sorted(recomputations):
+        for position, recipe in enumerate(recomputations[event]):
             for s in recipes.recipes[recipe].makes:
                 made[s].append((event, position))
             for s in recipes.recipes[recipe].inputs:
                 used[s].append((event, position))
-    # The engine answers for what it makes again, and for what is asked for where reruns start; autograd keeps the rest itself.
-    answered = set(made) | {trace.saves[~trace.events[event]].storage for event in reruns}
+    # The engine answers for what it makes again, and for what is asked for where recomputations start; autograd keeps the rest itself.
+    answered = set(made) | {trace.saves[~trace.events[event]].storage for event in recomputations}
     unpacks: list[tuple[int, int]] = []  # (event, save) of storages the engine answers for
     for index, save in enumerate(trace.saves):
         if save.storage in answered:
             for event, _ in save.unpacks:
                 unpacks.append((event, index))
-                used[save.storage].append((event, len(reruns.get(event, ()))))
-    assert answered <= managed, "reruns start only where a managed storage is unpacked"
+                used[save.storage].append((event, len(recomputations.get(event, ()))))
+    assert answered <= managed, "recomputations start only where a managed storage is unpacked"
     step_events = sorted(unpacks)
     releases: dict[tuple[int, int], list[int]] = defaultdict(list)
     held: set[int] = set()
@@ -65,7 +65,7 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
     random: dict[int, int] = {}
     steps = []
     for position, (event, save_number) in enumerate(step_events):
-        runs = reruns.get(event, ())
+        runs = recomputations.get(event, ())
         for recipe in runs:
             for op in recipes.recipes[recipe].operations:
                 operation = trace.operations[op]
@@ -97,7 +97,7 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         )
         if entries:
             makes[number[op]] = entries
-    # Reruns of one tensor may read what forward writes into another: each write is checked, those that nothing runs again too.
+    # Recomputations of one tensor may read what forward writes into another: each write is checked, those that nothing runs again too.
     writes = {
         number[op]: tuple(dict.fromkeys(s if s in wanted else -1 for s in trace.operations[op].writes))
         for op in forward
@@ -112,14 +112,14 @@ def compile_script(recipes: Recipes, reruns: Reruns) -> Script:
         tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
-        _swaps(recipes, reruns, number),
+        _swaps(recipes, recomputations, number),
         writes,
     )
 
 
-def _swaps(recipes: Recipes, reruns: Reruns, number: Mapping[int, int]) -> dict[int, Swap]:
+def _swaps(recipes: Recipes, recomputations: Recomputations, number: Mapping[int, int]) -> dict[int, Swap]:
     """What goes to lower tiers, in the order in which it goes; every storage has a place of its own, as all are there when forward ends."""
-    chosen = recipes.copied_down(reruns)
+    chosen = recipes.copied_down(recomputations)
     events = recipes.trace.events
     out: dict[int, Swap] = {}
     offsets = [0 for _ in recipes.tiers]

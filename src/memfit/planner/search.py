@@ -116,7 +116,7 @@ def _weigh_one(
 def _nothing_to_offload(solvers: Solvers) -> list[Rejection]:
     """Why nothing can be offloaded, where the user gave space for it."""
     tier = solvers.bundle.lower_tier
-    if tier is None or tier.room_bytes is None:
+    if tier is None or tier.free_bytes is None:
         return []
     reason = why_nothing_is_offloaded(solvers.baseline.recipes)
     return [] if reason is None else [Rejection("swapping", Reason.NOTHING_TO_OFFLOAD, reason)]

@@ -57,7 +57,7 @@ class SmallestSearch(FrontSearch):
         if solution.runs > MOST_RUNS:
             return solution
         tries = SHRINK_TRIES // solution.repeats
-        self.shrunk.append(self.keep(shrink(self.problem.timeline, solution.reruns, tries)))
+        self.shrunk.append(self.keep(shrink(self.problem.timeline, solution.recomputations, tries)))
         return self.shrunk[-1]
 
     def _by_chains(self) -> list[Solution]:
@@ -67,7 +67,7 @@ class SmallestSearch(FrontSearch):
             return []
         known, best = self.front.smallest().peak, None
         while True:
-            found = [self.keep(reruns) for reruns in chain.smallest_schedules(known)]
+            found = [self.keep(recomputations) for recomputations in chain.smallest_schedules(known)]
             found = [s for s in found if s.seconds <= self.front.slowest_seconds]
             best = min([best, *found] if best is not None else found, key=lambda s: s.peak, default=None)
             if best is None or known - best.peak <= STEP * known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.planner.timeline import Evaluation, Reruns
+from memfit.planner.timeline import Evaluation, Recomputations
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +12,13 @@ class Solution:
     """A plan for one trace.
 
     Attributes:
-        reruns: what is recomputed or loaded back, and when.
+        recomputations: what is recomputed or loaded back, and when.
         evaluation: what the timeline says of it.
         dropped: storages rebuilt; transients: storages held for recomputation only.
         window: how many cells are rebuilt together (0: all).
     """
 
-    reruns: Reruns
+    recomputations: Recomputations
     evaluation: Evaluation
     dropped: frozenset[int] = frozenset()
     transients: frozenset[int] = frozenset()
@@ -37,9 +37,9 @@ class Solution:
     @property
     def runs(self) -> int:
         """How many recipes run again, each counted as often as it does."""
-        return sum(map(len, self.reruns.values()))
+        return sum(map(len, self.recomputations.values()))
 
     @property
     def repeats(self) -> int:
         """How often the same recipe runs again, on average, and at least 1: a step of local search takes the longer the more copies there are."""
-        return max(1, self.runs // max(1, len({r for runs in self.reruns.values() for r in runs})))
+        return max(1, self.runs // max(1, len({r for runs in self.recomputations.values() for r in runs})))

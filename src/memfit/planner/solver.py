@@ -113,7 +113,7 @@ class Solver:
 
     def needed(self, solution: Solution) -> int:
         """Bytes that a plan is to be given: its peak, and more for other draws where random numbers decide sizes."""
-        return self.draws.needed(solution.reruns) if self.trace.drawn_bytes else solution.peak
+        return self.draws.needed(solution.recomputations) if self.trace.drawn_bytes else solution.peak
 
     def fitting(self, budget_bytes: int) -> Solution | None:
         """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
@@ -167,8 +167,8 @@ class Solver:
         """The draw under which a plan takes most, and what it comes to there."""
         if not self.trace.drawn_bytes:
             return self.timeline, solution.evaluation
-        timeline = self.draws.largest(solution.reruns)
-        return timeline, timeline.evaluate(solution.reruns)
+        timeline = self.draws.largest(solution.recomputations)
+        return timeline, timeline.evaluate(solution.recomputations)
 
     def least(self) -> Solution:
         """`smallest`, by what plans need."""

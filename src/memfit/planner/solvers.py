@@ -142,10 +142,10 @@ class Solvers:
         """The lower tiers without what the optimizer's state takes of the one where it is kept."""
         left: Link | None = None
         for link in reversed(self.bundle.lower_tier.chain if self.bundle.lower_tier is not None else ()):
-            free = link.room_bytes
+            free = link.free_bytes
             if free is not None and choices.state_place == link.tier:
                 free = max(0, free - self.bundle.state_bytes)
-            left = replace(link, room_bytes=free, below=left)
+            left = replace(link, free_bytes=free, below=left)
         return left
 
     def weights(self) -> tuple[str | None, str]:
@@ -174,7 +174,7 @@ class Solvers:
     def budget_for(self, solver: Solver, solution: Solution) -> int:
         """The smallest budget in which a plan is let through."""
         # Plain PyTorch is let through at its own peak: what the slack is for, it needs as well. A streamed step is not that of plain PyTorch.
-        slack = SLACK_BYTES if solution.reruns or solver.trace.choices.streamed else 0
+        slack = SLACK_BYTES if solution.recomputations or solver.trace.choices.streamed else 0
         return solver.needed(solution) + self.extra_bytes + slack
 
     def plain_peak(self) -> int:

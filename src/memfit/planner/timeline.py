@@ -1,8 +1,8 @@
 """Replay a trace under a plan: bytes over time, to the byte. The only memory model there is.
 
-A plan is `Reruns`: for an unpack event, the recipes to run before the saved tensor is handed over. All else follows by liveness: a copy of a storage
+A plan is `Recomputations`: for an unpack event, the recipes to run before the saved tensor is handed over. All else follows by liveness: a copy of a storage
 is alive from when it is made until its last use before it is made again. Uses are unpacks (held until the backward node lets go) and inputs of
-reruns. The engine does the same, operation by operation; `tests/engine` compares the two.
+recomputations. The engine does the same, operation by operation; `tests/engine` compares the two.
 
 A storage that is reloaded is *offloaded*: its first copy lives at least until the moment at which its copy down is waited for (`Reload.gone_by`), and the
 next from where its copy up begins. Both moments are the plan's, so bytes are as exact as without; what the links add is seconds, which a walk over the
@@ -24,7 +24,7 @@ from memfit.planner.earlier_micro_batches import held_more
 from memfit.planner.recipes import Recipes
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
-Reruns = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
+Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Evaluation:
     Attributes:
         peak_bytes: largest number of bytes held at once during the step.
         peak_event: the event at which.
-        extra_seconds: time of the reruns of one micro-batch, of following the plan, and of waiting for copies.
-        levels: bytes at each event, reruns before it included.
+        extra_seconds: time of the recomputations of one micro-batch, of following the plan, and of waiting for copies.
+        levels: bytes at each event, recomputations before it included.
         copying: of one micro-batch.
     """
 
@@ -146,15 +146,15 @@ class Timeline:
         """The step as PyTorch runs it."""
         return self.evaluate({})
 
-    def seconds(self, reruns: Reruns) -> float:
+    def seconds(self, recomputations: Recomputations) -> float:
         """Extra seconds of a plan: cheap, as nothing is replayed."""
-        return self._computing(reruns) + self.copying(reruns).exposed_seconds
+        return self._computing(recomputations) + self.copying(recomputations).exposed_seconds
 
-    def _computing(self, reruns: Reruns) -> float:
+    def _computing(self, recomputations: Recomputations) -> float:
         runs = operations = 0
         extra = 0.0
-        for event in sorted(reruns):
-            for recipe in reruns[event]:
+        for event in sorted(recomputations):
+            for recipe in recomputations[event]:
                 extra += self._recipe_seconds[recipe]
                 operations += self._recipe_operations[recipe]
                 runs += 1
@@ -164,22 +164,22 @@ class Timeline:
         """Seconds of one run of a recipe, the engine's own included and waiting for copies not."""
         return self._recipe_seconds[recipe] + self.trace.dispatch_seconds * self._recipe_operations[recipe]
 
-    def copying(self, reruns: Reruns) -> Copying:
+    def copying(self, recomputations: Recomputations) -> Copying:
         """What the copies of a plan take, and how much of that computing does not hide."""
-        return self._copy_clock.walk(reruns)
+        return self._copy_clock.walk(recomputations)
 
     def link_seconds(self, recipe: int) -> float:
         """What a reload keeps its link busy, down and up; 0 for what computes."""
         reload = self.recipes.reloads.get(recipe)
         return reload.out_seconds + reload.in_seconds if reload is not None else 0.0
 
-    def has_room(self, reruns: Reruns) -> bool:
+    def has_room(self, recomputations: Recomputations) -> bool:
         """Whether what a plan offloads fits on the tiers it goes to."""
-        rooms = [link.room_bytes for link in self.recipes.tiers]
+        rooms = [link.free_bytes for link in self.recipes.tiers]
         if all(room is None for room in rooms):
             return True
         taken = [0 for _ in rooms]
-        for s, reload in self.recipes.copied_down(reruns).items():
+        for s, reload in self.recipes.copied_down(recomputations).items():
             taken[reload.tier] += self.recipes.place_bytes(s)
         return all(room is None or size <= room for size, room in zip(taken, rooms, strict=True))
 
@@ -199,37 +199,37 @@ class Timeline:
             changes[self.last_end[s] + 1] += size
         return np.cumsum(changes[: self.events + 1]) + self._workspace
 
-    def peak(self, reruns: Reruns) -> int:
+    def peak(self, recomputations: Recomputations) -> int:
         """Peak bytes under a plan."""
-        return int(self.expand(reruns).totals.max())
+        return int(self.expand(recomputations).totals.max())
 
-    def evaluate(self, reruns: Reruns) -> Evaluation:
-        """Bytes and seconds under a plan. Storages that reruns read are held for them."""
-        expanded = self.expand(reruns)
-        # The slots of an event are its reruns' and its own, next to each other.
+    def evaluate(self, recomputations: Recomputations) -> Evaluation:
+        """Bytes and seconds under a plan. Storages that recomputations read are held for them."""
+        expanded = self.expand(recomputations)
+        # The slots of an event are its recomputations' and its own, next to each other.
         first = np.concatenate([[0], expanded.slot_of_event[:-1] + 1])
         totals = np.maximum.reduceat(expanded.totals, first)
         peak_event = int(np.argmax(totals))
-        copying = self.copying(reruns)
-        seconds = self._computing(reruns) + copying.exposed_seconds
+        copying = self.copying(recomputations)
+        seconds = self._computing(recomputations) + copying.exposed_seconds
         return Evaluation(int(totals[peak_event]), peak_event, seconds, totals, copying)
 
-    def expand(self, reruns: Reruns) -> _Expanded:
+    def expand(self, recomputations: Recomputations) -> _Expanded:
         """The replay itself: every copy as an interval of slots."""
-        order = sorted(event for event, runs in reruns.items() if runs)
-        recipes = np.array([r for event in order for r in reruns[event]], dtype=np.int64)
-        events = np.repeat(np.array(order, dtype=np.int64), [len(reruns[event]) for event in order])
+        order = sorted(event for event, runs in recomputations.items() if runs)
+        recipes = np.array([r for event in order for r in recomputations[event]], dtype=np.int64)
+        events = np.repeat(np.array(order, dtype=np.int64), [len(recomputations[event]) for event in order])
         slots = events + np.arange(len(events))
         before = np.zeros(self.events + 1, dtype=np.int64)
         np.add.at(before, events, 1)
         slot_of_event = self._every_event + np.cumsum(before)
         count = self.events + 1 + len(slots)
-        # [1] When is each storage made again, and used by reruns?
+        # [1] When is each storage made again, and used by recomputations?
         made, made_by = self._makes.gather(recipes)
         made_at = slots[made_by]
         used, owner = self._inputs.gather(recipes)
         used_at = slots[owner]
-        # The engine answers for what it makes again, and for what is asked for where reruns start; autograd keeps the rest itself.
+        # The engine answers for what it makes again, and for what is asked for where recomputations start; autograd keeps the rest itself.
         answered = np.zeros(len(self._bytes), dtype=bool)
         answered[made] = True
         answered[self._saved_at[order]] = True
@@ -243,7 +243,7 @@ class Timeline:
         np.maximum.at(gone_by, made, self._gone_by[recipes[made_by]])
         lasting = np.where(answered[first], np.maximum(self._transient_end, gone_by)[first], self._end[first])
         ends = np.concatenate([slot_of_event[lasting], made_at])
-        # [3] Uses: inputs of reruns, and unpacks, held until the backward node lets go.
+        # [3] Uses: inputs of recomputations, and unpacks, held until the backward node lets go.
         asked = np.flatnonzero(answered)
         event, owner = self._unpack_event.gather(asked)
         release, _ = self._unpack_release.gather(asked)
@@ -287,7 +287,7 @@ class Timeline:
             totals,
         )
 
-    def by_category(self, levels_of: Reruns) -> dict[Category, Any]:
+    def by_category(self, levels_of: Recomputations) -> dict[Category, Any]:
         """Bytes at each event by category, for pictures; workspace counts as temporary."""
         out = {c: np.zeros(self.events + 2, dtype=np.int64) for c in Category}
         for s, storage in enumerate(self.trace.storages):

@@ -98,8 +98,8 @@ def records(out: Path) -> tuple[StepRecord, ...]:
             seconds=line["seconds"],
             micro_batches=line.get("micro_batches", 1),
             peak_bytes=line.get("peak_bytes"),
-            reruns=line.get("reruns", 0),
-            departures=tuple(line.get("departures", ())),
+            recomputations=line.get("recomputations", 0),
+            divergences=tuple(line.get("divergences", ())),
             skipped=line.get("skipped", False),
         )
         for line in read(out)

@@ -226,7 +226,7 @@ class _Run:
                 self.step % settings.log_every == 0
                 or self.step in (1, total)
                 or meter
-                or bool(record.departures)
+                or bool(record.divergences)
                 or record.skipped
             )
             if due:

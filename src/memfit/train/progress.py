@@ -149,8 +149,8 @@ def described(record: StepRecord, learning_rate: float, predicted_peak_bytes: in
         text += f"  peak {format_bytes(record.peak_bytes)} (predicted {format_bytes(predicted_peak_bytes)})"
     if record.skipped:
         text += "  skipped: gradients overflowed"
-    if record.departures:
-        text += f"  not as planned: {record.departures[0]}"
+    if record.divergences:
+        text += f"  not as planned: {record.divergences[0]}"
     return text
 
 

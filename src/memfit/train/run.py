@@ -390,7 +390,7 @@ def _rehearsal(out: Path) -> Rehearsal | None:
     """The one held before the run was interrupted."""
     try:
         held = json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8"))
-        return Rehearsal(**{**held, "departures": tuple(held["departures"]), "curve": tuple(held["curve"])})
+        return Rehearsal(**{**held, "divergences": tuple(held["divergences"]), "curve": tuple(held["curve"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -1,4 +1,4 @@
-"""A plan: what is chosen, what each step does about each saved storage, what is predicted, what was turned down and why. A value."""
+"""A plan: what is chosen, what each step does about each saved storage, what is predicted, what was rejected and why. A value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plan:
         torch_version: with which it was made.
         clip_norm: gradient clipping that the prediction includes.
         by_module: kept, dropped and rerun by module.
-        turned_down: choices weighed and not taken, each with its reason.
+        rejected: choices weighed and not taken, each with its reason.
         notes: what the reader should know.
         source: how the bytes were captured.
         changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
@@ -61,7 +61,7 @@ class Plan:
     torch_version: str
     clip_norm: float | None = None
     by_module: tuple[ModuleSaving, ...] = ()
-    turned_down: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = "fake"
     changed_buffers: tuple[str, ...] = ()
@@ -88,11 +88,11 @@ class Plan:
             "seconds_are": p.seconds_are,
             "gap": self.gap,
             "micro_batches": self.choices.micro_batches,
-            "reruns": self.script.reruns,
+            "recomputations": self.script.recomputations,
             "peak_module": p.peak_module,
             "peak_phase": p.peak_phase,
             "notes": list(self.notes),
-            "turned_down": list(self.turned_down),
+            "rejected": list(self.rejected),
         }
 
     def explain(self) -> str:
@@ -136,14 +136,14 @@ class Plan:
             kept = sum(m.kept_bytes for m in self.by_module)
             lines.append(
                 f"Of what backward needs, {format_bytes(kept)} are kept and {format_bytes(dropped)} dropped and rebuilt "
-                f"({self.script.reruns} operation{'s' if self.script.reruns != 1 else ''} run again"
+                f"({self.script.recomputations} operation{'s' if self.script.recomputations != 1 else ''} run again"
                 f"{' per micro-batch' if self.choices.micro_batches > 1 else ''}). Most is dropped in:"
             )
             for m in sorted(self.by_module, key=lambda m: -m.dropped_bytes)[:8]:
                 if m.dropped_bytes:
                     lines.append(
                         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
-                        f"{format_seconds(m.rerun_seconds)} again"
+                        f"{format_seconds(m.recompute_seconds)} again"
                     )
         if self.script.swaps:
             swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
@@ -171,7 +171,7 @@ class Plan:
             f"{format_seconds(abs(saving.seconds))} a step."
             for saving in self.savings
         ]
-        lines += [f"Turned down: {text}" for text in self.turned_down]
+        lines += [f"Rejected: {text}" for text in self.rejected]
         lines += [f"Note: {text}" for text in self.notes]
         return "\n".join(lines)
 
@@ -189,7 +189,7 @@ class Plan:
             "torch_version": self.torch_version,
             "clip_norm": self.clip_norm,
             "by_module": [asdict(m) for m in self.by_module],
-            "turned_down": list(self.turned_down),
+            "rejected": list(self.rejected),
             "notes": list(self.notes),
             "source": self.source,
             "changed_buffers": list(self.changed_buffers),
@@ -238,7 +238,7 @@ class Plan:
                 str(data["torch_version"]),
                 data["clip_norm"],
                 tuple(ModuleSaving(**m) for m in data["by_module"]),
-                tuple(data["turned_down"]),
+                tuple(data["rejected"]),
                 tuple(data["notes"]),
                 str(data["source"]),
                 tuple(str(name) for name in data["changed_buffers"]),

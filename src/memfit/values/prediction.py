@@ -113,14 +113,14 @@ class ModuleSaving:
     Attributes:
         module: path.
         kept_bytes, dropped_bytes: of what autograd saves there.
-        rerun_seconds: spent running operations of this module again, per micro-batch.
+        recompute_seconds: spent running operations of this module again, per micro-batch.
         swapped_bytes: copied to lower tiers and back.
     """
 
     module: str
     kept_bytes: int
     dropped_bytes: int
-    rerun_seconds: float
+    recompute_seconds: float
     swapped_bytes: int = 0
 
 

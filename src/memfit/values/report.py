@@ -24,8 +24,8 @@ class StepRecord:
         seconds: wall time.
         micro_batches: parts it ran in.
         peak_bytes: measured, when the step was metered.
-        reruns: operations run again.
-        departures: where a forward differed from the plan and was kept plain; empty when all went as planned.
+        recomputations: operations run again.
+        divergences: where a forward differed from the plan and was kept plain; empty when all went as planned.
         skipped: scaled gradients overflowed (fp16), so the optimizer was not stepped.
     """
 
@@ -34,8 +34,8 @@ class StepRecord:
     seconds: float
     micro_batches: int = 1
     peak_bytes: int | None = None
-    reruns: int = 0
-    departures: tuple[str, ...] = ()
+    recomputations: int = 0
+    divergences: tuple[str, ...] = ()
     skipped: bool = False
 
 
@@ -65,7 +65,7 @@ class Rehearsal:
         predicted_peak_bytes, measured_peak_bytes: for the same step.
         measured_seconds: wall time, the meter's cost included.
         rounds: plans made until the measurement fitted (1: the first did).
-        departures: where the step differed from the plan.
+        divergences: where the step differed from the plan.
         curve: measured bytes after each allocation or release, thinned; for the picture.
     """
 
@@ -73,7 +73,7 @@ class Rehearsal:
     measured_peak_bytes: int
     measured_seconds: float
     rounds: int = 1
-    departures: tuple[str, ...] = ()
+    divergences: tuple[str, ...] = ()
     curve: tuple[int, ...] = ()
 
     @property
@@ -123,14 +123,14 @@ class Report:
         rehearsal = data["rehearsal"]
         if rehearsal is not None:
             rehearsal = Rehearsal(
-                **{**rehearsal, "departures": tuple(rehearsal["departures"]), "curve": tuple(rehearsal["curve"])}
+                **{**rehearsal, "divergences": tuple(rehearsal["divergences"]), "curve": tuple(rehearsal["curve"])}
             )
         return cls(
             data["title"],
             Plan.from_json(data["plan"]),
             rehearsal,
             tuple(
-                StepRecord(**{**r, "loss": _number(r["loss"]), "departures": tuple(r["departures"])})
+                StepRecord(**{**r, "loss": _number(r["loss"]), "divergences": tuple(r["divergences"])})
                 for r in data["records"]
             ),
             tuple(FrontierPoint(**p) for p in data["frontier"]),

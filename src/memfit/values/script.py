@@ -58,7 +58,7 @@ class Script:
         makes: for the operations that matter, (output position, storage, largest bytes or -1 when values decide) of
             the storages to know by number.
         held: storages the engine itself holds from when they are made.
-        recorded: operations whose arguments are noted for reruns -> storage of each tensor argument (-1: there anyway).
+        recorded: operations whose arguments are noted for recomputations -> storage of each tensor argument (-1: there anyway).
         random: recorded operations that draw random numbers -> the step after which their generator state is let go.
         saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
@@ -84,7 +84,7 @@ class Script:
         return not self.steps
 
     @property
-    def reruns(self) -> int:
+    def recomputations(self) -> int:
         """Operations run again in one micro-batch."""
         return sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
 

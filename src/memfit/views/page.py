@@ -88,10 +88,10 @@ def page(report: Report) -> str:
         _figure(frontier_picture(report.plan, report.frontier)),
         # What is short comes before what is long.
         _table_section(savings_cells(report.plan)),
-        _section("Departures from the plan", _list(_departures(report))),
+        _section("Divergences from the plan", _list(_divergences(report))),
         _section("Facts", _definitions(report.facts)),
         _section("Notes", _list(report.plan.notes)),
-        _section("Turned down", _list(report.plan.turned_down)),
+        _section("Rejected", _list(report.plan.rejected)),
         _section("The plan in words", _words(report.plan)),
         _training(report),
         _table_section(frontier_cells(report.plan, report.frontier)),
@@ -200,9 +200,9 @@ def _section(heading: str, inner: str) -> str:
 
 
 def _words(plan: Plan) -> str:
-    """`explain()` as a list of two levels; notes and what was turned down have sections of their own."""
+    """`explain()` as a list of two levels; notes and what was rejected have sections of their own."""
     items: list[tuple[str, list[str]]] = []
-    for line in replace(plan, turned_down=(), notes=()).explain().splitlines():
+    for line in replace(plan, rejected=(), notes=()).explain().splitlines():
         if line.startswith(" ") and items:
             items[-1][1].append(line.strip())
         elif line.strip():
@@ -228,14 +228,14 @@ def _training(report: Report) -> str:
     return _section("Training", f"{drawn}\n{_folded('Step by step', records_cells(report.records), most=5)}")
 
 
-def _departures(report: Report) -> list[str]:
+def _divergences(report: Report) -> list[str]:
     """Each once, with the steps in which it happened."""
     steps: dict[str, list[str]] = {}
     if report.rehearsal is not None:
-        for text in report.rehearsal.departures:
+        for text in report.rehearsal.divergences:
             steps.setdefault(text, []).append("rehearsal")
     for record in report.records:
-        for text in record.departures:
+        for text in record.divergences:
             steps.setdefault(text, []).append(f"step {record.step}")
     return [
         f"{text} ({', '.join(where[:5])}{f' and {len(where) - 5} more' if len(where) > 5 else ''})"

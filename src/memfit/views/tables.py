@@ -65,7 +65,9 @@ def plan_cells(plan: Plan) -> Cells:
 def _again(plan: Plan) -> str:
     if plan.script.plain:
         return "nothing"
-    return counted(plan.script.reruns, "operation") + (" per micro-batch" if plan.choices.micro_batches > 1 else "")
+    return counted(plan.script.recomputations, "operation") + (
+        " per micro-batch" if plan.choices.micro_batches > 1 else ""
+    )
 
 
 def copying(plan: Plan) -> str:
@@ -103,7 +105,7 @@ def modules_cells(plan: Plan) -> Cells:
             format_bytes(m.kept_bytes),
             format_bytes(m.dropped_bytes),
             *([format_bytes(m.swapped_bytes)] if swaps else []),
-            format_seconds(m.rerun_seconds),
+            format_seconds(m.recompute_seconds),
         )
         for m in modules[:_MOST_ROWS]
     ]
@@ -148,12 +150,12 @@ def records_cells(records: Sequence[StepRecord]) -> Cells:
             format_seconds(r.seconds),
             "" if r.peak_bytes is None else format_bytes(r.peak_bytes),
             f"{r.micro_batches}",
-            f"{r.reruns}",
-            "; ".join(r.departures),
+            f"{r.recomputations}",
+            "; ".join(r.divergences),
         )
         for r in shown
     ]
-    columns = ("step", "loss", "time", "measured peak", "micro-batches", "operations run again", "departures")
+    columns = ("step", "loss", "time", "measured peak", "micro-batches", "operations run again", "divergences")
     left_out = len(records) - len(shown)
     remark = f"{counted(left_out, 'step')} between {'is' if left_out == 1 else 'are'} left out." if left_out else ""
     if len(records) > 1:

@@ -218,7 +218,7 @@ def test_the_predicted_peak_is_measured_and_inside_the_budget(name: str, one_thr
     peaks = [record.peak_bytes for record in records[1:]]
     assert peaks == [engine.plan.prediction.peak_bytes] * len(peaks)
     assert engine.plan.prediction.peak_bytes <= engine.plan.budget_bytes
-    assert [record.departures for record in records] == [()] * len(records)
+    assert [record.divergences for record in records] == [()] * len(records)
 
 
 def test_the_plan_says_what_is_taken_otherwise() -> None:

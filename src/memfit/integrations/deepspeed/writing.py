@@ -94,9 +94,9 @@ def _left_out(plan: Plan, optimizer: Optimizer | None) -> Iterator[str]:
     yield f"the budget of {plan.budget_bytes} bytes: DeepSpeed has no word for one"
     if optimizer is None:
         yield "the optimizer: a plan holds no functions; give it to deepspeed.initialize, or to write()"
-    if script.reruns:
+    if script.recomputations:
         yield (
-            f"recomputation, {script.reruns} operations of each micro-batch: DeepSpeed recomputes where the model calls "
+            f"recomputation, {script.recomputations} operations of each micro-batch: DeepSpeed recomputes where the model calls "
             "deepspeed.checkpointing.checkpoint, and nothing in a configuration switches it on"
         )
     if script.swaps:

@@ -40,7 +40,7 @@ class LowRank(nn.Module):
         return result
 
 
-def adapted(blocks: int = 3, dropout: float = 0.1) -> nn.Sequential:
+def adapted(blocks: int = 2, dropout: float = 0.1) -> nn.Sequential:
     """Low-rank layers and what lies between them; in train mode, from seed 0."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -100,24 +100,24 @@ def test_bytes_are_the_predicted_ones_and_results_those_of_a_loop_by_hand(fracti
     assert small.same(small.state_of(model), small.state_of(reference))
 
 
-def test_a_product_with_a_packed_weight_is_recomputed() -> None:
-    plan = planned(adapted(), 0.0)
-    names = {plan.script.to_json()["format"]} if False else None
-    del names
-    trace = planning_of(plan).trace  # type: ignore[union-attr]
-    packed = [o for o in trace.operations if "gemm_4bit" in o.name]
-    assert packed
+def trace_of(plan: memfit.Plan) -> Any:
+    planning = planning_of(plan)
+    assert planning is not None
+    return planning.source.trace_of(plan.choices)  # type: ignore[union-attr]
+
+
+def test_a_product_with_a_packed_weight_may_run_again() -> None:
+    packed = [o for o in trace_of(planned(adapted(1), 1.0)).operations if o.name.startswith("bitsandbytes.")]
+    assert {o.name.split(".")[1] for o in packed} == {"gemm_4bit", "dequantize_blockwise", "dequantize_4bit"}
     assert all(o.rerunnable for o in packed)
 
 
-def test_fewer_bytes_than_with_full_weights() -> None:
-    fixed = {"micro_batches": 1}
-    full = memfit.plan(adapted(), rows(), small.squared_error, 1 << 50, small.adamw, fixed=fixed)
-    frozen = sum(m.base.weight.nbytes for m in adapted() if isinstance(m, LowRank))
-    trace_of = lambda plan: planning_of(plan).source.trace_of(plan.choices)  # noqa: E731
-    packed = trace_of(planned(adapted(), 1.0))
-    saved = trace_of(full).bytes_of("parameter") - packed.bytes_of("parameter")
-    assert 0.85 * frozen < saved < 7 / 8 * frozen
+def test_seven_eighths_of_the_frozen_weights_are_saved() -> None:
+    ask = (adapted(1), rows(), small.squared_error, 1 << 50, small.adamw)
+    full, packed = (memfit.plan(*ask, fixed={"micro_batches": 1, "frozen_weights": f}) for f in ("full", "4bit"))
+    frozen = sum(m.base.weight.nbytes for m in adapted(1) if isinstance(m, LowRank))
+    saved = trace_of(full).bytes_of("parameter") - trace_of(packed).bytes_of("parameter")
+    assert saved == frozen * 7 // 8
 
 
 def test_the_planner_takes_it_where_it_is_allowed_and_needed() -> None:
@@ -129,7 +129,7 @@ def test_the_planner_takes_it_where_it_is_allowed_and_needed() -> None:
     plan = memfit.plan(*ask, round(0.6 * least), small.adamw, allow=["4bit"])
     assert plan.choices.frozen_weights == "4bit"
     assert type(model[0].base) is nn.Linear, "planning leaves the model as it was"  # type: ignore[union-attr]
-    assert "frozen linear weights in 4 bits" in memfit.explain(plan).text()
+    assert "frozen linear weights in 4 bits" in plan.explain()
 
 
 def test_freeze_names_layers() -> None:
@@ -314,5 +314,6 @@ def test_adapters_of_peft() -> None:
     engine = memfit.apply(plan, model)
     records = [engine.step(rows(), meter=True) for _ in range(3)]
     assert sum(isinstance(module, four_bit.FourBitLinear) for module in model.modules()) == 2
-    assert records[-1].peak_bytes == plan.prediction.peak_bytes
+    # A product with a Python number keeps that number in 8 bytes, with full weights too, and PEFT has such products.
+    assert records[-1].peak_bytes == pytest.approx(plan.prediction.peak_bytes, abs=16)
     assert [record.loss for record in records] == by_hand(reference)

@@ -31,7 +31,8 @@ from memfit.step.program import OptimizerFactory
 from memfit.storage.tiers import tier_below
 from memfit.streaming.initialisation import Fill, reset
 from memfit.streaming.stream import LayerStream
-from memfit.techniques.choices import Choices, convert, converts, lasting
+from memfit.techniques.choices import Choices, convert, converting, lasting
+from memfit.techniques.conversions import conversion_of, remember
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
 from memfit.units import format_bytes, parse_bytes
@@ -328,7 +329,10 @@ def apply(
         InfeasibleError: a lower tier has no space for what is offloaded to it.
         EngineError: no file can be made in the folder.
     """
-    have = _digest(model, plan.choices)
+    have = _digest(model, plan.choices.frozen)
+    conversion = conversion_of(model, have)
+    if conversion is not None and conversion.settings == converting(plan.choices):
+        have = plan.model if plan.model in {conversion.before, have} else have
     if have != plan.model:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
@@ -344,6 +348,7 @@ def apply(
         )
     freeze_for_good(model, plan.choices.frozen)
     convert(plan.choices, model)
+    remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
     chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
     if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
@@ -365,12 +370,11 @@ def apply(
     return engine
 
 
-def _digest(model: nn.Module, choices: Choices) -> str:
-    """Of the model with what the choices freeze frozen (as it is where the patterns mean nothing in it), and as it was before they converted it."""
-    unconverted = converts(choices)
-    with suppress(InputError), frozen(model, choices.frozen):
-        return model_digest(model, unconverted=unconverted)
-    return model_digest(model, unconverted=unconverted)
+def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Of the model with what the patterns mean frozen; as it is where they mean nothing in it."""
+    with suppress(InputError), frozen(model, patterns):
+        return model_digest(model)
+    return model_digest(model)
 
 
 def _planner_of(

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from memfit import lower_tiers
+from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InputError, SplitError
 from memfit.hardware.machine import Link
@@ -21,8 +22,10 @@ from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices
+from memfit.techniques.conversions import conversion_of
 from memfit.techniques.freezing.freeze import frozen, frozen_parts
 from memfit.techniques.layer_streaming.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.techniques.registry import BY_NAME
 from memfit.techniques.technique import Subject
 from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, TraceBundle
@@ -54,7 +57,11 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     Raises:
         SplitError, InputError, CaptureError: as for `planning_for`.
     """
-    model, fixed, freeze = source.model, request.fixed, request.freeze
+    model, freeze = source.model, request.freeze
+    conversion = conversion_of(model, model_digest(model))
+    converted = {} if conversion is None else conversion.settings
+    request = request.fixing(**{**converted, **request.fixed})
+    fixed = request.fixed
     micro_batches = _micro_batches(fixed, source.samples)
     parts = frozen_parts(model, freeze) if freeze else ()
     lower_tiers.check(source.machine, request)
@@ -72,7 +79,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
             )
     topology = Topology.single(source.machine, lower_tiers.measured_links(source.here, source.machine, request))
     below = lower_tiers.opened(topology, request)
-    choices = Choices(micro_batches=micro_batches or 1, frozen=tuple(freeze))
+    choices = Choices(**{**converted, "micro_batches": micro_batches or 1, "frozen": tuple(freeze)})
     plain = source.trace_of(choices)
     timeline = Timeline(plain)
     head = head_of(timeline)
@@ -134,7 +141,7 @@ def _check_free_space(
         _check_room(host, below, needed, "layers and optimizer state", "plan without streaming")
     elif place != "device":
         tier = next((link for link in (below.chain if below is not None else ()) if link.tier == place), None)
-        needed = source.state_bytes(request.freeze, fixed.get("state_format", "32bit"))
+        needed = source.state_bytes(Choices(**{**_techniques(fixed), "frozen": tuple(request.freeze)}))
         if below is None or tier is below:
             _check_room(host, below, needed, "optimizer state", "keep the state on the device")
         elif tier is not None:  # else nobody said how much of the disk may be used
@@ -182,6 +189,10 @@ def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Seq
         return None
     with frozen(model, freeze):
         return make_optimizer(p for p in model.parameters() if p.requires_grad)
+
+
+def _techniques(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fixed.items() if name in BY_NAME}
 
 
 def _micro_batches(fixed: Mapping[str, Any], samples: int) -> int | None:

@@ -22,7 +22,7 @@ from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.techniques.choices import BASELINE, Choices, convert, converts
+from memfit.techniques.choices import BASELINE, Choices, convert
 
 
 def capture(
@@ -64,7 +64,7 @@ def capture(
         # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
         micro_batches = source.micro_batches(choices.micro_batches)
         with forked_generators(), lent(source.model, fake), mode:
-            identity = model_digest(source.model, unconverted=converts(choices))
+            identity = model_digest(source.model)
             convert(choices, source.model)
             if choices.streamed:
                 captured = _streamed(source, micro_batches, choices, layouts)
@@ -91,7 +91,7 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
         return fresh.copy_(tensor.detach())
 
     micro_batches = source.micro_batches(choices.micro_batches)
-    identity = model_digest(source.model, unconverted=converts(choices))
+    identity = model_digest(source.model)
     with forked_generators(), lent(source.model, copy):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")

@@ -16,7 +16,7 @@ from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
 from memfit.step.generators import forked_generators
 from memfit.step.program import StepProgram
-from memfit.techniques.choices import BASELINE, Choices, convert, converts
+from memfit.techniques.choices import BASELINE, Choices, convert, converting
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def real_forward_names(
     """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed."""
     names = _Names()
     program = StepProgram(source.model, source.loss_fn, choices=choices)
-    with forked_generators(), lent(source.model, _copied if converts(choices) else _private):
+    with forked_generators(), lent(source.model, _copied if converting(choices) else _private):
         convert(choices, source.model)
         for _ in range(2 if twice else 1):
             names.names.clear()
@@ -73,7 +73,7 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
     """
     few, _ = looked_at(source, choices)
     model = source.model
-    with forked_generators(), lent(model, _copied if converts(choices) else _private):
+    with forked_generators(), lent(model, _copied if converting(choices) else _private):
         convert(choices, model)
         loss = StepProgram(model, source.loss_fn, choices=choices).loss(few)
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -57,27 +56,9 @@ class StepSource:
         return program
 
 
-def model_digest(model: nn.Module, *, unconverted: bool = False) -> str:
-    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained.
-
-    Args:
-        model: any module.
-        unconverted: as it was before techniques converted it. A module put in another one's place tells, in a method `before_conversion`, that one's class and
-            the shapes and dtypes of those parameters that were others; its buffers are left out.
-    """
-    modules, buffers = [], []
-    was: dict[str, Any] = {}  # by the name of the parameter
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if unconverted and hasattr(module, "before_conversion"):
-            name, parameters = module.before_conversion()
-            was.update({f"{path}.{own}": there for own, there in parameters.items()})
-        else:
-            own_buffers = module.named_buffers(path, recurse=False)
-            buffers += [(n, list(b.shape), str(b.dtype)) for n, b in own_buffers]
-        modules.append((path, name))
-    tensors = []
-    for n, p in model.named_parameters():
-        shape, dtype = was.get(n, (p.shape, p.dtype))
-        tensors.append((n, list(shape), str(dtype), p.requires_grad))
+def model_digest(model: nn.Module) -> str:
+    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained."""
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    tensors = [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()]
     return digest(modules, tensors, buffers, model.training)

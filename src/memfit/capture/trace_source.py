@@ -25,7 +25,7 @@ from memfit.hardware.machine import Machine, known_machine
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
-from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.choices import Choices, in_words, sizing_state
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
 from memfit.values.bundle import StreamedLayer, Weighting
@@ -136,20 +136,19 @@ class TraceSource:
         captured, self._unforced[way] = without_forced_gradients(run, choices)
         return captured
 
-    def state_bytes(self, patterns: tuple[str, ...], state_format: str = "32bit") -> int:
+    def state_bytes(self, choices: Choices) -> int:
         """Of the optimizer's state, all of it on the device; neither the batch nor its parts have a say in it, so any trace that is known will do.
 
         Args:
-            patterns: of what is frozen.
-            state_format: as in `Choices`.
+            choices: of which those count that have a say in it (`sizing_state`).
         """
-        way = Choices(frozen=patterns, state_format=state_format)
+        way = sizing_state(choices)
         known = (t for c, t in self._traces.items() if replace(way, micro_batches=c.micro_batches) == c)
         return (next(known, None) or self.trace_of(way)).bytes_of(Category.OPTIMIZER_STATE)
 
     def layers(self, choices: Choices) -> tuple[StreamedLayer, ...]:
         """What these choices stream, and last what is not in the blocks, of which the state alone moves."""
-        state = self.state_bytes(choices.frozen)
+        state = self.state_bytes(Choices(frozen=choices.frozen))
         model = self.model
         blocks = own_parameters(model, blocks_at(model, choices.streamed).paths)
         moved = {id(p) for own in blocks.values() for p in own}

@@ -1,7 +1,7 @@
 """One plan being changed: what taking recomputations out does to the bytes, without replaying the whole step.
 
-Any set of recomputations is a valid plan: without a rerun the copy made before it is simply held longer. So recomputations can be taken out one at a time, and only the
-few storages that a rerun makes or reads change their lives. This is what local search needs: thousands of tries, each a few intervals long.
+Any set of recomputations is a valid plan: without one the copy made before it is simply held longer. So they can be taken out one at a time, and only
+the few storages that one makes or reads change their lives. This is what local search needs: thousands of tries, each a few intervals long.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import Transfers, layer_transfers, state_transfers
-from memfit.techniques.choices import Choices
+from memfit.techniques.choices import Choices, sizing_state
 from memfit.values.bundle import Refusal, TraceBundle
 from memfit.values.request import Request
 from memfit.values.trace import Category, Trace
@@ -133,7 +133,7 @@ class Solvers:
 
     def _state_bytes(self, choices: Choices) -> int:
         """Of the optimizer's state as it is kept; where it lies and how the batch is split have no say in it, so any trace that is known will do."""
-        kept = Choices(frozen=choices.frozen, state_format=choices.state_format)
+        kept = sizing_state(choices)
         known = (t for c, t in self.bundle.traces.items() if replace(kept, micro_batches=c.micro_batches) == c)
         trace = next(known, None) or self._captured(replace(kept, micro_batches=self.baseline_number))
         return trace.bytes_of(Category.OPTIMIZER_STATE)

@@ -161,9 +161,14 @@ def convert(choices: Choices, model: Any) -> None:
         BY_NAME[name].convert(model, setting)
 
 
-def converts(choices: Choices) -> bool:
-    """Whether a technique in use changes the model."""
-    return any(type(BY_NAME[name]).convert is not Technique.convert for name, _ in choices.techniques)
+def converting(choices: Choices) -> dict[str, Any]:
+    """Settings of the techniques in use that change the model, by name."""
+    return {name: value for name, value in choices.techniques if type(BY_NAME[name]).convert is not Technique.convert}
+
+
+def sizing_state(choices: Choices) -> Choices:
+    """The same with those techniques only that have a say in how many bytes the optimizer's state takes (`Technique.sizes_state`)."""
+    return Choices(techniques=tuple((name, value) for name, value in choices.techniques if BY_NAME[name].sizes_state))
 
 
 def lasting(choices: Choices) -> dict[str, Any]:

@@ -14,6 +14,7 @@ class EightBitState(Technique):
     name = "state_format"
     baseline = "32bit"
     lasting = True
+    sizes_state = True
     settings = ("32bit", "8bit")
     allow: ClassVar[Mapping[str, Setting]] = {"8bit": "8bit"}
     page = "techniques/8-bit-state.md"

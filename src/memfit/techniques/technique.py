@@ -159,6 +159,7 @@ class Technique(ABC):
         baseline_words: the baseline in a few words.
         expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
         lasting: whether an engine goes on with its setting where it plans again for another batch, as model or optimizer are made for it.
+        sizes_state: whether the optimizer's state takes other bytes with it, wherever it lies.
         reorders: whether additions come in another order than plain PyTorch's.
         repeatable: operations of its own, "library::name", that are functions of their inputs alone, bit for bit: recomputation may run them again.
     """
@@ -173,6 +174,7 @@ class Technique(ABC):
     baseline_words: ClassVar[str] = "the step without it"
     expected_faster: ClassVar[bool] = False
     lasting: ClassVar[bool] = False
+    sizes_state: ClassVar[bool] = False
     reorders: ClassVar[bool] = False
     repeatable: ClassVar[Sequence[str]] = ()
 

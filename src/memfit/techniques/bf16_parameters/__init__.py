@@ -19,6 +19,7 @@ class Bf16Parameters(Technique):
     name = "parameters"
     baseline = "full"
     lasting = True
+    sizes_state = True
     settings = ("full", "bf16")
     allow: ClassVar[Mapping[str, Setting]] = {"bf16_parameters": "bf16"}
     baseline_words = "parameters as the model has them"
@@ -45,13 +46,11 @@ class Bf16Parameters(Technique):
 
     def offer(self, subject: Subject) -> Offer:
         """Where the optimizer, if there is one, updates every element by itself."""
-        import torch
-
         from memfit.optimizers.chunked import kind_and_groups
+        from memfit.techniques.bf16_parameters.conversion import trains_any
         from memfit.techniques.bf16_parameters.rounding import RoundedStochastically
 
-        model = subject.model
-        if not any(p.requires_grad and p.dtype in {torch.float32, torch.bfloat16} for p in model.parameters()):
+        if not trains_any(subject.model):
             return Offer(why_not="it rounds fp32 parameters to bf16, and the model trains none")
         if subject.optimizer is None:
             return Offer(("bf16",))
@@ -79,24 +78,11 @@ class Bf16Parameters(Technique):
         return autocast(setting, device_type)
 
     def convert(self, model: Any, setting: str) -> None:
-        """Every fp32 parameter becomes bf16, rounded to nearest, and stays the same object; gradients are let go, buffers stay.
-
-        Those of layers that keep running statistics (batch norm) stay in fp32 with them: torch's kernels take both in one type, and an average in 16 bits
-        would stand still.
-        """
+        """Every fp32 parameter becomes bf16 and stays the same object; those beside running statistics stay as they are."""
         del setting
-        import torch
+        from memfit.techniques.bf16_parameters.conversion import convert
 
-        beside_statistics = {
-            id(parameter)
-            for module in model.modules()
-            if hasattr(module, "track_running_stats")
-            for parameter in module.parameters(recurse=False)
-        }
-        for parameter in model.parameters():
-            if parameter.dtype is torch.float32 and id(parameter) not in beside_statistics:
-                parameter.grad = None
-                parameter.data = parameter.data.to(torch.bfloat16)
+        convert(model)
 
     def why_no_optimizer(self, optimizer: Any, setting: str) -> str | None:
         """One that has state packed otherwise stays what it is."""

@@ -29,6 +29,7 @@ class Freezing(Technique):
 
     name = "frozen"
     baseline = ()
+    sizes_state = True
     page = "techniques/freezing.md"
     pinned = False
 

@@ -108,10 +108,6 @@ class FourBitLinear(nn.Module):
             state2=of_scales,
         )
 
-    def before_conversion(self) -> tuple[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Class of the module that was here, and shapes and dtypes of its parameters that are others now (`capture.source.model_digest`)."""
-        return nn.Linear.__name__, {"weight": ((self.out_features, self.in_features), self.dtype)}
-
     def extra_repr(self) -> str:
         """For printing the model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -445,6 +445,7 @@ def fit(
         freeze=freeze,
         fixed=fixed,
         clip_norm=clip_norm,
+        folder=lower_tier,
     )
     made = _planned(model, sample, loss_fn, optimizer, request, progress)
     engine = apply(made, model, lower_tier=lower_tier)

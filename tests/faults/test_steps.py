@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
-from memfit.planning import planning_of
+from memfit.planning import changed, planning_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,7 +131,7 @@ def swapping(plain: memfit.Plan) -> memfit.Plan:
     swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
     assert script.swaps
-    return replace(plain, script=script)
+    return changed(plain, script=script)
 
 
 def state_of(made: memfit.Engine) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 from memfit.integrations.deepspeed import AUTO, read
 from memfit.integrations.deepspeed.mapping import KEYS, UNSAID, KeyMapping, asked, left_out
 from memfit.techniques.choices import Choices
-
-FIELDS = {each.name for each in fields(Choices)}
+from memfit.techniques.registry import BY_NAME
 
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: row.key)
@@ -24,7 +21,7 @@ def test_each_key_is_read_and_settles_a_choice_that_there_is(row: KeyMapping) ->
         for name in path.split("."):
             assert hasattr(value, name), path
             value = getattr(value, name)
-    assert row.choice in FIELDS
+    assert row.choice in BY_NAME
 
 
 def test_what_is_left_auto_is_allowed_and_not_fixed() -> None:
@@ -41,4 +38,4 @@ def test_what_one_key_asks_for_is_not_left_open_by_another() -> None:
 
 def test_a_baseline_leaves_nothing_unsaid() -> None:
     assert left_out(Choices(1, 4)) == ()
-    assert {each.choice for each in UNSAID} <= FIELDS
+    assert {each.choice for each in UNSAID} <= set(BY_NAME)

@@ -21,7 +21,7 @@ class KeyMapping:
 
     Attributes:
         key: its path, with dots.
-        choice: field of `Choices`.
+        choice: name of the technique whose setting it is.
         settings: value of the key -> setting of the choice; another value settles nothing.
         when: path of a key that has to be true for this one to count; "" for none.
         allowed: the setting changes results, so it is a word of `allow=` as well. Where the key says "auto", the word is all that follows.
@@ -61,7 +61,7 @@ class Unsaid:
     """A choice that no key of DeepSpeed's can say.
 
     Attributes:
-        choice: field of `Choices`.
+        choice: name of the technique whose setting it is.
         baseline: its setting in plain PyTorch, of which nothing needs to be said.
         words: what the reader of a written configuration has to do instead; `{setting}` stands for the setting.
     """

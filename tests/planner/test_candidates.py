@@ -87,7 +87,10 @@ def test_what_is_fixed_is_in_every_way() -> None:
     ("named", "message"),
     [
         ({"allow": "bf16"}, r"allow='bf16' is a word: give a list of them, allow=\['bf16'\]"),
-        ({"allow": ["bf32"]}, "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', '8bit', 'in_backward'"),
+        (
+            {"allow": ["bf32"]},
+            "'bf32' is nothing that can be allowed; there is 'bf16', 'fp16', 'bf16_parameters', '8bit', 'in_backward'",
+        ),
         ({"fixed": {"precisoin": "bf16"}}, "'precisoin' is no choice; there is 'micro_batches', 'precision'"),
         ({"fixed": {"precision": "int4"}}, "fixed precision='int4': there is 'full', 'bf16', 'fp16'"),
         ({"fixed": {"loss_chunks": "all"}}, "fixed loss_chunks='all': a whole number is needed"),

@@ -100,7 +100,7 @@ class Disk:
             return Link("disk", speed, speed, 1e-4, least_bytes=1)
 
         monkeypatch.setattr(tempfile, "mkstemp", noted)
-        monkeypatch.setattr("memfit.tracing.link_below", link_below)
+        monkeypatch.setattr("memfit.lower_tiers.link_below", link_below)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)

@@ -47,6 +47,13 @@ TECHNIQUES = (
     Technique("bf16", {"precision": "bf16"}, changes=True),
     Technique("fp16", {"precision": "fp16"}, changes=True),
     Technique("8-bit state", {"state_format": "8bit"}, changes=True),
+    Technique("bf16 parameters", {"parameters": "bf16"}, changes=True),
+    Technique(
+        "4-bit frozen weights",
+        {"frozen_weights": "4bit"},
+        {"freeze": ["bert.embeddings", "bert.encoder.layer.0"]},
+        changes=True,
+    ),
     Technique("state on disk", {"state_place": "disk"}),
     Technique("update in backward", {"update": "in_backward"}),
     Technique("streaming", {"streamed": "bert.encoder.layer"}),
@@ -159,6 +166,11 @@ def claims() -> Row:
         for name, p in model.named_parameters()
         if name.startswith(("bert.embeddings", "bert.encoder.layer.0"))
     )
+    linear = sum(
+        p.numel() * 4
+        for name, p in model.named_parameters()
+        if name.startswith("bert.encoder.layer.0") and p.dim() == 2
+    )
     layers = sum(p.numel() * 4 * 4 for name, p in model.named_parameters() if name.startswith("bert.encoder.layer"))
     return {
         "kind": "claims",
@@ -169,6 +181,14 @@ def claims() -> Row:
             "bf16": ["half of what is saved for backward", saved // 2],
             "fp16": ["half of what is saved for backward", saved // 2],
             "8-bit state": ["three quarters of the optimizer's state", of["optimizer_state"] * 3 // 4],
+            "bf16 parameters": [
+                "half of parameters, gradients and optimizer state",
+                sum(of[name] for name in ("parameter", "gradient", "optimizer_state")) // 2,
+            ],
+            "4-bit frozen weights": [
+                "gradients and state of what is frozen, and 7/8 of its linear weights",
+                frozen + linear * 7 // 8,
+            ],
             "state on disk": ["the optimizer's state", of["optimizer_state"]],
             "update in backward": ["all gradients", of["gradient"]],
             "streaming": ["parameters, gradients and state of the layers", layers],
@@ -206,8 +226,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 PAGES = {
+    "4-bit-weights": ("4-bit frozen weights",),
     "8-bit-state": ("8-bit state",),
     "accumulation": ("accumulation",),
+    "bf16-parameters": ("bf16 parameters",),
     "freezing": ("freezing",),
     "mixed-precision": ("bf16", "fp16"),
     "recompute": ("recompute",),

@@ -95,7 +95,7 @@ def test_bytes_are_the_predicted_ones_and_results_those_of_a_loop_by_hand(fracti
     peak = plan.prediction.peak_bytes
     # Under autocast a recomputed loss may hold a few scalars less than predicted.
     assert peak - (16 if precision == "bf16" else 0) <= records[-1].peak_bytes <= peak <= plan.budget_bytes
-    assert all(record.departures == () for record in records)
+    assert all(record.divergences == () for record in records)
     torch.manual_seed(3)
     assert [record.loss for record in records] == by_hand(reference, precision=precision)
     assert torch.equal(torch.get_rng_state(), after)
@@ -194,7 +194,7 @@ def test_an_engine_plans_again_for_another_batch() -> None:
     engine.step(rows())
     engine.step(rows(40))
     record = engine.step(rows(40))
-    assert record.departures == ()
+    assert record.divergences == ()
     assert engine.plan.choices.frozen_weights == "4bit"
 
 
@@ -265,7 +265,7 @@ def test_where_nothing_is_frozen_it_is_refused() -> None:
     with pytest.raises(memfit.InputError, match="no linear layer of the model has a frozen weight"):
         memfit.plan(*ask, fixed=FOUR_BITS)
     plan = memfit.plan(*ask, allow=["4bit"])
-    assert any("no linear layer" in reason for reason in plan.turned_down)
+    assert any("no linear layer" in reason for reason in plan.rejected)
 
 
 def test_without_bitsandbytes_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

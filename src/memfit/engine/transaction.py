@@ -102,8 +102,9 @@ class Transactions:
     def failed_half_way(self, error: BaseException) -> EngineError:
         """What to raise where an update has failed half way; no step is taken from here on."""
         reason = str(error).partition(": ")[0] if isinstance(error, MemfitError) else type(error).__name__
-        self._stuck = (
+        stuck = EngineError(
             f"the optimizer's update failed half way ({reason}), so parameters and optimizer state lie between two steps: "
             "load the last snapshot (memfit resume does) and make an engine anew"
         )
-        return EngineError(self._stuck)
+        self._stuck = str(stuck)
+        return stuck

@@ -53,6 +53,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     Raises:
         InputError: the optimizer cannot be treated so, or a pattern matches nothing.
         InfeasibleError: the disk has no space for the state.
+        EngineError: no file can be made in the folder.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: a pattern matches no parameter of this optimizer.
             InfeasibleError: the disk has no space for the state.
+            EngineError: no file can be made in the folder.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         exempt: set[Tensor] = set()

@@ -160,16 +160,16 @@ def claims() -> Row:
     of: dict[str, int] = {}
     for storage in trace.storages:
         of[storage.category] = of.get(storage.category, 0) + storage.bytes
-    saved = sum(trace.storages[s].bytes for s in planning_of(plan).solver(1).recipes.saved)
+    saved = 0
+    for s in planning_of(plan).solver(1).recipes.saved:
+        saved += trace.storages[s].bytes
     frozen = sum(
         p.numel() * 4 * 3
         for name, p in model.named_parameters()
         if name.startswith(("bert.embeddings", "bert.encoder.layer.0"))
     )
     linear = sum(
-        p.numel() * 4
-        for name, p in model.named_parameters()
-        if name.startswith("bert.encoder.layer.0") and p.dim() == 2
+        p.nbytes for name, p in model.named_parameters() if name.startswith("bert.encoder.layer.0") and p.dim() == 2
     )
     layers = sum(p.numel() * 4 * 4 for name, p in model.named_parameters() if name.startswith("bert.encoder.layer"))
     return {

@@ -14,7 +14,7 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.timeline import Timeline
-from memfit.planning import planning_of
+from memfit.planning import changed, planning_of
 from memfit.values.trace import Trace
 
 LINK: Final = Link("disk", 1e9, 1e9, 1e-4, least_bytes=1)
@@ -49,4 +49,4 @@ def forced(
     recomputations = choice(recipes)
     peak = Timeline(trace, recipes).evaluate(recomputations).peak_bytes + search.extra_bytes
     script = compile_script(recipes, recomputations)
-    return replace(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace
+    return changed(plain, script=script, prediction=replace(plain.prediction, peak_bytes=peak)), trace

@@ -34,7 +34,7 @@ from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.solvers import SLACK_BYTES
 from memfit.planner.timeline import Timeline
-from memfit.planning import planning_of
+from memfit.planning import changed, planning_of
 from memfit.step.program import StepProgram, state_tensors
 from memfit.techniques.autocast.precision import FORMATS
 from memfit.techniques.choices import BASELINE, Choices, conflict, in_words
@@ -106,7 +106,7 @@ def blind_plans(plain: memfit.Plan) -> list[memfit.Plan]:
         recomputations = recomputations_for(recipes, dropped, offloaded=below)
         peak = timeline.evaluate(recomputations).peak_bytes + search.extra_bytes
         plans.append(
-            replace(
+            changed(
                 plain,
                 budget_bytes=peak + SLACK_BYTES,
                 script=compile_script(recipes, recomputations),
@@ -750,7 +750,7 @@ def swapping(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
     dropped = sorted(recipes.saved & recipes.rebuildable - swapped.keys())
     script = compile_script(recipes, recomputations_for(recipes, dropped, offloaded=swapped))
     assert script.swaps
-    return replace(plain, script=script)
+    return changed(plain, script=script)
 
 
 def test_state_made_by_steps_that_departed_is_all_that_comes_on_top() -> None:

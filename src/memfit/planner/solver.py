@@ -72,7 +72,9 @@ class Solver:
         """The fastest plan found that fits; None when none was found."""
         if self.plain.peak <= budget_bytes:
             return self.plain
-        return self.found(budget_bytes).best(budget_bytes)
+        found = self.found(budget_bytes).best(budget_bytes)
+        # A budget in which the smallest plan fits is never refused.
+        return found if found is not None else self.smallest_search().front.best(budget_bytes)
 
     @uncollected()
     def smallest(self) -> Solution:

@@ -6,6 +6,8 @@ import random
 from functools import cache
 from statistics import median
 
+import pytest
+
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
@@ -106,6 +108,18 @@ def test_the_smallest_plan_is_the_smallest_there_is_on_small_graphs() -> None:
         assert smallest <= plans[0][0]
         assert solver.solve(smallest) is not None
         assert solver.solve(smallest - 1) is None
+
+
+@pytest.mark.parametrize("trace", [*map(drawn, (236, 332, 399, 425, 427)), *map(network, (968, 1077))])
+def test_a_smallest_plan_smaller_than_enumeration_finds_is_found_at_its_budget(trace: Trace) -> None:
+    """The search for the smallest plan shrinks what enumeration and nested sweeps give; the one for a budget asks it where nothing else fits."""
+    smallest = Solver(Timeline(trace)).smallest()
+    fresh = Solver(Timeline(trace))
+    assert fresh.problem.is_small
+    assert fresh.problem.first_front.best(smallest.peak) is None
+    found = fresh.solve(smallest.peak)
+    assert found is not None
+    assert found.seconds <= smallest.seconds
 
 
 def test_a_decoder_is_rebuilt_block_by_block_though_all_of_it_reads_the_encoder() -> None:

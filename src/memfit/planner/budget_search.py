@@ -47,6 +47,8 @@ class BudgetSearch(FrontSearch):
             self.front.update(self._smallest().front)  # what no plan fits into is not searched
         elif self.problem.is_small:
             self._by_chains()
+            if self.front.best(self._budget) is None:
+                self.front.update(self._smallest().front)  # it may have shrunk what enumeration and chains give
             self.improve(self._budget, [])
         elif not self._good():
             self._by_layouts()

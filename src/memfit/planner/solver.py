@@ -72,9 +72,7 @@ class Solver:
         """The fastest plan found that fits; None when none was found."""
         if self.plain.peak <= budget_bytes:
             return self.plain
-        found = self.found(budget_bytes).best(budget_bytes)
-        # A budget in which the smallest plan fits is never refused.
-        return found if found is not None else self.smallest_search().front.best(budget_bytes)
+        return self.found(budget_bytes).best(budget_bytes)
 
     @uncollected()
     def smallest(self) -> Solution:

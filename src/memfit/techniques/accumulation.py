@@ -6,10 +6,9 @@ and is not in the list of techniques.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from memfit.techniques.technique import DialectKey, Offer, StepFacts, Subject, Technique
+from memfit.techniques.technique import Offer, StepFacts, Subject, Technique
 
 
 class Accumulation(Technique):
@@ -19,7 +18,6 @@ class Accumulation(Technique):
     baseline = 1
     page = "techniques/accumulation.md"
     reorders = True
-    dialect_keys: ClassVar[Sequence[DialectKey]] = (DialectKey("deepspeed", "gradient_accumulation_steps"),)
 
     def words(self, setting: int) -> str:
         """As in: 4 micro-batches."""

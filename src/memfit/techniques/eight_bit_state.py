@@ -18,6 +18,9 @@ class EightBitState(Technique):
     settings = ("32bit", "8bit")
     allow: ClassVar[Mapping[str, Setting]] = {"8bit": "8bit"}
     page = "techniques/8-bit-state.md"
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "optimizer state in 8 bits: make such an optimizer in the script"
+    }
 
     def words(self, setting: str) -> str:
         """As in: 8-bit optimizer state."""

@@ -17,7 +17,9 @@ class OptimizerOffload(Technique):
     settings = ("device", "host", "disk")
     page = "techniques/state-below.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (
-        DialectKey("deepspeed", "zero_optimization.offload_optimizer.device"),
+        DialectKey(
+            "deepspeed", "zero_optimization.offload_optimizer.device", {"none": "device", "cpu": "host", "nvme": "disk"}
+        ),
     )
 
     def words(self, setting: str) -> str:

@@ -132,17 +132,21 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class DialectKey:
-    """A key of another library's configuration that asks for a technique.
+    """A key of another library's configuration that settles a technique.
 
     Attributes:
-        dialect: whose, "deepspeed" or "paddle".
+        dialect: whose, "deepspeed".
         key: path of the key, with dots.
-        setting: what it asks for, as in `fixed=`; None where the key's own value says it.
+        settings: value of the key -> setting of the technique; another value settles nothing.
+        when: path of a key that has to be true for this one to count; "" for none.
+        allowed: the setting changes results, so it is a word of `allow=` as well. Where the key says "auto", the word is all that follows.
     """
 
     dialect: str
     key: str
-    setting: Setting | None = None
+    settings: Mapping[object, Setting]
+    when: str = ""
+    allowed: bool = False
 
 
 class Technique(ABC):
@@ -155,6 +159,7 @@ class Technique(ABC):
         allow: word of `allow=` -> the setting that is weighed only where the user names the word.
         page: of the documentation.
         dialect_keys: in other libraries' configurations.
+        unsaid: of a library whose keys cannot say it, what the reader of a written configuration has to do instead; `{setting}` stands for the setting.
         pinned: whether the user may pin it with `fixed=`.
         baseline_words: the baseline in a few words.
         expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
@@ -170,6 +175,7 @@ class Technique(ABC):
     allow: ClassVar[Mapping[str, Setting]] = {}
     page: ClassVar[str] = ""
     dialect_keys: ClassVar[Sequence[DialectKey]] = ()
+    unsaid: ClassVar[Mapping[str, str]] = {}
     pinned: ClassVar[bool] = True
     baseline_words: ClassVar[str] = "the step without it"
     expected_faster: ClassVar[bool] = False

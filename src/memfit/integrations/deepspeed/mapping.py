@@ -1,7 +1,8 @@
-"""What DeepSpeed's keys mean to memfit: one table from keys to choices of a plan, and one of choices that no key can say.
+"""What DeepSpeed's keys mean to memfit, as techniques tell it: from keys to choices of a plan, and the choices that no key can say.
 
-`config` asks here which choices a configuration settles, `writing` what it cannot write down. A technique with a key of its own in DeepSpeed is one more
-row. Two things follow from several keys together and are not rows: the number of micro-batches (`batch`), and clipping.
+`config` asks here which choices a configuration settles, `writing` what it cannot write down. Rows stand with their techniques
+(`Technique.dialect_keys`, `Technique.unsaid`). Two things follow from several keys together and are not rows: the number of micro-batches (`batch`),
+and clipping.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from memfit.integrations.deepspeed.values import AUTO
-
-Setting = str | int | tuple[str, ...]
+from memfit.techniques.registry import BY_NAME, TECHNIQUES
+from memfit.techniques.technique import DialectKey, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,66 +21,37 @@ class KeyMapping:
     """One key, and the choice of a plan that it settles.
 
     Attributes:
-        key: its path, with dots.
         choice: name of the technique whose setting it is.
-        settings: value of the key -> setting of the choice; another value settles nothing.
-        when: path of a key that has to be true for this one to count; "" for none.
-        allowed: the setting changes results, so it is a word of `allow=` as well. Where the key says "auto", the word is all that follows.
+        row: what the technique says of it.
     """
 
-    key: str
     choice: str
-    settings: Mapping[object, Setting]
-    when: str = ""
-    allowed: bool = False
+    row: DialectKey
+
+    @property
+    def key(self) -> str:
+        """Its path, with dots."""
+        return self.row.key
+
+    @property
+    def when(self) -> str:
+        """Path of a key that has to be true for this one to count; "" for none."""
+        return self.row.when
 
 
-# Where something lies that DeepSpeed moves, as a plan names the place.
-PLACES: Final[Mapping[object, str]] = {"none": "device", "cpu": "host", "nvme": "disk"}
-
-KEYS: Final = (
-    KeyMapping("bf16.enabled", "precision", {True: "bf16"}, allowed=True),
-    KeyMapping("fp16.enabled", "precision", {True: "fp16"}, allowed=True),
-    KeyMapping(
-        "torch_autocast.dtype",
-        "precision",
-        {"bf16": "bf16", "fp16": "fp16"},
-        when="torch_autocast.enabled",
-        allowed=True,
-    ),
-    KeyMapping("zero_optimization.offload_optimizer.device", "state_place", PLACES),
-    # Here the place; which blocks lie there DeepSpeed does not say.
-    KeyMapping("zero_optimization.offload_param.device", "streamed", PLACES),
+KEYS: Final = tuple(
+    KeyMapping(technique.name, row)
+    for technique in TECHNIQUES
+    for row in technique.dialect_keys
+    if row.dialect == "deepspeed"
 )
 
 # What a choice is where no key says anything about it. Of the others DeepSpeed says nothing then, and the planner chooses.
 UNLESS_ASKED: Final[Mapping[str, Setting]] = {"precision": "full"}
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaid:
-    """A choice that no key of DeepSpeed's can say.
-
-    Attributes:
-        choice: name of the technique whose setting it is.
-        baseline: its setting in plain PyTorch, of which nothing needs to be said.
-        words: what the reader of a written configuration has to do instead; `{setting}` stands for the setting.
-    """
-
-    choice: str
-    baseline: Setting
-    words: str
-
-
-UNSAID: Final = (
-    Unsaid("state_format", "32bit", "optimizer state in 8 bits: make such an optimizer in the script"),
-    Unsaid("update", "after", "the update inside backward: DeepSpeed updates after it"),
-    Unsaid("frozen", (), "what is frozen ({setting}): set requires_grad to false in the script"),
-    Unsaid("loss_chunks", 1, "the loss head in {setting} chunks: the model would have to do it itself"),
-    Unsaid(
-        "streamed", "", "that the layers of {setting} are what is moved: DeepSpeed moves every parameter above a size"
-    ),
-)
+# Names of the techniques that no key of DeepSpeed's can say.
+UNSAID: Final = tuple(technique.name for technique in TECHNIQUES if "deepspeed" in technique.unsaid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +80,14 @@ def asked(said: Callable[[str], object]) -> Asked:
         value = None if each.when and said(each.when) is not True else said(each.key)
         if value is AUTO:
             left_open.add(each.choice)
-            if each.allowed:
-                words.setdefault(each.choice, []).extend(str(setting) for setting in each.settings.values())
-        elif value in each.settings:
-            fixed[each.choice] = each.settings[value]
+            if each.row.allowed:
+                words.setdefault(each.choice, []).extend(str(setting) for setting in each.row.settings.values())
+        elif value in each.row.settings:
+            fixed[each.choice] = each.row.settings[value]
     for choice, setting in UNLESS_ASKED.items():
         if choice not in left_open:
             fixed.setdefault(choice, setting)
-    changing = {(each.choice, setting) for each in KEYS if each.allowed for setting in each.settings.values()}
+    changing = {(each.choice, setting) for each in KEYS if each.row.allowed for setting in each.row.settings.values()}
     for choice, setting in fixed.items():
         words[choice] = [str(setting)] if (choice, setting) in changing else []
     return Asked(fixed, tuple(word for each in words.values() for word in each))
@@ -124,9 +96,9 @@ def asked(said: Callable[[str], object]) -> Asked:
 def left_out(choices: Any) -> tuple[str, ...]:
     """What of a plan's choices no key can say, in whole clauses."""
     found = []
-    for each in UNSAID:
-        setting = getattr(choices, each.choice)
-        if setting != each.baseline:
+    for name in UNSAID:
+        setting = choices.used.get(name)
+        if setting is not None:
             shown = ", ".join(setting) if isinstance(setting, tuple) else setting
-            found.append(each.words.format(setting=shown))
+            found.append(BY_NAME[name].unsaid["deepspeed"].format(setting=shown))
     return tuple(found)

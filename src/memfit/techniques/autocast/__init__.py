@@ -21,9 +21,15 @@ class Autocast(Technique):
     expected_faster = True
     page = "techniques/mixed-precision.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (
-        DialectKey("deepspeed", "bf16.enabled", "bf16"),
-        DialectKey("deepspeed", "fp16.enabled", "fp16"),
-        DialectKey("deepspeed", "torch_autocast.dtype"),
+        DialectKey("deepspeed", "bf16.enabled", {True: "bf16"}, allowed=True),
+        DialectKey("deepspeed", "fp16.enabled", {True: "fp16"}, allowed=True),
+        DialectKey(
+            "deepspeed",
+            "torch_autocast.dtype",
+            {"bf16": "bf16", "fp16": "fp16"},
+            when="torch_autocast.enabled",
+            allowed=True,
+        ),
     )
 
     def words(self, setting: str) -> str:

@@ -25,6 +25,9 @@ class Bf16Parameters(Technique):
     baseline_words = "parameters as the model has them"
     expected_faster = True
     page = "techniques/bf16-parameters.md"
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "parameters in {setting} written with stochastic rounding: the optimizer would have to do it itself"
+    }
 
     def words(self, setting: str) -> str:
         """As in: bf16 parameters with stochastic rounding."""

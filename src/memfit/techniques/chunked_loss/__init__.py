@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from memfit.techniques.technique import LossHead, Offer, OptimisticBound, StepFacts, Subject, Technique
 
@@ -19,6 +19,9 @@ class ChunkedLoss(Technique):
     baseline = 1
     reorders = True
     page = "techniques/loss-head.md"
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "the loss head in {setting} chunks: the model would have to do it itself"
+    }
 
     def words(self, setting: int) -> str:
         """As in: loss head in 8 chunks."""

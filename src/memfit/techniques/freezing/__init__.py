@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.errors import InputError
 from memfit.techniques.technique import Offer, StepFacts, Subject, Technique
@@ -31,6 +32,9 @@ class Freezing(Technique):
     baseline = ()
     sizes_state = True
     page = "techniques/freezing.md"
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "what is frozen ({setting}): set requires_grad to false in the script"
+    }
     pinned = False
 
     def words(self, setting: tuple[str, ...]) -> str:

@@ -27,6 +27,9 @@ class FrozenWeights(Technique):
     allow: ClassVar[Mapping[str, Setting]] = {"4bit": "4bit"}
     baseline_words = "frozen weights as the model has them"
     page = "techniques/4-bit-weights.md"
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "frozen linear weights in {setting}: put such layers into the model in the script"
+    }
     repeatable = (
         "bitsandbytes::gemm_4bit",
         "bitsandbytes::dequantize_4bit",

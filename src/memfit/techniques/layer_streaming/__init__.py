@@ -17,7 +17,15 @@ class LayerStreaming(Technique):
     name = "streamed"
     baseline = ""
     page = "techniques/streaming.md"
-    dialect_keys: ClassVar[Sequence[DialectKey]] = (DialectKey("deepspeed", "zero_optimization.offload_param.device"),)
+    dialect_keys: ClassVar[Sequence[DialectKey]] = (
+        # Here the place; which blocks lie there DeepSpeed does not say.
+        DialectKey(
+            "deepspeed", "zero_optimization.offload_param.device", {"none": "device", "cpu": "host", "nvme": "disk"}
+        ),
+    )
+    unsaid: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "that the layers of {setting} are what is moved: DeepSpeed moves every parameter above a size"
+    }
 
     def words(self, setting: str) -> str:
         """As in: layers of encoder.layer streamed."""

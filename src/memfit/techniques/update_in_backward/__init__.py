@@ -16,6 +16,7 @@ class UpdateInBackward(Technique):
     settings = ("after", "in_backward")
     allow: ClassVar[Mapping[str, Setting]] = {"in_backward": "in_backward"}
     page = "techniques/update-in-backward.md"
+    unsaid: ClassVar[Mapping[str, str]] = {"deepspeed": "the update inside backward: DeepSpeed updates after it"}
 
     def words(self, setting: str) -> str:
         """As in: update inside backward."""

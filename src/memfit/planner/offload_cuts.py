@@ -1,7 +1,7 @@
 """At given prices of memory and of the link, the cheapest plan of keeping, recomputing and offloading.
 
 A storage that is not recomputed costs the cheaper of being kept and of being offloaded, and offloading costs what of its copies is not hidden: seconds on
-the link times a *price of the link*. A link that nobody waits for is free, one that everybody waits for costs a second a second. While a copy is on its way
+the link times a *price of the link*. A second of a link costs 0 where computing never waits for it, 1 where it always waits. While a copy is in progress
 it still takes memory, which is charged at the moments' prices as if it were kept.
 
 Where there are several tiers, the cut first sees the link to the nearest one. What is wanted there and has no free space is cut once more at the seconds of
@@ -21,6 +21,7 @@ from memfit.planner.priced_cuts import window_starts
 from memfit.planner.recompute_graph import RecomputeGraph
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.solution import Solution
+from memfit.planner.timeline import Evaluation
 from memfit.planner.window_layouts import WindowLayout
 
 
@@ -39,7 +40,7 @@ class LinkUse(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is done about each node, in columns: rebuilt, held for recomputation, offloaded, and to which tier."""
+    """What is done about each node, in columns: recomputed, held for recomputation, offloaded, and to which tier."""
 
     dropped: Any
     held: Any
@@ -64,6 +65,9 @@ class OffloadCuts:
         self._recompute = recompute
         self._spans: dict[tuple[tuple[int, ...], int, int], _Span] = {}
         self._decided: dict[tuple[object, ...], Solution] = {}
+        self._replayed: dict[
+            tuple[tuple[int, ...], ...], Evaluation
+        ] = {}  # decisions that differ often come to the same plan
 
     def cut(self, layout: WindowLayout, prices: Any, link: LinkUse) -> Solution:
         """The plan of the cheapest cut at prices per byte and event and per second of the link.
@@ -189,7 +193,8 @@ class OffloadCuts:
                 },
             )
             again = {s for runs in recomputations.values() for r in runs for s in recipes.recipes[r].makes}
-            self._decided[key] = Solution(
-                recomputations, graph.timeline.evaluate(recomputations), self._recompute.droppable & again
-            )
+            plan = tuple((event, *runs) for event, runs in sorted(recomputations.items()))
+            if plan not in self._replayed:
+                self._replayed[plan] = graph.timeline.evaluate(recomputations)
+            self._decided[key] = Solution(recomputations, self._replayed[plan], self._recompute.droppable & again)
         return self._decided[key]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.cli import extras
+from memfit.cli import doctor, extras
 from memfit.cli.main import main
 from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
@@ -503,7 +503,10 @@ def test_doctor_says_why_a_disk_cannot_be_swapped_to(
     def refused(device: torch.device, folder: Path) -> None:
         raise InputError("the disk to swap to cannot be measured")
 
-    monkeypatch.setattr(links, "link_below", refused)
+    monkeypatch.setattr(links, "nearest_link", refused)
+    monkeypatch.setattr(
+        doctor, "_rates", lambda device: {"fp32_flops": 1.0, "bf16_flops": 1.0, "bytes_per_second": 1.0}
+    )
     data, text = Ran(capsys, "doctor", "--json").data, Ran(capsys, "doctor")
 
     assert data["links"][-1]["reason"] == "the disk to swap to cannot be measured"

@@ -63,6 +63,14 @@ def by_turns(*lists: Iterable[Any]) -> list[Any]:
     ]
 
 
+def at_night(values: Iterable[Any], night: Collection[str]) -> list[Any]:
+    """Values for `pytest.mark.parametrize`, of which those with these names are for the night: others in the list stand for them in the quick run."""
+    named = [(value, getattr(value, "name", str(value))) for value in values]
+    unknown = set(night) - {name for _, name in named}
+    assert not unknown, f"nothing is called {', '.join(sorted(unknown))}"
+    return [pytest.param(value, id=name, marks=pytest.mark.slow if name in night else ()) for value, name in named]
+
+
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Give a decorated test its seeds: the quick ones and the others, or the one that was asked for."""
     mark = metafunc.definition.get_closest_marker("seeds")

@@ -24,6 +24,7 @@ from memfit.step.program import state_tensors
 from models import build_gpt, case
 from models.outcome import measured_peak, outcome_of
 from small import adamw, chain, rows, squared_error
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,11 +89,12 @@ def torch_peak_and_flops(model: nn.Module, sample: Any, loss_fn: Any) -> tuple[i
     return reading.peak_bytes, counted.get_total_flops()
 
 
-@pytest.mark.parametrize("every", UNITS, ids=str)
-@pytest.mark.parametrize(("build", "path"), [(gpt, "blocks"), (bert, "bert.encoder.layer")], ids=["gpt", "bert"])
-def test_blocks_placed_by_hand_are_no_worse_than_under_torchs_checkpoint(
-    build: Callable[[], Any], path: str, every: str | int
-) -> None:
+SUBJECTS: dict[str, tuple[Callable[[], Any], str]] = {"gpt": (gpt, "blocks"), "bert": (bert, "bert.encoder.layer")}
+
+
+@pytest.mark.parametrize(("every", "subject"), by_turns(UNITS, SUBJECTS), ids=str)
+def test_blocks_placed_by_hand_are_no_worse_than_under_torchs_checkpoint(every: str | int, subject: str) -> None:
+    build, path = SUBJECTS[subject]
     model, sample, loss_fn = build()
     made = memfit.recompute(model, sample, loss_fn, adamw, every=every)
     found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn, None))

@@ -12,12 +12,17 @@ from memfit import batches
 from memfit.engine.accumulation import micro_batches_of
 from models import CASES, Case
 from models.outcome import measured_peak, outcome_of, plans_between, same
+from sweeps import at_night
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+# Each is like another case, and takes longer: eager attention under autocast as without and as SDPA under it, a GRU as an LSTM.
+LONGER = {"bert_eager_bf16", "amp_gpt", "gru"}
 
 
 def check(case: Case, fractions: tuple[float, ...]) -> None:
@@ -35,7 +40,7 @@ def check(case: Case, fractions: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize("fractions", [(0.5, 0.0), pytest.param((1.0, 0.75, 0.25), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", at_night([c for c in CASES if not c.slow], LONGER))
 def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case, fractions: tuple[float, ...]) -> None:
     check(case, fractions)
 
@@ -72,6 +77,8 @@ ALIKE = {
     "bert_eager_bf16",
     "bert_sdpa_bf16",
     "custom_function_ctx",
+    "amp_gpt",
+    "gru",
 }
 
 

@@ -20,6 +20,7 @@ from memfit.optimizers.lion import Lion
 from memfit.techniques.choices import Choices, in_words
 from models import build_gpt, case
 from step import ways
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,17 +48,22 @@ def check(way: Choices, build: Callable[[], Any], optimizer: Any = small.adamw, 
     return plain.prediction.peak_bytes
 
 
-def named(way: Choices) -> str:
-    return in_words(way) or "plain"
+def named(way: Any) -> str:
+    return (in_words(way) or "plain") if isinstance(way, Choices) else way.__name__
 
 
-@pytest.mark.parametrize("way", WAYS, ids=named)
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, id=named(w), marks=pytest.mark.slow if len(w.techniques) > 1 else ()) for w in WAYS]
+)
 def test_the_predicted_peak_is_the_measured_one(way: Choices) -> None:
     check(way, case("gpt").build)
 
 
-@pytest.mark.parametrize("optimizer", [small.adamw, lambda p: torch.optim.AdamW(p, lr=1e-2)], ids=["fused", "foreach"])
-@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.parametrize(("way", "optimizer"), by_turns(WAYS, [small.adamw, foreach]), ids=named)
 def test_the_first_step_makes_its_state_in_the_room_of_later_ones(way: Choices, optimizer: Any) -> None:
     model, sample = small.chain(3), small.rows(64)
     plan = ways.planned(way, model, sample, small.squared_error, optimizer, fixed={"micro_batches": 1})
@@ -84,7 +90,8 @@ def test_where_the_update_is_the_peak_its_workspace_counts(optimizer: Any, way: 
 
 def test_each_technique_saves_what_it_claims() -> None:
     """With AdamW: of 8 bytes of state a parameter 2 are left, or none; of gradients, those of what is in work."""
-    peaks = {named(way): check(way, wide) for way in WAYS}
+    weighed = [way for way in WAYS if way.state_format == "32bit" or len(way.techniques) == 1]
+    peaks = {named(way): check(way, wide) for way in weighed}
     sizes = [p.numel() for p in wide()[0].parameters()]
     count, workspace = sum(sizes), 3 * 4 * CHUNK["cpu"] * 1.5
     plain, disk, inside = peaks["plain"], "optimizer state on the disk", "update inside backward"

@@ -58,7 +58,7 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path: 
     kept = tier.reserve(4096)
     tier.write(kept, torch.arange(1024, dtype=torch.int32))
     asked = 1 << 55
-    with pytest.raises(InfeasibleError, match="make room there") as caught:
+    with pytest.raises(InfeasibleError, match="free space there") as caught:
         tier.reserve(asked)
 
     assert caught.value.minimum_bytes == asked + 4096
@@ -112,6 +112,7 @@ def test_the_engine_says_that_a_failed_write_left_half_a_step(tmp_path: Path, mo
             engine.step(sample)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is Linux's")
 def test_a_model_four_times_its_limit_trains_where_plain_pytorch_dies() -> None:
     command = [sys.executable, str(EXAMPLE), "--layers", "16", "--hidden", "256", "--budget", "48MiB", "--steps", "2"]

@@ -19,6 +19,7 @@ from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.techniques.bf16_parameters.rounding import RoundedStochastically, round_stochastically
 from memfit.techniques.choices import Choices, conflict
 from step import ways
+from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,9 +163,10 @@ def test_a_step_is_that_of_a_loop_by_hand(build: Callable[[], Any]) -> None:
     assert {p.dtype for p in model.parameters()} >= {torch.bfloat16}
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize(
-    "fixed", [{}, {"update": "in_backward"}, {"state_place": "disk"}, {"micro_batches": 2}], ids=str
+    ("fixed", "fraction"),
+    by_turns([{}, {"update": "in_backward"}, {"state_place": "disk"}, {"micro_batches": 2}], [1.0, 0.5, 0.0]),
+    ids=str,
 )
 def test_the_predicted_peak_is_the_measured_one_and_results_stay(fixed: dict[str, Any], fraction: float) -> None:
     plain = planned(**fixed)

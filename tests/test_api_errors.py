@@ -164,27 +164,27 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
     [
         (
             {"host_budget": 100, "fixed": {"state_place": "disk"}},
-            "host_budget=100 is less than the optimizer state that is to lie there",
+            "host_budget=100 is less than the optimizer state to be offloaded",
         ),
         (
             {"host_budget": 0, "fixed": {"state_place": "disk"}},
-            "host_budget=0 is less than the optimizer state that is to lie there",
+            "host_budget=0 is less than the optimizer state to be offloaded",
         ),
         (
             {"host_budget": 100, "fixed": {"streamed": "."}},
-            "host_budget=100 is less than the layers and optimizer state that is to lie there",
+            "host_budget=100 is less than the layers and optimizer state to be offloaded",
         ),
         ({"host_budget": "much"}, "'much'"),
-        ({"disk_budget": "1GiB"}, "and this plan is for a CPU, which has its disk right below it: give host_budget"),
-        ({"disk_budget": "1GiB", "host_budget": "1GiB"}, "which has its disk right below it: give host_budget"),
-        ({"disk_budget": "1GiB", "device": "rtx4090"}, "how much the host has nobody said: give host_budget, too"),
+        ({"disk_budget": "1GiB"}, "and this plan is for a CPU, whose offloading to disk host_budget limits: give host"),
+        ({"disk_budget": "1GiB", "host_budget": "1GiB"}, "whose offloading to disk host_budget limits: give host"),
+        ({"disk_budget": "1GiB", "device": "rtx4090"}, "which was not given: give host_budget, too"),
         (
             {"disk_budget": "1GiB", "host_budget": "8MiB", "device": "rtx4090"},
-            "host_budget='8MiB' does not hold the 16.0 MiB that copies to the disk pass through: give it more",
+            "host_budget='8MiB' is less than the 16.0 MiB of host memory that copies to the disk pass through: give more",
         ),
         (
             {"disk_budget": 100, "host_budget": "1GiB", "device": "rtx4090", "fixed": {"state_place": "disk"}},
-            "disk_budget=100 is less than the optimizer state that is to lie there",
+            "disk_budget=100 is less than the optimizer state to be offloaded",
         ),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"allow": None}, "allow=None is no list of words"),
@@ -224,13 +224,13 @@ def momentless(parameters: Any) -> torch.optim.Optimizer:
         ({"state_format": "8bit"}, momentless, "SGD without momentum keeps no state, so 8 bits would save nothing"),
         ({"state_format": "8bit"}, torch.optim.Adagrad, "Adagrad has no 8-bit state"),
         ({"state_format": "8bit"}, None, "there is no optimizer"),
-        ({"state_place": "disk"}, momentless, "SGD without momentum keeps no state that could lie elsewhere"),
+        ({"state_place": "disk"}, momentless, "SGD without momentum keeps no state that could be offloaded"),
         ({"state_place": "disk"}, torch.optim.Adagrad, "the state of Adagrad stays on the device"),
-        ({"state_place": "host"}, adamw, "the device is the CPU, so the host's memory is the device's"),
+        ({"state_place": "host"}, adamw, "the device is the CPU, whose memory is host memory"),
         (
             {"update": "in_backward"},
             torch.optim.LBFGS,
-            "of LBFGS it is not known that each parameter is updated by itself",
+            "LBFGS is not known to update each parameter by itself",
         ),
         ({"update": "in_backward"}, None, "there is no optimizer"),
         ({"update": "in_backward", "precision": "fp16"}, adamw, "the gradient scaler must see all gradients before"),
@@ -270,13 +270,17 @@ def test_what_is_allowed_and_cannot_be_stands_in_the_plan(
 @pytest.mark.parametrize(
     ("count", "host_budget", "reasons"),
     [
-        (16, "1MiB", ["swapping: nothing that backward reads takes 64.0 KiB, and less is not worth a copy"]),
+        (
+            16,
+            "1MiB",
+            ["activation offloading: nothing that backward reads takes 64.0 KiB, and less is not worth a copy"],
+        ),
         (
             2048,
             100,
             [
-                "swapping: the tensors worth it take 256 KiB or more each, and there is room for 100 B",
-                "optimizer state on the tier below: host_budget=100 has no room for its ",
+                "activation offloading: the tensors worth it take 256 KiB or more each, and 100 B may be used",
+                "optimizer-state offloading: host_budget=100 is less than its ",
             ],
         ),
     ],

@@ -70,7 +70,7 @@ def test_layers_are_streamed_where_nothing_else_fits() -> None:
     assert engine.rehearsal.measured_peak_bytes == pytest.approx(engine.plan.prediction.peak_bytes, rel=0.005)
     text = engine.plan.explain()
     assert "layers of blocks streamed: takes " in text
-    assert "Copying to and from the tier below: " in text
+    assert "Copying to and from host memory or disk: " in text
     p = engine.plan.prediction
     assert 0 < p.exposed_seconds <= p.copy_seconds
     other, _, _ = wide()
@@ -88,7 +88,7 @@ def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
     assert not any(way.streamed or way.state_place != "device" for way in search.bundle.candidates)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) > 64 * 1024
     with pytest.raises(
-        memfit.InputError, match=r"host_budget='64KiB' is less than the layers and optimizer state that is to lie there"
+        memfit.InputError, match=r"host_budget='64KiB' is less than the layers and optimizer state to be offloaded"
     ):
         searched(host_budget="64KiB", fixed={"streamed": "blocks"})
 

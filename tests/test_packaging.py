@@ -151,6 +151,6 @@ def test_each_missing_extra_names_its_install_command(
 
 
 def test_no_extra_is_left_out_above() -> None:
-    # No code asks for the tools of the site and of developers; Lightning is left out in the tests of its door.
+    # No code asks for the tools of the site and of developers; Lightning is left out in the tests of its integration.
     asked_for = set(PROJECT["optional-dependencies"]) - {"dev", "docs", "lightning"}
     assert {extra for extra, *_ in EXTRAS} == asked_for

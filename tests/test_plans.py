@@ -314,7 +314,7 @@ def test_an_explanation_names_figures_and_place() -> None:
     text = plan(rejected=("2 micro-batches: slower",), notes=("estimated",)).explain()
     for words in (
         "512 MiB of 600 MiB",
-        "1.00 GiB (50.0 %)",
+        "50.0 % of the 1.00 GiB that plain PyTorch would take",
         "1.20 s instead of 1.00 s (+20.0 %, measured)",
         "10.0 % faster",
         "bit for bit",

@@ -30,8 +30,11 @@ def torch_free_modules() -> list[str]:
 
 def test_the_public_list_is_what_is_visible() -> None:
     assert sorted(memfit.__all__) == memfit.__all__
-    doors = ["lightning", "transformers"]  # modules, each with an extra of its own: `import *` must not need them
-    assert dir(memfit) == sorted([*memfit.__all__, *doors, "__version__"])
+    integrations = [
+        "lightning",
+        "transformers",
+    ]  # modules, each with an extra of its own: `import *` must not need them
+    assert dir(memfit) == sorted([*memfit.__all__, *integrations, "__version__"])
 
 
 @pytest.mark.parametrize("name", memfit.__all__)

@@ -147,8 +147,8 @@ def table(rows: Rows) -> str:
 
 
 def excerpt(rows: Rows, page: str) -> str:
-    """For the page about swapping: every model at the hooks' own peak and at half of what can be given up."""
-    if page != "swap":
+    """For the page about activation offloading: every model at the hooks' own peak and at half of what can be given up."""
+    if page != "activation-offloading":
         return ""
     cells = []
     for name in dict.fromkeys(row["model"] for row in rows):

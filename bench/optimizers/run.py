@@ -359,7 +359,7 @@ def table(rows: Rows) -> str:
 
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "8-bit-state": ("8bit", "fused", "Lion"),
-    "state-below": ("torch AdamW, fused", "state in a file", "Offload"),
+    "optimizer-state-offloading": ("torch AdamW, fused", "state in a file", "Offload"),
     "update-in-backward": ("torch AdamW, fused", "AdamW8bit"),
 }
 """Page of docs/techniques -> parts of the names of the optimizers that belong there."""

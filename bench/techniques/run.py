@@ -228,12 +228,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 PAGES = {
     "8-bit-state": ("8-bit state",),
     "accumulation": ("accumulation",),
+    "activation-offloading": ("swap",),
     "freezing": ("freezing",),
     "mixed-precision": ("bf16", "fp16"),
+    "optimizer-state-offloading": ("state on disk",),
     "recompute": ("recompute",),
-    "state-below": ("state on disk",),
     "streaming": ("streaming",),
-    "swap": ("swap",),
     "update-in-backward": ("update in backward",),
 }
 """Page of docs/techniques -> what the technique is called here."""

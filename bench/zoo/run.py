@@ -59,12 +59,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 PAGES = {
     "8-bit-state": "8-bit state",
+    "activation-offloading": "swap",
     "freezing": "freezing",
     "loss-head": "loss in chunks",
     "mixed-precision": "bf16",
-    "state-below": "state on disk",
+    "optimizer-state-offloading": "state on disk",
     "streaming": "streaming",
-    "swap": "swap",
     "update-in-backward": "update in backward",
 }
 """Page of docs/techniques -> what the technique is called here."""

@@ -20,7 +20,7 @@ from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
-from memfit.planner.by_hand import Placement
+from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import changed, planning_of, replan, smallest_budget
 from memfit.progress import Progress, tell
 from memfit.rehearsal import rehearse
@@ -28,7 +28,7 @@ from memfit.step.arranging import arranged
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
-from memfit.storage.tiers import tier_below
+from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.choices import Choices, convert, converting, lasting
@@ -68,7 +68,7 @@ def plan(
     lower_tier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """How to train inside `budget` bytes, and what it will take; nothing is trained.
+    """Plan how to train inside `budget` bytes, and predict bytes and seconds of a step; nothing is trained.
 
     Args:
         model: any module, in the mode it is to be trained in; it may be on the meta device.
@@ -77,25 +77,25 @@ def plan(
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
-        host_budget: bytes on the tier below that activations and optimizer state may be moved to: the host's memory for a GPU (None: as much as it takes), the
-            disk for a CPU (None: nothing is moved). 0: nothing is moved.
-        disk_budget: bytes on the disk below a GPU's host, for activations that `host_budget` has no room for; copies pass through a few MiB of it. None or 0:
-            nothing is moved there. A CPU has its disk right below it, where `host_budget` counts.
+        host_budget: bytes of the nearest lower memory tier to which activations and optimizer state may be offloaded: host memory for a GPU (None: no
+            limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded.
+        disk_budget: for a GPU, bytes of the disk to which activations that do not fit into `host_budget` may be offloaded; copies pass through a few MiB
+            of host memory. None or 0: no disk. On a CPU `host_budget` is the limit for the disk.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
-            and "in_backward": the same results, but no gradients are there after a step.
+            and "in_backward": the same results, but parameters have no gradients after a step.
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.techniques.freezing`). The model is left as it
             is; `apply` freezes it.
-        fixed: choices that are the user's, by the name of their field in `Choices`: {"micro_batches": 4}.
+        fixed: choices that the search must not change, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.
-        device: None for the device of the model, or the name of a GPU that is not here ("rtx4090"): then seconds are estimated.
-        lower_tier: folder on the disk that the plan is to count on, as for `apply`; None for the one that is set.
-        progress: called with what is being done and the share done.
+        device: None for the device of the model, or the name of a GPU that this computer does not have ("rtx4090"): then seconds are estimated.
+        lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
+        progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:
         InfeasibleError: nothing fits; carries `minimum_bytes` and ways out.
-        BudgetError: the budget cannot be read.
-        InputError: something else about the input.
-        CaptureError: the step cannot be predicted.
+        BudgetError: the budget is not a number of bytes.
+        InputError: another argument is invalid.
+        CaptureError: the step cannot be captured, so it cannot be predicted.
     """
     request = requested(
         model,
@@ -145,23 +145,23 @@ def recompute(
 ) -> Plan:
     """A plan in which the user says what is recomputed, as with `torch.utils.checkpoint`; explained, predicted, saved and applied like any other.
 
-    Activations are kept or computed again, never moved: what is moved to a tier below is searched for, by `plan` with its `host_budget` and `disk_budget`.
+    Activations are kept or recomputed, never offloaded; for offloading call `plan` with `host_budget` or `disk_budget`.
 
     Args:
-        keep: patterns of module paths: what flows out of these modules is kept, and whatever else can be rebuilt is dropped, up to the last of them. `*`
-            stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
+        keep: patterns of module paths: the outputs of these modules are kept, and everything else up to the last of them that can be recomputed is dropped.
+            `*` stands for one name in a path, `**` for any number, and leading names may be left out: `["encoder.layer.*"]`.
         every: "block" to keep only what goes into each of the model's repeated blocks, n for each n-th, "sqrt" for about the square root of their number
-            (Chen et al. 2016, arXiv:1604.06174). The blocks are found: neighbours in one list, alike, each reading what the one before it made.
-        activation_bytes: bytes that all that forward makes may take at any moment of the step; where to recompute is then searched. "2GiB" or an int.
+            (Chen et al. 2016, arXiv:1604.06174). Blocks are found automatically: neighbours in one list, alike, each reading the output of the one before.
+        activation_bytes: limit on the bytes of all activations at any moment of the step; where to recompute is then searched. "2GiB" or an int.
         fixed: {"micro_batches": n}; the batch is whole otherwise.
         model, sample, loss_fn, optimizer, clip_norm, device, progress: as for `plan`.
 
     Returns:
-        The plan. Its budget is what it takes; `plan.gap` says how much faster the best plan in as many bytes could be.
+        The plan. Its budget is its own predicted peak; `plan.gap` says how much faster the best plan in as many bytes could be.
 
     Raises:
         InputError: not exactly one of keep, every and activation_bytes; a pattern that matches no module; no repeated blocks.
-        InfeasibleError: so few bytes of activations cannot be reached.
+        InfeasibleError: no plan holds as few bytes of activations.
         CaptureError: as for `plan`.
     """
     placement = _placement(keep, every, activation_bytes)
@@ -179,7 +179,9 @@ def recompute(
     return made
 
 
-def _placement(keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None) -> Placement:
+def _placement(
+    keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None
+) -> RecomputePlacement:
     asked = {"keep": keep, "every": every, "activation_bytes": activation_bytes}
     given = [name for name, value in asked.items() if value is not None]
     if len(given) != 1:
@@ -191,14 +193,14 @@ def _placement(keep: str | Sequence[str] | None, every: int | str | None, activa
         patterns = (keep,) if isinstance(keep, str) else tuple(keep)
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
-        return Placement(keep=patterns)
+        return RecomputePlacement(keep=patterns)
     if every is not None:
         number = 1 if every == "block" else every
         if number != "sqrt" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
-        return Placement(every=number)
+        return RecomputePlacement(every=number)
     assert activation_bytes is not None
-    return Placement(activation_bytes=parse_bytes(activation_bytes))
+    return RecomputePlacement(activation_bytes=parse_bytes(activation_bytes))
 
 
 def record(
@@ -217,21 +219,21 @@ def record(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> TraceBundle:
-    """Training steps written down, with seconds: all that plans are made from. `TraceBundle.save` keeps it; `replan` plans from it without the model.
+    """Capture the training steps that plans are made from, with seconds. `TraceBundle.save` stores them; `replan` plans from them without the model.
 
-    Every step that `plan` might weigh under these constraints is captured, so that plans from the bundle are those that `plan` makes. That takes a capture for
-    each number of micro-batches (powers of two) and each combination of techniques; fix what is known already.
+    Every step that `plan` might consider under these constraints is captured, so plans made from the bundle equal those that `plan` makes. That takes one
+    capture for each number of micro-batches (powers of two) and each combination of techniques; fix the choices that you know already to save time.
 
     Args:
-        micro_batches: their number, to which plans keep; None for all that `plan` would weigh.
+        micro_batches: their number in all plans; None for all numbers that `plan` would consider.
         model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`. The speed of the links
-            is the one they have here.
+            is measured on this computer.
 
     Returns:
-        The bundle; `bundle.trace` is the baseline, the step as it is.
+        The bundle; `bundle.trace` is the baseline, the step as the user has it.
 
     Raises:
-        SplitError: the batch does not split without changing the result, and `micro_batches` wants it split.
+        SplitError: `micro_batches` asks for a split batch, and splitting would change the result.
         InputError, CaptureError: as for `plan`.
     """
     pinned = {} if micro_batches is None else {"micro_batches": micro_batches}
@@ -265,14 +267,14 @@ def frontier(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, ...]:
-    """Plans from plain down to the smallest that fits: bytes against seconds.
+    """Plans for budgets from the peak of plain PyTorch down to the smallest for which a plan is found: bytes against seconds.
 
     Args:
-        points: number of budgets, at least 2; the first is plain, the last the smallest found.
+        points: number of budgets, at least 2; the first is the peak of plain PyTorch, the last the smallest found.
         model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
 
     Returns:
-        Plans in order of falling peak, each no slower than any with a smaller peak.
+        Plans by decreasing peak, each no slower than any with a smaller peak.
     """
     request = requested(
         model,
@@ -313,21 +315,22 @@ def apply(
 ) -> Engine:
     """An engine that trains this model as the plan says.
 
-    What the plan freezes is frozen in the model from here on (`requires_grad` is false, gradients it had are let go), and an optimizer made here is
-    made without it.
+    Parameters that the plan freezes stay frozen in the model (`requires_grad` becomes false, their gradients are freed), and an optimizer made here does
+    not get them.
 
     Args:
-        plan: made in this process or loaded.
-        model: of the structure the plan was made for; the user's own object is trained.
-        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be a factory or made already.
-        fill: of a plan that streams layers and a model on the meta device: gives each module its values, so that the model is never there as a whole.
-        lower_tier: folder for all that the plan offloads to disk, and on a GPU for its streamed layers, which are in host memory else; None for the folder
-            that is set (`MEMFIT_OFFLOAD_DIR`). Hand the same one to `plan`, whose seconds are those of its disk.
+        plan: made in this process or loaded from a file.
+        model: of the structure that the plan was made for; this very object is trained.
+        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be an object or a function that makes it.
+        fill: for a plan that streams layers of a model on the meta device: gives the modules their values one by one, so the model is never in memory as a
+            whole.
+        lower_tier: folder for everything that the plan offloads to disk; with a GPU also for streamed layers, which are in host memory otherwise. None for
+            the default (`MEMFIT_OFFLOAD_DIR`). Pass the same folder to `plan`, whose predictions use the speed of its disk.
 
     Raises:
         PlanFileError: the plan is for another model.
-        InfeasibleError: a lower tier has no space for what is offloaded to it.
-        EngineError: no file can be made in the folder.
+        InfeasibleError: a lower tier does not have the space for what is offloaded to it.
+        EngineError: no file can be created in the folder.
     """
     have = _digest(model, plan.choices.frozen)
     conversion = conversion_of(model, have)
@@ -356,13 +359,15 @@ def apply(
         chosen = arranged(chosen, plan.choices, model, lower_tier)
     loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
     stream: LayerStream | None = None
-    if plan.choices.streamed:  # after the optimizer has seen the parameters: from now on those of the blocks are empty
-        stream = LayerStream(model, plan.choices.streamed, tier_below(device_of(model), lower_tier), fill=fill or reset)
+    if plan.choices.streamed:  # Only now, when the optimizer has the parameters: streaming empties those of the blocks.
+        stream = LayerStream(
+            model, plan.choices.streamed, nearest_tier(device_of(model), lower_tier), fill=fill or reset
+        )
         if chosen is not None:
             try:
                 stream.adopt(chosen)
             except BaseException:
-                stream.close()  # puts the layers back into the user's model: nobody gets the engine that knows where they are
+                stream.close()  # Puts the layers back into the user's model: no engine is returned that could do it.
                 raise
     engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
     if planning is not None and source is not None:
@@ -371,21 +376,21 @@ def apply(
 
 
 def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Of the model with what the patterns mean frozen; as it is where they mean nothing in it."""
+    """Digest of the model with these patterns frozen; of the model as it is where a pattern matches nothing."""
     with suppress(InputError), frozen(model, patterns):
         return model_digest(model)
     return model_digest(model)
 
 
 def _planner_of(
-    engine: Engine, request: Request, placement: Placement | None, make_optimizer: OptimizerFactory | None
+    engine: Engine, request: Request, placement: RecomputePlacement | None, make_optimizer: OptimizerFactory | None
 ) -> Callable[[Batch], Plan]:
-    """What makes a plan for another batch, under the budget and the constraints of the engine's plan."""
+    """A function that makes a plan for another batch, under the budget and the constraints of the engine's plan."""
 
     def made(batch: Batch) -> Plan:
         optimizer = None if engine.optimizer is None else (make_optimizer or default_optimizer)
         first = engine.plan
-        # The scaler goes on, and so does the optimizer as it was made. What was merely allowed is decided.
+        # The gradient scaler and the optimizer are kept, so techniques that shaped them stay fixed; what was only allowed is decided by now.
         asked = replace(
             request.fixing(**lasting(first.choices)),
             budget=TierBudget(first.budget_bytes, first.budget_bytes),
@@ -461,7 +466,7 @@ def fit(
 
 
 def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
-    """Rehearse, and follow another plan where more was measured than the budget; raises what `fit` does. Arguments as for `rehearse`."""
+    """Rehearse, and plan again for less where the measured peak exceeds the budget; raises what `fit` does. Arguments as for `rehearse`."""
     made = engine.plan
     planning = planning_of(made)
     budget_bytes = made.budget_bytes
@@ -503,7 +508,7 @@ def measure(
     *,
     clip_norm: float | None = None,
 ) -> StepRecord:
-    """One plain step under the meter, everything put back: what PyTorch alone needs, in bytes and seconds."""
+    """Measure bytes and seconds of one step of plain PyTorch; afterwards everything is restored."""
     nothing = Plan(
         budget_bytes=1 << 62,
         choices=Choices(1, batches.size(sample)),

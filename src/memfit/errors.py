@@ -13,8 +13,8 @@
     ├── NonFiniteLossError
     └── EngineError
 
-The type is for the program, the sentence for the person: what was asked, what is there, who is to blame, what to do
-next. Anything else that comes out of memfit is either the user's own exception, passed on untouched, or a bug.
+The type is for programs, the message for people: what was asked, what is there, what is at fault, what to do next. Any other
+exception that comes out of memfit is either the user's own, passed on unchanged, or a bug.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class InfeasibleError(MemfitError):
         budget_bytes: what was asked.
         minimum_bytes: the smallest budget that would do; None when none was found.
         moment: when in the step the bytes run out.
-        module: path of the module that is in the way; "" when it is none in particular.
+        module: path of the module that sets the smallest peak; "" when it is none in particular.
         remedies: ways out, the cheapest first.
     """
 
@@ -113,7 +113,7 @@ class SplitError(MemfitError):
 
 
 class CaptureError(MemfitError):
-    """A training step cannot be written down, so nothing can be promised about it."""
+    """A training step cannot be captured, so its bytes and seconds cannot be predicted."""
 
 
 class NonFiniteLossError(MemfitError):
@@ -121,4 +121,4 @@ class NonFiniteLossError(MemfitError):
 
 
 class EngineError(MemfitError):
-    """A step cannot go on as planned, such as a second backward pass through what was released."""
+    """A step cannot continue as planned, for example a second backward through freed tensors."""

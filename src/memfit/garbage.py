@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held back where it is in the way."""
+"""Python's cyclic garbage collector, switched off for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is below a device: how many bytes there are of host memory and disk, how fast the links are, and which of the tiers a request opens."""
+"""The memory tiers below a device: bytes of host memory and disk, speed of the links, and which tiers a request allows to be used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memfit.errors import InputError
 from memfit.hardware.machine import Link, Machine
 from memfit.hardware.topology import Topology
 from memfit.storage.folders import free_bytes, offload_folder
-from memfit.storage.links import link_below
+from memfit.storage.links import nearest_link
 from memfit.storage.staging import STAGES_BYTES
 from memfit.units import format_bytes, parse_bytes
 from memfit.values.request import Request
 
-LINK_LATENCY_SECONDS: Final = 10e-6  # of a copy to a host that is not here
+LINK_LATENCY_SECONDS: Final = 10e-6  # assumed for a copy between a GPU that is not in this computer and its host
 
 
 def requested(model: nn.Module, **arguments: Any) -> Request:
@@ -31,14 +31,14 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
         InputError, BudgetError: as for `Request.of`, or no device of that name is known.
     """
     machine = machine_of(model, arguments.get("device"))
-    # A function that takes a budget needs one: None is refused as whatever else is no number of bytes.
+    # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
         parse_bytes(arguments["budget"], total_bytes=machine.memory_bytes)
     return Request.of(partial(capacity, machine, folder=arguments.get("folder")), **arguments)
 
 
 def capacity(machine: Machine, tier: str, folder: str | Path | None = None) -> int:
-    """Bytes of a tier: all of the device's and the host's memory, and what is free on the disk. Right below a CPU, as "host", is the disk."""
+    """Bytes of a tier: the whole memory of device or host, or the free space of the disk. For a CPU "host" means the disk, its nearest lower tier."""
     if tier == "device":
         return machine.memory_bytes
     if tier == "host" and machine.kind == "cuda":
@@ -47,11 +47,11 @@ def capacity(machine: Machine, tier: str, folder: str | Path | None = None) -> i
 
 
 def measured_links(here: torch.device, machine: Machine, request: Request) -> tuple[Link, ...]:
-    """The links down that a plan may use, the nearest first; only these are measured, as it takes a while.
+    """The links to lower tiers that a plan may use, the nearest first; only these are measured, since measuring takes a while.
 
     Args:
         here: the device that the model is on.
-        machine: that seconds are for.
+        machine: the device that seconds are predicted for.
         request: what the user asked.
     """
     gpu = machine.kind == "cuda"
@@ -61,11 +61,11 @@ def measured_links(here: torch.device, machine: Machine, request: Request) -> tu
     if request.device is not None:
         nearest = Link("host", machine.link_bandwidth, machine.link_bandwidth, LINK_LATENCY_SECONDS)
     else:
-        nearest = link_below(here, offload_folder(request.folder))
+        nearest = nearest_link(here, offload_folder(request.folder))
     if not gpu or not (_opens_disk(request) or place == "disk"):
         return (nearest,)
-    # Through a GPU's host passes all that goes to the disk below it; this computer's disk, also for a GPU that is not here.
-    disk = link_below(torch.device("cpu"), offload_folder(request.folder))
+    # Copies between a GPU and a disk pass through host memory. For a GPU that is not in this computer, this computer's disk is assumed.
+    disk = nearest_link(torch.device("cpu"), offload_folder(request.folder))
     through_host = replace(
         disk,
         out_bandwidth=min(disk.out_bandwidth, nearest.out_bandwidth),
@@ -76,12 +76,12 @@ def measured_links(here: torch.device, machine: Machine, request: Request) -> tu
 
 
 def opened(topology: Topology, request: Request) -> Link | None:
-    """The link to the nearest tier that a plan may offload to with the free space there, and below it the next; None where nothing may be moved.
+    """The link to the nearest tier that a plan may offload to, with its capacity, and in `Link.below` the next one; None where nothing may be offloaded.
 
-    A GPU's host is open by default, a machine's disk only where the user says how much of it.
+    Host memory may be used by default for a GPU; a disk only where the user says how much of it.
 
     Raises:
-        InputError: a budget for a tier that there is not, or too small a one.
+        InputError: a budget is for a tier that does not exist, or is too small.
     """
     gpu = topology.devices[0].kind == "cuda"
     if _opens_disk(request):
@@ -101,10 +101,10 @@ def _opens_disk(request: Request) -> bool:
 
 
 def check(machine: Machine, request: Request) -> None:
-    """See that the budgets of lower tiers can stand together on this machine; before anything is measured.
+    """Check that the budgets of lower tiers are possible on this machine, before anything is measured.
 
     Raises:
-        InputError: they cannot.
+        InputError: they are not.
     """
     if not _opens_disk(request):
         return
@@ -112,17 +112,17 @@ def check(machine: Machine, request: Request) -> None:
     disk_budget, host_budget = request.disk_budget.given, request.host_budget
     if machine.kind != "cuda":
         raise InputError(
-            f"disk_budget={disk_budget!r} is room on the disk below a GPU's host, and this plan is for a CPU, which has its disk right below it: give "
-            "host_budget"
+            f"disk_budget={disk_budget!r} is for the disk below a GPU's host memory, and this plan is for a CPU, whose offloading to disk host_budget "
+            "limits: give host_budget instead"
         )
     if host_budget is None:
         raise InputError(
-            f"disk_budget={disk_budget!r} is room for what the host has none for, and how much the host has nobody said: give host_budget, too"
+            f"disk_budget={disk_budget!r} takes what does not fit into host_budget, which was not given: give host_budget, too"
         )
     if host_budget.bytes <= STAGES_BYTES:
         raise InputError(
-            f"host_budget={host_budget.given!r} does not hold the {format_bytes(STAGES_BYTES)} that copies to the disk pass through: give it more, or leave "
-            "out disk_budget"
+            f"host_budget={host_budget.given!r} is less than the {format_bytes(STAGES_BYTES)} of host memory that copies to the disk pass through: give "
+            "more, or leave out disk_budget"
         )
 
 

@@ -1,4 +1,4 @@
-"""Measure what a stretch of code really holds: the true peak of a step, in bytes.
+"""Measure how many bytes a block of code holds: the true peak of a step.
 
 On the CPU every block the tensor allocator hands out or takes back is seen, through the profiler's memory events; torch has no counter like
 `torch.cuda.max_memory_allocated` there. On CUDA the allocator's own counters are read. Nothing is estimated.
@@ -27,7 +27,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # libkineto greets on stderr at
 
 
 @dataclass(slots=True)
-class Reading:
+class MeterReading:
     """What a metered stretch held.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reading:
     _stretches: _Stretches | None = None
 
     def leave_thread(self) -> None:
-        """Called in the block, where what it does goes on in another thread: the profiler sees one thread. That one calls `enter_thread`."""
+        """Called in the block where its work moves to another thread, since the profiler sees one thread. The other one calls `enter_thread`."""
         if self._stretches is not None:
             self._stretches.end()
 
@@ -80,18 +80,18 @@ class _Stretches:
 
 
 @contextmanager
-def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = None) -> Iterator[Reading]:
+def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = None) -> Iterator[MeterReading]:
     """Meter the block.
 
     Args:
         present: tensors that are there before the block and count (parameters, optimizer state, the batch).
         device: what to meter; the CPU when None.
     """
-    reading = Reading()
+    reading = MeterReading()
     where = device or torch.device("cpu")
     storages = dispatch.storages_of(t for t in present if t.device.type == where.type)
     reading.base_bytes = sum(s.nbytes() for s in storages.values())
-    # The profiler does not see the end of what was made before it. Weak, and nothing else is held: what the block lets go must be able to die.
+    # The profiler does not see the release of tensors made before it. Only weak references are kept, so that the block can free them.
     watched = [weakref.ref(s, partial(_mark_release, s.nbytes())) for s in storages.values()]
     del present, storages
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What one model, batch and optimizer offer under a request, and whether they can honour it: the bundle that planning starts from."""
+"""Which candidates one model, batch and optimizer allow under a request, and whether the request is possible: the bundle that planning starts from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memfit.capture.trace_source import TraceSource
 from memfit.errors import InputError, SplitError
 from memfit.hardware.machine import Link
 from memfit.hardware.topology import Topology
-from memfit.planner.by_hand import Placement
+from memfit.planner.by_hand import RecomputePlacement
 from memfit.planner.candidates import candidates, offers_to
 from memfit.planner.head import head_of, sets_peak
 from memfit.planner.optimistic import step_facts
@@ -36,8 +36,8 @@ SLOTS: Final = 2  # layers that are on the device while others are streamed
 OF_OPTIMIZERS: Final = ("state_format", "state_place", "update")  # choices that only the optimizer can refuse
 
 
-def planning_for(source: TraceSource, request: Request, placement: Placement | None = None) -> Planning:
-    """What makes the plans for this model, batch and request.
+def planning_for(source: TraceSource, request: Request, placement: RecomputePlacement | None = None) -> Planning:
+    """The `Planning` for this model, batch and request.
 
     Args:
         source: of the traces; several requests may share it.
@@ -52,7 +52,7 @@ def planning_for(source: TraceSource, request: Request, placement: Placement | N
 
 
 def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
-    """What planning starts from: the request held against model, batch and optimizer, what they offer under it, and the trace of the baseline.
+    """The bundle that planning starts from: the request checked against model, batch and optimizer, the candidates, and the trace of the baseline.
 
     Raises:
         SplitError, InputError, CaptureError: as for `planning_for`.
@@ -66,7 +66,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     parts = frozen_parts(model, freeze) if freeze else ()
     lower_tiers.check(source.machine, request)
     subject = Subject(model, _made(model, source.optimizer, freeze), fixed)
-    # What the optimizer cannot have is said before anything is captured.
+    # Requests that the optimizer rules out are refused before anything is captured.
     candidates(
         offers_to(subject, OF_OPTIMIZERS), fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS}
     )
@@ -99,11 +99,11 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     clips = request.clip_norm is not None
     possible, refused = candidates(offers, allow=request.allow, freeze=freeze, fixed=fixed, clips=clips)
     given = request.host_budget is not None and below is not None and state > 0 and "state_place" not in fixed
-    if given and not any(way.streamed or way.state_place != "device" for way in possible):
+    if given and not any(candidate.streamed or candidate.state_place != "device" for candidate in possible):
         assert request.host_budget is not None
-        no_room = f"host_budget={request.host_budget.given!r} has no room for its {format_bytes(state)}"
-        why = no_room if offers.on_request.get("state_place") else offers.why_not["state_place"]
-        refused = (*refused, f"optimizer state on the tier below: {why}")
+        too_small = f"host_budget={request.host_budget.given!r} is less than its {format_bytes(state)}"
+        why = too_small if offers.on_request.get("state_place") else offers.why_not["state_place"]
+        refused = (*refused, f"optimizer-state offloading: {why}")
     chunks = fixed.get("loss_chunks", 1)
     if head is not None and chunks > 1:
         found = head_of(Timeline(source.trace_of(replace(possible[0], micro_batches=micro_batches or 1))))
@@ -130,30 +130,34 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
 def _check_free_space(
     source: TraceSource, request: Request, below: Link | None, layers: Sequence[StreamedLayer]
 ) -> None:
-    """See that what the user wants to be kept on a lower tier finds space in what he gives of it."""
+    """Check that what the user wants offloaded fits into the budget of its lower tier.
+
+    Raises:
+        InputError: it does not.
+    """
     fixed, given = request.fixed, request.host_budget
     place = fixed.get("state_place", "device")
     if given is None:
         return
     host = f"host_budget={given.given!r}"
     if fixed.get("streamed"):
-        needed = _lying_bytes(layers, request.clip_norm)
-        _check_room(host, below, needed, "layers and optimizer state", "plan without streaming")
+        needed = _bytes_on_lower_tier(layers, request.clip_norm)
+        _check_capacity(host, below, needed, "layers and optimizer state", "plan without streaming")
     elif place != "device":
         tier = next((link for link in (below.chain if below is not None else ()) if link.tier == place), None)
         needed = source.state_bytes(Choices(**{**_techniques(fixed), "frozen": tuple(request.freeze)}))
         if below is None or tier is below:
-            _check_room(host, below, needed, "optimizer state", "keep the state on the device")
-        elif tier is not None:  # else nobody said how much of the disk may be used
+            _check_capacity(host, below, needed, "optimizer state", "keep the state on the device")
+        elif tier is not None:  # Without a disk_budget the disk is not limited.
             assert request.disk_budget is not None
             disk = f"disk_budget={request.disk_budget.given!r}"
-            _check_room(disk, tier, needed, "optimizer state", "keep the state on the device")
+            _check_capacity(disk, tier, needed, "optimizer state", "keep the state on the device")
 
 
 def _streamable(
     source: TraceSource, below: Link | None, freeze: Sequence[str], asked: Any
 ) -> tuple[StreamedLayer, ...]:
-    """The layers that the user wants streamed, or that could be; none where there is nothing to gain or no room below."""
+    """The layers that the user wants streamed, or that could be; none where that saves nothing or they do not fit on the lower tier."""
     if isinstance(asked, str) and asked:
         return source.layers(Choices(frozen=tuple(freeze), streamed=blocks_at(source.model, asked).path))
     if asked is not None or below is None or source.optimizer is None:
@@ -162,24 +166,28 @@ def _streamable(
     if not found or len(found[0].paths) <= SLOTS:
         return ()
     layers = source.layers(Choices(frozen=tuple(freeze), streamed=found[0].path))
-    lying = _lying_bytes(layers, source.clip_norm)
-    return layers if below.free_bytes is None or lying <= below.free_bytes else ()
+    offloaded_bytes = _bytes_on_lower_tier(layers, source.clip_norm)
+    return layers if below.free_bytes is None or offloaded_bytes <= below.free_bytes else ()
 
 
-def _lying_bytes(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
-    """What lies below where these are streamed; gradients only where they wait there for the norm of all."""
+def _bytes_on_lower_tier(layers: Sequence[StreamedLayer], clip_norm: float | None) -> int:
+    """Bytes on the lower tier while these layers are streamed. Gradients count only with clipping: they wait there until the global norm is known."""
     return sum(
         layer.weight_bytes + layer.state_bytes + (layer.gradient_bytes if clip_norm is not None else 0)
         for layer in layers
     )
 
 
-def _check_room(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
-    """See that what the user wants to lie on a tier finds room in what he gives of it."""
+def _check_capacity(given: str, tier: Link | None, needed: int, what: str, way_out: str) -> None:
+    """Check that `needed` bytes fit into the budget `given` for a tier.
+
+    Raises:
+        InputError: they do not.
+    """
     free_bytes = 0 if tier is None else tier.free_bytes
     if free_bytes is not None and needed > free_bytes:
         raise InputError(
-            f"{given} is less than the {what} that is to lie there ({format_bytes(needed)}): give it as much, or {way_out}"
+            f"{given} is less than the {what} to be offloaded ({format_bytes(needed)}): give at least as much, or {way_out}"
         )
 
 

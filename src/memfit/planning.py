@@ -1,7 +1,7 @@
-"""One model and batch under one request, and all plans of it: stands above capture and planner, and brings the two together. Needs no torch by itself.
+"""All plans for one model and batch under one request: connects the planner with capture. Needs no torch by itself.
 
-The planner asks for traces (`MissingTrace`); what captures them is asked here, the answer goes into the bundle, and the planner is asked again. A plan made
-in this process is remembered beside its `Planning`, for `memfit.apply` and `memfit.replan`; the plan itself is a plain value.
+Where the planner lacks a trace (`MissingTrace`), the trace is captured, added to the bundle, and the planner is called again. The `Planning` of a plan made
+in this process is remembered for `memfit.apply` and `memfit.replan`; the plan itself is a plain value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from memfit.errors import CaptureError, EngineError, InputError
 from memfit.planner import search
-from memfit.planner.by_hand import Placement, plan_by_hand
+from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
 from memfit.planner.found import Found
 from memfit.planner.savings import without
 from memfit.planner.smallest_budget import smallest
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where traces come from: `memfit.capture.trace_source.TraceSource`, or whatever else has them."""
+    """Where traces come from: `memfit.capture.trace_source.TraceSource`, or another object with these methods."""
 
     loss_fn: Any
     optimizer: Any
 
     def trace_of(self, choices: Choices) -> Trace:
-        """The step run so."""
+        """The trace of the step with these choices."""
 
     def weighting(self, freeze: Sequence[str]) -> Weighting:
-        """How micro-batches add up."""
+        """How the losses of micro-batches add up to the batch's."""
 
 
 class Planning:
@@ -58,7 +58,9 @@ class Planning:
         bundle: what is known by now.
     """
 
-    def __init__(self, bundle: TraceBundle, source: Source | None = None, placement: Placement | None = None) -> None:
+    def __init__(
+        self, bundle: TraceBundle, source: Source | None = None, placement: RecomputePlacement | None = None
+    ) -> None:
         self.bundle = bundle
         self.source = source
         self.placement = placement
@@ -155,7 +157,7 @@ class Planning:
         return self.bundle
 
     def _ask(self, question: Callable[[Solvers], T]) -> T:
-        """The planner's answer; what it finds missing is captured, and it is asked again."""
+        """The planner's answer; traces that it lacks are captured, and it is called again."""
         while True:
             solvers = Solvers(self.bundle, self._solvers, asks=self.source is not None)
             try:
@@ -163,13 +165,13 @@ class Planning:
             except MissingTrace as missing:
                 self._capture(missing.choices)
             except MissingWeighting:
-                assert self.source is not None, "nobody is asked where there is nobody"
+                assert self.source is not None, "without a source, missing traces are refused"
                 self.bundle = replace(self.bundle, weighting=self.source.weighting(self.request.freeze))
             except RefusedError as refused:
                 raise self._error(refused) from None
 
     def _capture(self, choices: Choices) -> None:
-        assert self.source is not None, "nobody is asked where there is nobody"
+        assert self.source is not None, "without a source, missing traces are refused"
         try:
             self.bundle = self.bundle.with_trace(choices, self.source.trace_of(choices))
         except CANNOT_RUN as error:
@@ -191,20 +193,20 @@ _PLANNINGS: Final[dict[int, tuple[weakref.ref[Plan], Planning]]] = {}  # by the 
 
 
 def remember(plan: Plan, planning: Planning) -> Plan:
-    """Note where a plan comes from: of a plan just made, or one that was changed by `dataclasses.replace`. Returns it."""
+    """Remember the `Planning` of a plan just made, or of a copy changed by `dataclasses.replace`. Returns the plan."""
     number = id(plan)
     _PLANNINGS[number] = weakref.ref(plan, lambda _: _PLANNINGS.pop(number, None)), planning
     return plan
 
 
 def planning_of(plan: Plan) -> Planning | None:
-    """Where a plan comes from; None where it was not made in this process, or is a changed copy."""
+    """The `Planning` of a plan; None where the plan was not made in this process, or is a changed copy."""
     found = _PLANNINGS.get(id(plan))
     return found[1] if found is not None and found[0]() is plan else None
 
 
 def changed(plan: Plan, **fields: Any) -> Plan:
-    """A plan with some fields replaced, that comes from where it came from."""
+    """A plan with some fields replaced, which keeps the `Planning` of the original."""
     origin = planning_of(plan)
     made = replace(plan, **fields)
     return made if origin is None else remember(made, origin)

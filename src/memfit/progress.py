@@ -1,4 +1,4 @@
-"""How long work tells whoever waits what is being done, and the share done."""
+"""How long work reports its progress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ Progress = Callable[[str, float], None]
 
 
 def tell(progress: Progress | None, what: str, share: float) -> None:
-    """Say what is being done, and the share done, to whoever wants to know."""
+    """Report what is being done, and the share done (0 to 1), where a callback was given."""
     if progress is not None:
         progress(what, share)

@@ -1,4 +1,4 @@
-"""One real step under the meter, after which everything is as it was."""
+"""One real step under the meter, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
 
 
 def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:
-    """One metered step (after an unmetered one that makes the optimizer's state); everything is put back from a file on disk.
+    """One metered step (after an unmetered one that makes the optimizer's state); everything is restored, tensors from a copy on disk.
 
     Args:
         engine: whose step it is.

@@ -1,4 +1,4 @@
-"""Plans that swap as they are told, not as it pays: in a small model, and to a disk, it never does."""
+"""Plans that offload as they are told, not as it pays: in a small model, and to a disk, it never does."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Choice = Callable[[Recipes], dict[int, list[int]]]
 
 
 def everything(lag: int) -> Choice:
-    """Swap whatever backward reads."""
+    """Offload whatever backward reads."""
 
     def plan(recipes: Recipes) -> dict[int, list[int]]:
-        swapped = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-        assert swapped
-        return recomputations_for(recipes, (), offloaded=swapped)
+        offloaded = {s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+        assert offloaded
+        return recomputations_for(recipes, (), offloaded=offloaded)
 
     return plan
 
@@ -41,7 +41,7 @@ def forced(
     parts: int = 1,
     link: Link = LINK,
 ) -> tuple[memfit.Plan, Trace]:
-    """A plan that swaps as it is told, not as it pays."""
+    """A plan that offloads as it is told, not as it pays."""
     plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
     search = planning_of(plain)
     trace = search.solver(parts).trace

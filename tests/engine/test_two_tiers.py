@@ -14,8 +14,8 @@ import torch
 import memfit
 import small
 from engine.forced import Choice, forced
-from engine.test_swap import mixed, out_of_space
-from memfit.engine import swap
+from engine.test_activation_offloading import mixed, out_of_space
+from memfit.engine import activation_offloading
 from memfit.errors import EngineError, InfeasibleError
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import PREFETCH_DISTANCES, Recipes
@@ -38,7 +38,7 @@ PIECE_BYTES = 5000  # storages of the models here are larger, so that they pass 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where these tests swap to, and in which pieces."""
+    """Where these tests offload to, and in which pieces."""
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     monkeypatch.setattr(staging, "PIECE_BYTES", PIECE_BYTES)
     return tmp_path
@@ -103,7 +103,7 @@ class Noting(Arena):
 Told = list[tuple[str, str, int, int]]
 
 
-def below(told: Told) -> swap.Makers:
+def below(told: Told) -> activation_offloading.Makers:
     return {
         "host": lambda size: Noting(MemoryArena(size), "host", told),
         "disk": lambda size: Noting(StagedDiskArena(size, CPU), "disk", told),
@@ -117,12 +117,12 @@ def engine_of(made: memfit.Plan, blocks: int = 3, told: Told | None = None) -> m
 
 
 def halves(lag: int) -> Choice:
-    """Everything swapped, by turns to one tier and the other."""
+    """Everything offloaded, by turns to one tier and the other."""
 
     def plan(recipes: Recipes) -> dict[int, list[int]]:
         own = sorted(s for s in recipes.reloads_of if s in recipes.saved)
-        swapped = {s: recipes.reloads_of[s][n % 2 * len(PREFETCH_DISTANCES) + lag] for n, s in enumerate(own)}
-        return recomputations_for(recipes, (), offloaded=swapped)
+        offloaded = {s: recipes.reloads_of[s][n % 2 * len(PREFETCH_DISTANCES) + lag] for n, s in enumerate(own)}
+        return recomputations_for(recipes, (), offloaded=offloaded)
 
     return plan
 
@@ -184,7 +184,7 @@ def test_no_more_is_on_its_way_to_a_tier_than_the_plan_says(lag: int) -> None:
         assert 0 < most <= allowed
 
 
-def test_planned_swapping_fills_the_first_tier_stays_in_its_room_and_in_the_budget() -> None:
+def test_planned_offloading_fills_the_first_tier_stays_in_its_room_and_in_the_budget() -> None:
     model, sample = small.chain(3, dropout=0.1), small.rows()
     plain = memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 1})
     trace = planning_of(plain).solver(1).trace
@@ -254,7 +254,7 @@ def test_whatever_goes_wrong_on_the_way_is_told_and_nobody_waits_for_ever(
 
 
 def test_no_room_on_the_second_tier_gives_back_the_first_and_names_its_budget() -> None:
-    tiers = swap.LowerTiers(below([]))
+    tiers = activation_offloading.LowerTiers(below([]))
     with pytest.raises(InfeasibleError, match="on disk, and .* or plan with a smaller disk_budget"):
         tiers.reserve({"host": 100, "disk": 1 << 50})
     assert not tiers.arenas

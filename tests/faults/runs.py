@@ -165,7 +165,7 @@ class Moments:
                 raise
             return half + write(file, data[half:])
 
-        # What is swapped, state on the disk and streamed layers are written so, in threads of their own; a run's own files are not.
+        # Offloaded activations, state on the disk and streamed layers are written so, in threads of their own; a run's own files are not.
         for name in ("pwrite", "pwritev"):
             setattr(os, name, self._below(getattr(os, name)))
         os.fsync = fsynced  # type: ignore[assignment]
@@ -278,7 +278,7 @@ def prepare(folder: Path, technique: str = "plain") -> Workplace:
         x = draw.standard_normal((samples, 8)).astype(np.float32)
         np.savez(folder / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
     settings = TECHNIQUES[technique]
-    if technique == "swap":  # what is swapped is decided below
+    if technique == "swap":  # what is offloaded is decided below
         settings = (*settings, "fit.budget=1MiB")
     elif settings:
         few = child(folder, folder / "none", ["plan", "run.yaml", *_settings((*settings, "fit.budget=1KiB"))])
@@ -288,15 +288,15 @@ def prepare(folder: Path, technique: str = "plain") -> Workplace:
     planned = child(folder, folder / "none", ["plan", "run.yaml", "--save", "plan.json", *_settings(settings)])
     assert planned.status == DONE, planned.said
     if technique == "swap":
-        _swap_all(folder)
+        _offload_all(folder)
     place = Workplace(folder, {}, 0.0, settings)
     whole = place.start(place.whole)
     assert whole.status == DONE, whole.said
     return Workplace(folder, whole.moments, whole.seconds, settings)
 
 
-def _swap_all(folder: Path) -> None:
-    """Have the plan swap whatever backward reads: tensors as small as these would not be worth a copy."""
+def _offload_all(folder: Path) -> None:
+    """Have the plan offload whatever backward reads: tensors as small as these would not be worth a copy."""
     spec = importlib.util.spec_from_file_location("toy_of_a_plan", folder / "toy.py")
     assert spec is not None
     assert spec.loader is not None
@@ -305,8 +305,8 @@ def _swap_all(folder: Path) -> None:
     sample = {"x": torch.zeros(64, 8), "y": torch.zeros(64)}
     plain = memfit.plan(toy.tower(), sample, None, 1 << 40, fixed={"micro_batches": 1}, clip_norm=1.0)
     recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
-    swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
+    offloaded = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=offloaded))
     assert script.swaps
     replace(plain, script=script).save(folder / "plan.json")
 

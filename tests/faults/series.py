@@ -89,7 +89,7 @@ def full_disk(place: Workplace, tries: int, draw: Random) -> Tally:
 
 
 def full_below(place: Workplace, tries: int, draw: Random) -> Tally:
-    """The disk is full from a drawn write on of what lies below: what is swapped, optimizer state, or streamed layers. No snapshot is written then."""
+    """The disk is full from a drawn write on of what is offloaded: activations, optimizer state, or streamed layers. No snapshot is written then."""
 
     def run(out: Path) -> End:
         return place.go_on(out, at=place.draw(draw, ("below",)), fault=fill)

@@ -1,4 +1,4 @@
-"""What lies on the tier below: its files have no name, their room is taken before the first step, and a disk that fails fails one step and no more."""
+"""What is offloaded to disk: its files have no name, their space is taken before the first step, and a disk that fails fails one step and no more."""
 
 from __future__ import annotations
 
@@ -153,15 +153,23 @@ def test_a_disk_that_fails_in_the_middle_of_the_update_is_named_and_not_trained_
         (
             "swap",
             0,
-            "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan with a smaller host_budget",
+            "free space there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan with a smaller host_budget",
         ),
         (
             "8-bit state on disk",
             0,
-            "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or keep the state",
+            "free space there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or keep the state",
         ),
-        ("streamed layers", 1, "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without"),
-        ("streamed layers", 4, "make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without"),
+        (
+            "streamed layers",
+            1,
+            "free space there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without",
+        ),
+        (
+            "streamed layers",
+            4,
+            "free space there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or plan without",
+        ),
     ],
     ids=["swap", "state", "layers", "state of layers"],
 )

@@ -113,7 +113,7 @@ def planned(technique: str) -> memfit.Plan:
         **{**named, "fixed": fixed},
     )
     if technique == "swap":
-        return swapping(made)
+        return offloading(made)
     if technique == "streamed layers":
         return made
     made = memfit.replan(made, memfit.smallest_budget(made))
@@ -125,11 +125,11 @@ def engine(technique: str = "plain") -> memfit.Engine:
     return memfit.apply(planned(technique), build(technique))
 
 
-def swapping(plain: memfit.Plan) -> memfit.Plan:
-    """The plan, with whatever backward reads swapped."""
+def offloading(plain: memfit.Plan) -> memfit.Plan:
+    """The plan, with whatever backward reads offloaded."""
     recipes = Recipes(planning_of(plain).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
-    swapped = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
-    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=swapped))
+    offloaded = {s: ways[1] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
+    script = compile_script(recipes, recomputations_for(recipes, (), offloaded=offloaded))
     assert script.swaps
     return changed(plain, script=script)
 

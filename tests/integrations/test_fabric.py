@@ -112,7 +112,7 @@ def test_room_below_is_the_plans_as_everywhere(monkeypatch: pytest.MonkeyPatch, 
     assert [below.step(rows()).loss for _ in range(3)] == [plain.step(rows()).loss for _ in range(3)]
     with pytest.raises(InputError, match="host_budget=100 is less than the optimizer state"):
         fit(fabric=fabric(), host_budget=100, fixed={"state_place": "disk"})
-    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is for the disk below a GPU's host memory"):
         fit(fabric=fabric(), host_budget="64MiB", disk_budget="1GiB")
 
 

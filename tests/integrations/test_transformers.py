@@ -259,7 +259,7 @@ def test_room_below_is_the_plans_as_everywhere(trainer: Make, monkeypatch: pytes
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     fitted = memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB")
     assert planning_of(fitted.plan).bundle.lower_tier.free_bytes == 64 << 20
-    with pytest.raises(InputError, match=r"disk_budget='1GiB' is room on the disk below a GPU's host"):
+    with pytest.raises(InputError, match=r"disk_budget='1GiB' is for the disk below a GPU's host memory"):
         memfit.transformers.fit(trainer(classifier()), "1GiB", host_budget="64MiB", disk_budget="1GiB")
 
 

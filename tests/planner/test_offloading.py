@@ -1,4 +1,4 @@
-"""Copies and what they cost against a clock that ticks; plans that may swap against those that may not, and against every plan there is."""
+"""Copies and what they cost against a clock that ticks; plans that may offload against those that may not, and against every plan there is."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
 from memfit.units import format_bytes
 from memfit.values.bundle import TraceBundle
+from memfit.values.plan import in_places
 from memfit.values.script import Script
 from memfit.values.trace import Trace
-from planner.test_timeline import swapping_plan
+from planner.test_timeline import offloading_plan
 from planner.traces import Writer, drawn, layers, network
 from sweeps import each_seed
 
@@ -111,7 +112,7 @@ def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
     timeline = Timeline(trace, recipes)
     for _ in range(3):
         # Each storage is reloaded once: a second reload in one queue is the same storage to this clock.
-        plan = swapping_plan(recipes, chance)
+        plan = offloading_plan(recipes, chance)
         once: set[int] = set()
         plan = {
             e: [r for r in runs if r not in recipes.reloads or not (r in once or once.add(r))]  # type: ignore[func-returns-value]
@@ -121,7 +122,7 @@ def test_seconds_are_those_of_a_clock_that_ticks(seed: int) -> None:
         assert timeline.seconds(plan) == pytest.approx(expected)
 
 
-def all_swapped(recipes: Recipes, lag: int) -> dict[int, list[int]]:
+def all_offloaded(recipes: Recipes, lag: int) -> dict[int, list[int]]:
     return recomputations_for(
         recipes, (), offloaded={s: ways[lag] for s, ways in recipes.reloads_of.items() if s in recipes.saved}
     )
@@ -132,7 +133,7 @@ def test_a_link_that_takes_no_time_hides_all_and_one_that_takes_long_hides_what_
     exposed = []
     for bandwidth in (1e12, 100.0, 10.0, 1.0):
         recipes = Recipes(trace, Link("disk", bandwidth, bandwidth, least_bytes=1))
-        copying = Timeline(trace, recipes).copying(all_swapped(recipes, 2))
+        copying = Timeline(trace, recipes).copying(all_offloaded(recipes, 2))
         assert copying.exposed_seconds <= copying.copy_seconds
         assert copying.exposed_seconds >= copying.copy_seconds - 2 * trace.pass_seconds
         exposed.append(copying.exposed_seconds)
@@ -146,17 +147,17 @@ def test_what_is_copied_at_once_is_waited_for_longest_and_takes_least() -> None:
     timeline = Timeline(trace, recipes)
     peaks = []
     for lag in range(len(PREFETCH_DISTANCES)):
-        found = timeline.evaluate(all_swapped(recipes, lag))
+        found = timeline.evaluate(all_offloaded(recipes, lag))
         peaks.append(found.peak_bytes)
     assert peaks == sorted(peaks)
-    seconds = [timeline.seconds(all_swapped(recipes, lag)) for lag in range(len(PREFETCH_DISTANCES))]
+    seconds = [timeline.seconds(all_offloaded(recipes, lag)) for lag in range(len(PREFETCH_DISTANCES))]
     assert max(seconds[1:]) < seconds[0]
 
 
-# -- what may be swapped -------------------------------------------------------------------------------------------------------
+# -- what may be offloaded -------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_run_again_can_be_swapped_and_what_backward_writes_cannot() -> None:
+def test_what_cannot_run_again_can_be_offloaded_and_what_backward_writes_cannot() -> None:
     w = Writer()
     weight = w.before(5)
     a = w.one((weight,), 100, rerunnable=False)  # event 0
@@ -196,7 +197,7 @@ def test_small_storages_stay() -> None:
 
 
 @each_seed(3, 12)
-def test_swapping_allowed_is_never_slower_and_fits_where_nothing_did(seed: int) -> None:
+def test_offloading_allowed_is_never_slower_and_fits_where_nothing_did(seed: int) -> None:
     trace = network(seed, blocks=5, dispatch=0.001) if seed else layers(5)
     without, allowed = solvers(trace)
     assert allowed.smallest().peak <= without.smallest().peak
@@ -221,14 +222,14 @@ def test_a_free_link_is_used_instead_of_recomputing() -> None:
     found, other = allowed.solve(budget), without.solve(budget)
     assert found is not None
     assert other is not None
-    assert found.evaluation.copying.swapped
+    assert found.evaluation.copying.offloaded
     assert found.seconds < 1e-3 < other.seconds
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
 @each_seed(5, 25)
 def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(seed: int, tiers: int) -> None:
-    """Every way to keep, recompute or swap, to any tier that has room, at every lag, in one window."""
+    """Every way to keep, recompute or offload, to any tier that has the capacity, at every lag, in one window."""
     chance = random.Random(seed)
     trace = drawn(seed, forward=7, most_saved=4, plain_operations=True)
     link = Link("disk", chance.choice((10.0, 100.0, 1e4)), chance.choice((10.0, 100.0, 1e4)), least_bytes=1)
@@ -241,13 +242,13 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
     for lag in range(len(PREFETCH_DISTANCES)):
         for ways in product(range(2 + tiers), repeat=len(saved)):
             dropped = [s for s, way in zip(saved, ways, strict=True) if way == 1]
-            swapped = {
+            offloaded = {
                 s: recipes.reloads_of[s][(way - 2) * len(PREFETCH_DISTANCES) + lag]
                 for s, way in zip(saved, ways, strict=True)
                 if way >= 2 and s in recipes.reloads_of
             }
-            recomputations = recomputations_for(recipes, dropped, offloaded=swapped)
-            if not timeline.has_room(recomputations):
+            recomputations = recomputations_for(recipes, dropped, offloaded=offloaded)
+            if not timeline.fits_lower_tiers(recomputations):
                 continue
             found = timeline.evaluate(recomputations)
             plans.append((found.peak_bytes, found.extra_seconds))
@@ -263,7 +264,7 @@ def test_no_plan_of_any_kind_is_below_the_bound_and_few_are_faster_than_ours(see
 @each_seed(2, 10)
 def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
     trace = network(seed, blocks=5)
-    swapped = []
+    offloaded = []
     for places in (0, 1, 3, None):
         room = None if places is None else places * ALIGNMENT_BYTES
         solver = OffloadSolver(Timeline(trace, Recipes(trace, replace(FAST, free_bytes=room))))
@@ -271,10 +272,10 @@ def test_no_more_lies_below_than_there_is_room_for(seed: int) -> None:
         for fraction in (0.0, 0.3, 0.7):
             found = solver.solve(round(smallest + fraction * (plain - smallest)))
             assert found is not None
-            assert places is None or len(found.evaluation.copying.swapped) <= places
-            swapped.append(len(found.evaluation.copying.swapped))
-    assert swapped[:3] == [0, 0, 0]
-    assert max(swapped[-3:]) > 1
+            assert places is None or len(found.evaluation.copying.offloaded) <= places
+            offloaded.append(len(found.evaluation.copying.offloaded))
+    assert offloaded[:3] == [0, 0, 0]
+    assert max(offloaded[-3:]) > 1
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------------------------
@@ -283,12 +284,12 @@ NEAR = Link("host", 1e9, 1e9, least_bytes=1)
 FAR = Link("disk", 1e3, 1e3, least_bytes=1)
 
 
-def lying(solver: OffloadSolver, budget: int) -> tuple[float, dict[str, frozenset[int]]]:
-    """Seconds of the plan for a budget, and what it swaps to each tier."""
+def offloaded_to_tiers(solver: OffloadSolver, budget: int) -> tuple[float, dict[str, frozenset[int]]]:
+    """Seconds of the plan for a budget, and what it offloads to each tier."""
     found = solver.solve(budget)
     assert found is not None
     assert found.peak <= budget
-    return found.seconds, {link.tier: link.swapped for link in found.evaluation.copying.links}
+    return found.seconds, {link.tier: link.offloaded for link in found.evaluation.copying.links}
 
 
 def with_room(trace: Trace, free_bytes: int | None, far: Link) -> OffloadSolver:
@@ -300,13 +301,13 @@ def test_what_the_nearer_tier_has_no_room_for_goes_to_the_next_and_what_is_read_
     trace = layers(6)
     solver = with_room(trace, places * ALIGNMENT_BYTES, FAR)
     smallest = solver.smallest()
-    seconds, swapped = lying(solver, (solver.plain.peak + smallest.peak) // 2)
-    assert len(swapped["host"]) == places
-    assert len(swapped["disk"]) >= 1
+    seconds, offloaded = offloaded_to_tiers(solver, (solver.plain.peak + smallest.peak) // 2)
+    assert len(offloaded["host"]) == places
+    assert len(offloaded["disk"]) >= 1
     uses = solver.timeline.unpack_uses
-    assert max(uses[s][0][0] for s in swapped["host"]) < min(uses[s][0][0] for s in swapped["disk"])
+    assert max(uses[s][0][0] for s in offloaded["host"]) < min(uses[s][0][0] for s in offloaded["disk"])
     near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, free_bytes=places * ALIGNMENT_BYTES))))
-    assert seconds < lying(near, (solver.plain.peak + smallest.peak) // 2)[0]
+    assert seconds < offloaded_to_tiers(near, (solver.plain.peak + smallest.peak) // 2)[0]
 
 
 @each_seed((1, 5), 8)
@@ -317,7 +318,7 @@ def test_more_room_and_a_tier_more_are_never_slower(seed: int) -> None:
     low, high = max(solver.smallest().peak for solver in rooms), rooms[0].plain.peak
     for fraction in (0.0, 0.5):
         budget = round(low + fraction * (high - low))
-        seconds = [lying(solver, budget)[0] for solver in rooms]
+        seconds = [offloaded_to_tiers(solver, budget)[0] for solver in rooms]
         assert all(more <= less + CLOSE * trace.pass_seconds for less, more in pairwise(seconds))
         assert all(solver.bound(budget) <= took + 1e-9 for solver, took in zip(rooms, seconds, strict=True))
         for solver, took in zip(rooms, seconds, strict=True):
@@ -332,9 +333,9 @@ def test_a_disk_that_takes_longer_than_recomputing_is_left_alone() -> None:
     near = OffloadSolver(Timeline(trace, Recipes(trace, replace(NEAR, free_bytes=2 * ALIGNMENT_BYTES))))
     low, high = near.smallest().peak, near.plain.peak
     for fraction in (0.1, 0.5, 0.8):
-        seconds, swapped = lying(solver, round(low + fraction * (high - low)))
-        assert swapped.keys() <= {"host"}
-        assert seconds <= lying(near, round(low + fraction * (high - low)))[0]
+        seconds, offloaded = offloaded_to_tiers(solver, round(low + fraction * (high - low)))
+        assert offloaded.keys() <= {"host"}
+        assert seconds <= offloaded_to_tiers(near, round(low + fraction * (high - low)))[0]
 
 
 @each_seed(2, 4)
@@ -344,9 +345,9 @@ def test_no_tier_holds_more_than_it_has_room_for(seed: int) -> None:
     solver = with_room(trace, near * ALIGNMENT_BYTES, replace(FAR, free_bytes=far * ALIGNMENT_BYTES))
     smallest, plain = solver.smallest().peak, solver.plain.peak
     for fraction in (0.0, 0.3, 0.7):
-        _, swapped = lying(solver, round(smallest + fraction * (plain - smallest)))
-        assert len(swapped.get("host", ())) <= near
-        assert len(swapped.get("disk", ())) <= far
+        _, offloaded = offloaded_to_tiers(solver, round(smallest + fraction * (plain - smallest)))
+        assert len(offloaded.get("host", ())) <= near
+        assert len(offloaded.get("disk", ())) <= far
 
 
 def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
@@ -369,16 +370,16 @@ def test_a_storage_with_reloads_from_two_tiers_is_copied_down_once() -> None:
 def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed: int) -> None:
     trace = network(seed, blocks=4)
     recipes = Recipes(trace, chain(NEAR, SLOW, None) if seed % 2 else SLOW)
-    recomputations = swapping_plan(recipes, random.Random(seed))
+    recomputations = offloading_plan(recipes, random.Random(seed))
     script = compile_script(recipes, recomputations)
     assert Script.from_json(script.to_json()) == script
     copying = Timeline(trace, recipes).copying(recomputations)
-    assert script.swaps.keys() == copying.swapped
+    assert script.swaps.keys() == copying.offloaded
     assert {link.tier for link in copying.links} == script.lower_bytes.keys()
     for link in copying.links:
         ends = 0
         own = [swap for swap in script.swaps.values() if swap.tier == link.tier]
-        assert {s for s, swap in script.swaps.items() if swap in own} == link.swapped
+        assert {s for s, swap in script.swaps.items() if swap in own} == link.offloaded
         for swap in sorted(own, key=lambda s: s.offset):
             assert swap.offset >= ends
             ends = swap.offset + swap.bytes
@@ -402,13 +403,13 @@ def test_a_script_names_places_apart_and_moments_in_order_and_survives_json(seed
 )
 def test_a_script_edited_into_nonsense_is_refused(edit: object, sentence: str) -> None:
     recipes = Recipes(layers(4), SLOW)
-    data = compile_script(recipes, all_swapped(recipes, 1)).to_json()
+    data = compile_script(recipes, all_offloaded(recipes, 1)).to_json()
     edit(data)  # type: ignore[operator]
     with pytest.raises(ValueError, match=sentence):
         Script.from_json(data)
 
 
-def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
+def test_a_plan_says_what_is_offloaded_and_how_much_of_it_hides() -> None:
     trace = layers(6)
     search = Planning(TraceBundle.of(trace, lower_tier=FAST))
     plan = search.plan((search.smallest()[0] + search.plain_peak()) // 2)
@@ -416,7 +417,7 @@ def test_a_plan_says_what_is_swapped_and_how_much_of_it_hides() -> None:
     assert plan.prediction.copy_seconds > 0
     hidden = 1 - plan.prediction.exposed_seconds / plan.prediction.copy_seconds
     assert 0 < hidden <= 1
-    assert f"of which {100 * hidden:.0f} % hide behind computing" in plan.explain()
+    assert f"of which {100 * hidden:.0f} % overlap with computing" in plan.explain()
     below = sum(m.swapped_bytes for m in plan.by_module)
     assert below == sum(swap.bytes for swap in plan.script.swaps.values())
     assert plan.from_json(plan.to_json()) == plan
@@ -432,8 +433,8 @@ def test_a_plan_says_of_each_tier_what_lies_there_and_how_much_of_the_copying_hi
     for use in tiers:
         assert use.bytes == sum(swap.bytes for swap in plan.script.swaps.values() if swap.tier == use.tier)
         assert 0 <= use.exposed_seconds <= use.copy_seconds
-        assert f"  the {use.tier}: {format_bytes(use.bytes)}, " in plan.explain()
-        assert f"{100 * use.hidden_share:.0f} % hide" in plan.explain()
+        assert f"  {in_places([use.tier])}: {format_bytes(use.bytes)}, " in plan.explain()
+        assert f"{100 * use.hidden_share:.0f} % overlap" in plan.explain()
     assert sum(use.copy_seconds for use in tiers) == pytest.approx(plan.prediction.copy_seconds)
     assert sum(use.exposed_seconds for use in tiers) == pytest.approx(plan.prediction.exposed_seconds)
     assert plan.from_json(plan.to_json()) == plan

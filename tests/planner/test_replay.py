@@ -9,7 +9,7 @@ from memfit.planner.local_search import trim
 from memfit.planner.recipes import Recipes
 from memfit.planner.replay import Replay
 from memfit.planner.timeline import Timeline
-from planner.test_timeline import some_plan, swapping_plan
+from planner.test_timeline import offloading_plan, some_plan
 from planner.traces import drawn, network
 from sweeps import each_seed
 
@@ -52,7 +52,7 @@ def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
     for trace in (drawn(seed, forward=chance.randint(4, 14), rng_bytes=chance.choice((0, 11))), network(seed)):
         recipes = Recipes(trace, link)
         timeline = Timeline(trace, recipes)
-        replay = Replay(timeline, swapping_plan(recipes, chance))
+        replay = Replay(timeline, offloading_plan(recipes, chance))
         while replay.recipe_at:
             gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
             removed += sum(replay.recipe_at[slot] in recipes.reloads for slot in gone)

@@ -37,7 +37,7 @@ def simulate(trace: Trace, recipes: Recipes, recomputations: Mapping[int, Sequen
     """Bytes at each event, by walking through all moments.
 
     What autograd keeps itself is wanted until autograd lets go. What the plan answers for (made again, or asked for where recomputations start) is
-    wanted by unpacks and recomputations, each of which takes the newest copy; the first copy of what is swapped also by its copy down.
+    wanted by unpacks and recomputations, each of which takes the newest copy; the first copy of what is offloaded also by its copy down.
     """
     events = len(trace.events)
     recomputations = {e: list(runs) for e, runs in recomputations.items() if runs}
@@ -98,16 +98,16 @@ def some_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
     return recomputations_for(recipes, dropped, window, transients)
 
 
-def swapping_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
-    """`some_plan` in which some storages are swapped, some of them read by recomputations alone."""
-    swapped = {s: chance.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if chance.random() < 0.5}
-    dropped = [s for s in sorted(recipes.saved & recipes.rebuildable - swapped.keys()) if chance.random() < 0.5]
-    transients = [s for s in sorted(recipes.rebuildable - recipes.saved - swapped.keys()) if chance.random() < 0.3]
+def offloading_plan(recipes: Recipes, chance: random.Random) -> dict[int, list[int]]:
+    """`some_plan` in which some storages are offloaded, some of them read by recomputations alone."""
+    offloaded = {s: chance.choice(ways) for s, ways in sorted(recipes.reloads_of.items()) if chance.random() < 0.5}
+    dropped = [s for s in sorted(recipes.saved & recipes.rebuildable - offloaded.keys()) if chance.random() < 0.5]
+    transients = [s for s in sorted(recipes.rebuildable - recipes.saved - offloaded.keys()) if chance.random() < 0.3]
     window = None
     if chance.random() < 0.6:
         length = chance.randint(1, 4)
         window = {e: (e + 1) // length for e in range(-1, recipes.trace.forward_events + 1)}
-    return recomputations_for(recipes, dropped, window, transients, offloaded=swapped)
+    return recomputations_for(recipes, dropped, window, transients, offloaded=offloaded)
 
 
 def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Recipes | None = None) -> None:
@@ -143,13 +143,13 @@ def test_plans_of_networks_come_to_the_same(seed: int) -> None:
 
 
 @each_seed(100)
-def test_plans_that_swap_come_to_what_walking_through_time_says(seed: int) -> None:
+def test_plans_that_offload_come_to_what_walking_through_time_says(seed: int) -> None:
     chance = random.Random(seed)
     link = Link("disk", chance.choice((1.0, 30.0, 1e9)), chance.choice((1.0, 30.0, 1e9)), least_bytes=1)
     for trace in (drawn(seed, forward=chance.randint(4, 14), rng_bytes=chance.choice((0, 11))), network(seed)):
         recipes = Recipes(trace, link)
         for _ in range(4):
-            check(trace, swapping_plan(recipes, chance), recipes)
+            check(trace, offloading_plan(recipes, chance), recipes)
 
 
 def test_the_plans_of_these_tests_are_no_empty_ones() -> None:

@@ -94,13 +94,13 @@ class Disk:
                 self.made.append(Path(named["dir"]))
             return mkstemp(*arguments, **named)
 
-        def link_below(device: torch.device, folder: Path) -> Link:
+        def nearest_link(device: torch.device, folder: Path) -> Link:
             self.asked.append(folder)
             speed = 3e9 if folder == fast else 1e9
             return Link("disk", speed, speed, 1e-4, least_bytes=1)
 
         monkeypatch.setattr(tempfile, "mkstemp", noted)
-        monkeypatch.setattr("memfit.lower_tiers.link_below", link_below)
+        monkeypatch.setattr("memfit.lower_tiers.nearest_link", nearest_link)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)

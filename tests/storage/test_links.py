@@ -24,8 +24,8 @@ def test_the_link_is_measured_once_for_each_disk(tmp_path: Path, monkeypatch: py
         return disk_link(folder)
 
     monkeypatch.setattr(links, "disk_link", counted)
-    first = links.link_below(torch.device("cpu"), tmp_path)
-    assert links.link_below(torch.device("cpu"), tmp_path) == first
+    first = links.nearest_link(torch.device("cpu"), tmp_path)
+    assert links.nearest_link(torch.device("cpu"), tmp_path) == first
     assert len(measured) == 1
     assert first.tier == "disk"
     assert first.out_bandwidth > 1e5

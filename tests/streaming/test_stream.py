@@ -369,11 +369,11 @@ def test_the_modules_are_as_they_were_after_a_failure() -> None:
     assert not stream.updating
     assert [block.__dict__.keys() for block in model.blocks] == [b.keys() for b in before]  # type: ignore[union-attr]
     assert equal(values, {n: v.clone() for n, v in stream.named_parameters()})
-    assert not [t for t in threading.enumerate() if t.name == "memfit-strand"]
+    assert not [t for t in threading.enumerate() if t.name == "memfit micro-batch"]
     stream.step(program, *parts_of(sample, 3))
 
 
-def test_an_interrupt_ends_the_strands_and_changes_nothing() -> None:
+def test_an_interrupt_ends_the_micro_batches_and_changes_nothing() -> None:
     model, sample, loss_fn = gpt()
     stream = LayerStream(model)
     values = {n: v.clone() for n, v in stream.named_parameters()}
@@ -388,7 +388,7 @@ def test_an_interrupt_ends_the_strands_and_changes_nothing() -> None:
     with pytest.raises(KeyboardInterrupt):
         stream.step(StepProgram(model, interrupted, adamw(model.parameters())), *parts_of(sample, 3))
 
-    assert not [t for t in threading.enumerate() if t.name == "memfit-strand"]
+    assert not [t for t in threading.enumerate() if t.name == "memfit micro-batch"]
     assert equal(values, {n: v.clone() for n, v in stream.named_parameters()})
 
 

@@ -290,7 +290,7 @@ def test_not_with_streamed_layers() -> None:
                 x = functional.gelu(block(x))
             return x
 
-    with pytest.raises(memfit.InputError, match="streamed layers are kept below the device with their weights"):
+    with pytest.raises(memfit.InputError, match="streamed layers are offloaded with their weights in full precision"):
         memfit.plan(
             Blocks(),
             rows(),

@@ -22,7 +22,7 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.update_in_backward.updating import why_not_in_backward
 from models import case
 from step import ways
-from sweeps import by_turns
+from sweeps import at_night, by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +66,11 @@ def test_every_optimizer_gives_the_bits_of_an_update_after_backward(name: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_tied", "gpt_dropout", "twice", "amp_gpt", "checkpointed", "frozen", "bert_eager", "lstm"]
+    "name",
+    at_night(
+        ["gpt_tied", "gpt_dropout", "twice", "amp_gpt", "checkpointed", "frozen", "bert_eager", "lstm"],
+        {"amp_gpt", "bert_eager"},
+    ),
 )
 def test_models_give_the_bits_of_an_update_after_backward(name: str) -> None:
     """Tied weights and a module called twice among them: their gradient is whole after the last of its uses."""
@@ -304,7 +308,7 @@ def test_an_optimizer_that_may_couple_parameters_is_refused() -> None:
     def lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(parameters)
 
-    refused(chain, lbfgs).match("of LBFGS it is not known that each parameter is updated by itself")
+    refused(chain, lbfgs).match("LBFGS is not known to update each parameter by itself")
     assert why_not_in_backward(small.adamw(small.chain().parameters())) is None
 
 

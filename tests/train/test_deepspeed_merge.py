@@ -15,7 +15,7 @@ from memfit.cli.main import main
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import read
 from memfit.train import log
-from memfit.train.assemble import assemble, open_door
+from memfit.train.assemble import assemble, read_deepspeed
 from memfit.train.config import Config, from_json
 
 Data = dict[str, Any]
@@ -125,15 +125,15 @@ def test_what_it_leaves_open_the_run_says() -> None:
         optim={"lr": 0.5, "betas": [0.8, 0.9]},
         schedule={"warmup_steps": 2},
     )
-    door = open_door(run, 7)
+    found = read_deepspeed(run, 7)
 
-    assert door is not None
+    assert found is not None
     assert run.fit.fixed["micro_batches"] == 4
-    assert door.config.optimizer is not None
-    assert door.config.optimizer.params == {"lr": 0.5, "betas": [0.8, 0.9]}
-    assert door.config.scheduler is not None
-    assert door.config.scheduler.params == {"total_num_steps": 7, "warmup_num_steps": 2}
-    assert door.config.gradient_clipping == 0.25
+    assert found.config.optimizer is not None
+    assert found.config.optimizer.params == {"lr": 0.5, "betas": [0.8, 0.9]}
+    assert found.config.scheduler is not None
+    assert found.config.scheduler.params == {"total_num_steps": 7, "warmup_num_steps": 2}
+    assert found.config.gradient_clipping == 0.25
 
 
 def test_a_run_can_be_read_back_without_the_file(folder: Path) -> None:

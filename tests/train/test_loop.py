@@ -25,7 +25,7 @@ from memfit.train import log, snapshots
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
 from memfit.train.evaluate import evaluate
-from memfit.train.loop import Outcome, total_steps, train
+from memfit.train.loop import RunOutcome, RunOutput, Validation, total_steps, train
 from memfit.train.schedule import Rates, factor
 from memfit.values.report import StepRecord
 from train.fakes import FakeEngine, Noisy, non_finite, plan
@@ -45,10 +45,12 @@ def engine(on_step: Callable[[int], None] = lambda _: None) -> FakeEngine:
     return FakeEngine(model, torch.optim.AdamW(model.parameters(), lr=0.01), on_step=on_step)
 
 
-def run(out: Path, made: FakeEngine | memfit.Engine, steps: int = 11, **named: Any) -> Outcome:
+def run(out: Path, made: FakeEngine | memfit.Engine, steps: int = 11, **named: Any) -> RunOutcome:
     settings = named.pop("settings", TrainConfig(steps=steps, save_every=4, log_every=1, eval_every=3))
     batches = named.pop("batches", None) or data()
-    return train(made, batches, out, settings, schedule=SCHEDULE, validation=data(seed=None), **named)
+    return train(
+        made, batches, RunOutput(out), settings, schedule=SCHEDULE, validation=Validation(data(seed=None)), **named
+    )
 
 
 def losses(out: Path) -> list[tuple[int, str, float]]:

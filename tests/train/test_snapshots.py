@@ -232,7 +232,7 @@ def test_a_disk_fuller_than_the_state_is_noticed_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(snapshots, "save", lambda *_: pytest.fail("written"))
 
-    with pytest.raises(SnapshotError, match=r"and 100 B are free\. Make room.*No snapshot was there before"):
+    with pytest.raises(SnapshotError, match=r"and 100 B are free\. Free space.*No snapshot was there before"):
         write(tmp_path, engine())
 
 

@@ -80,10 +80,10 @@ def test_empty_tables_are_tables() -> None:
 
 def test_what_goes_below_has_a_column_only_where_something_does() -> None:
     base = reports.plan()
-    assert "swapped" not in modules_cells(base).columns
-    swapping = replace(base, by_module=(ModuleSaving("m", 0, 0, 0.0, 4096),))
-    cells = modules_cells(swapping)
-    assert cells.columns[3] == "swapped"
+    assert "offloaded" not in modules_cells(base).columns
+    offloading = replace(base, by_module=(ModuleSaving("m", 0, 0, 0.0, 4096),))
+    cells = modules_cells(offloading)
+    assert cells.columns[3] == "offloaded"
     assert cells.rows[0][3] == format_bytes(4096)
 
 
@@ -105,4 +105,4 @@ def test_techniques_are_shown_with_what_they_save_and_cost() -> None:
     copied = replace(copied, prediction=replace(copied.prediction, copy_seconds=2.0, exposed_seconds=0.5))
     rows = dict(plan_cells(copied).rows)  # type: ignore[arg-type]
     assert rows["techniques"] == "optimizer state on the disk"
-    assert rows["copying below"] == f"{format_seconds(2.0)}, 75 % hides"
+    assert rows["offload copies"] == f"{format_seconds(2.0)}, 75 % overlapped"

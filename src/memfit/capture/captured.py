@@ -1,4 +1,4 @@
-"""What one capture gives: the trace, the calls to time, and what later captures of the same step need not find out again."""
+"""The result of one capture: the trace, the calls to time, and facts that later captures of the same step can reuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Captured:
         graded: names of the parameters that get gradients, where every forward runs the same operations and all gradients are dense; else None.
             Then a later capture needs no pass before the one it records.
         receiving: names of the parameters that got gradients.
-        forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a way that freezes.
+        forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
         steady: other random numbers gave the same operations and sizes.
     """
 

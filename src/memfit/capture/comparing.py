@@ -1,4 +1,4 @@
-"""Whether two traces are of the same step: the same operations, and where it matters the same sizes."""
+"""Whether two traces show the same step: the same operations, and where it matters the same sizes."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
 
 NOT_AS_STREAMED: Final = (
-    "the step run plainly was captured on real tensors, since fake ones show other operations; with layers streamed it was captured on fake ones all the same, "
-    "so what it holds is not known exactly; a rehearsal measures it"
+    "without streaming, this step was captured on real tensors, since it runs other operations on fake ones; with layers streamed it could only be captured on "
+    "fake ones, so its bytes are not known exactly; a rehearsal measures them"
 )
 
 
@@ -41,7 +41,7 @@ def trustworthy(
     layouts: Mapping[str, ResultLayouts] | None = None,
     others: Iterable[Captured] = (),
 ) -> Captured:
-    """A capture that the real model has confirmed, by whichever way it takes.
+    """A capture that the real model has confirmed: on fake tensors if possible, otherwise on real ones.
 
     Args:
         source, choices, layouts: as in `capture`.
@@ -49,7 +49,7 @@ def trustworthy(
         others: earlier captures of this step run in other ways; a forward that was steady in one of them is not drawn for again.
 
     Raises:
-        CaptureError: neither way works.
+        CaptureError: neither is possible.
         Exception: the user's own, when the step itself fails.
     """
 

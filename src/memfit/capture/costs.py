@@ -1,4 +1,4 @@
-"""What each distinct call costs, and a trace with these costs filled in: seconds, workspace, and bytes that fake kernels do not show."""
+"""The cost of each distinct call, and the trace with these costs: seconds, workspace, and bytes that fake kernels do not show."""
 
 from __future__ import annotations
 

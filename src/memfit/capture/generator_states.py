@@ -32,7 +32,7 @@ def following_generator_states(recorder: Recorder, *, as_operations: bool = Fals
 
     Args:
         recorder: books the states while it records.
-        as_operations: write each down as an operation of its own, so that one which is let go before the next kernel counts too. Only where nobody
+        as_operations: write each down as an operation of its own, so that one which is freed before the next kernel counts too. Only where nobody
             follows the operations by number, as an engine's dispatch mode would not see these.
     """
     ask = torch.get_rng_state

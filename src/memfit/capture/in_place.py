@@ -1,4 +1,4 @@
-"""Which operations of backward run in place when nobody watches.
+"""Which operations of backward run in place when no dispatch mode is active.
 
 Autograd adds gradients up in place, and some backward formulas write into their own fresh tensors, but do neither while a dispatch mode watches
 (`isTensorSubclassLike` in ATen). The step to be predicted runs its backward without a mode, so the recorder books the kernel that runs then.
@@ -49,7 +49,7 @@ class UnwatchedBackward:
         self._holds = False  # whether it ever held any
 
     def enter_node(self) -> bool:
-        """Forget about the node before, when another one runs now; whether that one's formula depends on whether it is watched."""
+        """Forget the previous node if another one runs now; returns whether that one's formula depends on a dispatch mode being active."""
         node = torch._C._current_autograd_node()
         if node is self._node:
             return False
@@ -71,7 +71,7 @@ class UnwatchedBackward:
         self._holds = True
 
     def freed(self, save: int) -> None:
-        """Autograd has let go of a saved tensor."""
+        """Autograd has freed a saved tensor."""
         self._unpacked.discard(save)
 
     def in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:

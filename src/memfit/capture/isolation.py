@@ -1,4 +1,4 @@
-"""Run the user's model and leave nothing behind: the generators as they were, and other tensors lent to the model for a while.
+"""Run the user's model without side effects: generators are restored, and the model's tensors are replaced for the time of the run.
 
 Fake tensors allocate nothing; private copies leave the user's own untouched.
 

@@ -1,4 +1,4 @@
-"""Where fake kernels lay their results out otherwise than the real ones: found when calls are timed, and put right in the next capture.
+"""Where fake kernels give their results another memory layout than the real ones: found when calls are timed, and corrected in the next capture.
 
 Which kernel comes next, and what it takes, depends on the layout; the strides of dimensions of size 1 count too (`suggest_memory_format`), and so do
 dtypes (batch norm of 16 bits keeps its statistics in 32, whatever its fake kernel says).
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def wrong_layouts(captured: Captured, costs: Mapping[str, Cost]) -> dict[str, ResultLayouts]:
-    """Calls of a fake capture whose real kernels lay out their results otherwise, with the real layouts."""
+    """Calls of a fake capture whose real kernels give another memory layout, with the real layouts."""
     if captured.trace.source != "fake":
         return {}
     found: dict[str, ResultLayouts] = {}

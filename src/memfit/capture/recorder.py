@@ -1,4 +1,4 @@
-"""Write a step down, operation by operation and storage by storage.
+"""Record a step, operation by operation and storage by storage.
 
 A dispatch mode sees every kernel of forward, backward and optimizer; weak references on storages tell when each dies; saved-tensor hooks tell what
 autograd keeps. torch has a memory tracker too (`torch.distributed._tools.MemTracker`), which adds bytes up by module; a planner needs the single
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def register(
         self, tensors: Iterable[torch.Tensor], category: Category, module: str = "", *, counts: bool = True
     ) -> None:
-        """Note storages that are there before the step; the first category given to a storage stays. What lies on another device counts nothing."""
+        """Note storages that exist before the step; the first category given to a storage stays. Storages on other devices do not count."""
         for tensor in tensors:
             if dispatch.has_storage(tensor) and self.lifetimes.id_of(tensor) is None:
                 sid = self.lifetimes.add(tensor, category, module, BEFORE_STEP)
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
                 self.lifetimes.storages[sid].category = category
 
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's storage; one never seen before was made out of sight (a constant, another library)."""
+        """Number of the tensor's storage; one never seen before was not made by a recorded operation (a constant, another library)."""
         sid = self.lifetimes.id_of(tensor)
         return self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP) if sid is None else sid
 

@@ -235,7 +235,7 @@ class _StepRecording:
 
 
 def _make_state(program: StepProgram, recorder: Recorder) -> None:
-    """A first update, not recorded: it makes the optimizer's state. What of it lies elsewhere takes nothing of the device."""
+    """A first update, not recorded: it makes the optimizer's state. Offloaded state takes no bytes of the device."""
     if program.optimizer is None:
         return
     recording, recorder.recording = recorder.recording, False

@@ -1,4 +1,4 @@
-"""What is captured: a model with its batch, loss, optimizer and clipping, as one value that captures hand along."""
+"""What is captured: a model with its batch, loss, optimizer and clipping, as one value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memfit.techniques.choices import Choices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSource:
-    """One optimizer step of the user's, however it is to be run.
+    """One optimizer step of the user's, independent of the choices it is run with.
 
     Attributes:
         model: any module; may be on the meta device.

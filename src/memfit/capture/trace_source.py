@@ -44,13 +44,13 @@ class TraceSource:
         model: any module, whatever it freezes by itself; its own object, which is left as it is.
         sample: the whole batch of a step, or one of its batches.
         loss_fn, optimizer, clip_norm: as for `memfit.plan`.
-        device: name of a device that is not here; None for the model's.
-        progress: told what is being done.
+        device: name of a device that this computer does not have; None for the model's.
+        progress: called with what is being done.
         loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
 
     Attributes:
-        here: the device the model lies on.
-        machine: that seconds are for.
+        here: the device that the model is on.
+        machine: the device that seconds are predicted for.
     """
 
     model: nn.Module
@@ -78,7 +78,7 @@ class TraceSource:
         return batches.size(self.sample) * self.loader_batches
 
     def trace_of(self, choices: Choices) -> Trace:
-        """The step run as chosen, nothing dropped; what it moves over links by itself is no part of it.
+        """The step with these choices, nothing dropped; transfers of offloaded state and streamed layers are not included.
 
         Raises:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
@@ -137,10 +137,10 @@ class TraceSource:
         return captured
 
     def state_bytes(self, choices: Choices) -> int:
-        """Of the optimizer's state, all of it on the device; neither the batch nor its parts have a say in it, so any trace that is known will do.
+        """Bytes of the whole optimizer state. The batch does not change them, so any known trace will do.
 
         Args:
-            choices: of which those count that have a say in it (`sizing_state`).
+            choices: of which those matter that change the size of the state (`sizing_state`).
         """
         way = sizing_state(choices)
         known = (t for c, t in self._traces.items() if replace(way, micro_batches=c.micro_batches) == c)
@@ -155,21 +155,21 @@ class TraceSource:
         with frozen(model, choices.frozen):
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-            def lying(path: str, own: Sequence[nn.Parameter]) -> StreamedLayer:
+            def layer_of(path: str, own: Sequence[nn.Parameter]) -> StreamedLayer:
                 mine = [p for p in own if p.requires_grad]
                 share = sum(p.numel() for p in mine) / trained if trained else 0.0
                 return StreamedLayer(
                     path, sum(p.nbytes for p in own), sum(p.nbytes for p in mine), round(share * state)
                 )
 
-            rest = lying("", [p for p in model.parameters() if id(p) not in moved])
+            rest = layer_of("", [p for p in model.parameters() if id(p) not in moved])
             return (
-                *(lying(path, own) for path, own in blocks.items()),
+                *(layer_of(path, own) for path, own in blocks.items()),
                 replace(rest, weight_bytes=0, gradient_bytes=0),
             )
 
     def weighting(self, freeze: Sequence[str]) -> Weighting:
-        """How micro-batches of the batch add up, with these patterns frozen."""
+        """How the losses of micro-batches add up to the batch's, with these patterns frozen."""
         patterns = tuple(freeze)
         if patterns not in self._splitting:
             if any(p.device.type == "meta" for p in self.model.parameters()):
@@ -184,5 +184,5 @@ class TraceSource:
 
 
 def machine_of(model: nn.Module, device: str | None) -> Machine:
-    """The device of this name, or the one that the model lies on."""
+    """The device of this name, or the one that the model is on."""
     return known_machine(device) if device is not None else present_machine(device_of(model))

@@ -28,7 +28,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a verb came to.
+    """The result of a verb.
 
     Attributes:
         data: for `--json`.

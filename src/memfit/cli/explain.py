@@ -1,4 +1,4 @@
-"""`memfit explain`: a plan in words, and what came of it."""
+"""`memfit explain`: a plan in words, and the results of the run that followed it."""
 
 from __future__ import annotations
 

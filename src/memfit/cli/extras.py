@@ -48,7 +48,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def described(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The same for a person, a line for each."""
+    """The same as text, one line for each."""
     lines = []
     for name, extra in found.items():
         there = ", ".join(f"{package} {number}" for package, number in extra["packages"].items() if number is not None)

@@ -1,4 +1,4 @@
-"""`memfit frontier`: bytes against seconds, from plain down to the smallest that fits."""
+"""`memfit frontier`: bytes against seconds, from the peak of plain PyTorch down to the smallest budget for which a plan is found."""
 
 from __future__ import annotations
 

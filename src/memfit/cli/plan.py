@@ -50,7 +50,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Plan, and say what came of it."""
+    """Plan, and report the result."""
     if (arguments.config is None) == (arguments.trace is None):
         raise ConfigError("memfit plan takes a CONFIG or --trace FILE, one of them")
     if arguments.trace is not None:

@@ -1,4 +1,4 @@
-"""`memfit train` and `memfit resume`: train inside the budget, and go on where it stopped."""
+"""`memfit train` and `memfit resume`: train inside the budget, and resume a run that stopped."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_resume(arguments: argparse.Namespace) -> Answer:
 
 
 def answer(verb: str, result: Result) -> Answer:
-    """What a run came to."""
+    """The answer for a finished or stopped run."""
     outcome = result.outcome
     predicted = result.plan.prediction.peak_bytes
     data = {

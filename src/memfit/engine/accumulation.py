@@ -1,4 +1,4 @@
-"""Micro-batches: how a plan splits a batch, how much each counts for in the loss, and what those of a step have come to so far."""
+"""Micro-batches: how a plan splits a batch, the share of each in the loss, and the running totals of a step."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]
 
 @dataclass(slots=True)
 class Accumulated:
-    """What the micro-batches of a step have come to so far.
+    """Running totals over the micro-batches of a step.
 
     Attributes:
         loss: weighted.
         micro_batches: run.
         recomputations: operations run again.
         divergences: of forwards from the plan.
-        last: loss of the last one, a tensor as in the capture; must not be there together with the next one's activations.
-        unit, counted: where the whole is not known before: what the first micro-batch counts for, and all so far.
+        last: loss of the last one, a tensor as in the capture; it must be freed before the next one's forward.
+        unit, counted: where the total is not known in advance: what the first micro-batch counts for, and all so far.
     """
 
     loss: float = 0.0
@@ -58,7 +58,7 @@ class Accumulated:
     counted: int = 0
 
     def add_uncounted(self, micro_batches: Iterable[Batch], how: str, run: Callable[[Batch, float], None]) -> None:
-        """Run micro-batches in units of the first one, as nobody knows yet what all will count for; those in which nothing counts are left out.
+        """Run micro-batches weighted in units of the first one, since the total is not known yet; those in which nothing counts are left out.
 
         Args:
             micro_batches: those of one batch of a loader.

@@ -1,4 +1,4 @@
-"""The arenas of an engine below its device, and who has them: one followed forward at a time."""
+"""Activation offloading: the space that an engine has on lower tiers (arenas), used by one followed forward at a time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from memfit.storage.staging import StagedDiskArena
 from memfit.values.script import TIERS
 
 Makers = Mapping[str, Callable[[int], Arena]]
-"""Of each tier by its name, the nearest first: what makes an arena of so many bytes there."""
+"""For each tier by its name, the nearest first: a function that allocates an arena of so many bytes there."""
 
 
-def tiers_below(device: torch.device, folder: str | Path | None = None) -> Makers:
-    """The tiers below a device. All that is below a CPU is its disk, whatever tiers a plan knows that was made for a GPU.
+def arena_makers(device: torch.device, folder: str | Path | None = None) -> Makers:
+    """How to allocate arenas on the lower tiers of a device. For a CPU every tier is its disk, also under a plan that was made for a GPU.
 
     Args:
         device: the engine's.
-        folder: on the disk to use; None for the one that is set.
+        folder: to offload to on disk; None for the default (`MEMFIT_OFFLOAD_DIR`).
     """
     if device.type == "cuda":
         return {
@@ -32,10 +32,10 @@ def tiers_below(device: torch.device, folder: str | Path | None = None) -> Maker
 
 
 class LowerTiers:
-    """The arenas of an engine, one on each tier that is used, lent to one followed forward at a time, until its backward is done.
+    """The arenas of an engine, one on each lower tier in use. One followed forward at a time borrows them, until its backward is done.
 
     Args:
-        makers: of the tiers below the engine's device.
+        makers: how to allocate an arena on each tier.
     """
 
     def __init__(self, makers: Makers) -> None:
@@ -44,10 +44,10 @@ class LowerTiers:
         self._borrower: weakref.ref[object] | None = None
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Have space for so many bytes on each tier.
+        """Reserve at least so many bytes on each tier.
 
         Raises:
-            InfeasibleError, EngineError: there is none; what was reserved before is still there.
+            InfeasibleError, EngineError: a tier does not have the space; earlier reservations stay.
         """
         larger: dict[str, Arena] = {}
         try:
@@ -66,7 +66,7 @@ class LowerTiers:
             self._borrower = None
 
     def lend(self, borrower: object) -> Mapping[str, Arena] | None:
-        """The arenas, until `give_back` or the end of the borrower; None while another one has them."""
+        """The arenas, until `give_back` or until the borrower is collected; None while another borrower has them."""
         if not self.arenas or (self._borrower is not None and self._borrower() is not None):
             return None
         self._settle()
@@ -80,7 +80,7 @@ class LowerTiers:
         return dict(self.arenas)
 
     def give_back(self, borrower: object) -> None:
-        """What the borrower left there is not needed any more."""
+        """End the loan: what the borrower wrote is not needed any more."""
         if self._borrower is not None and self._borrower() is borrower:
             self._borrower = None
             self._settle()
@@ -90,11 +90,11 @@ class LowerTiers:
             arena.settle()
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         for arena in self.arenas.values():
             arena.close()
         self.arenas.clear()
         self._borrower = None
 
 
-__all__ = ["Arena", "Copy", "LowerTiers", "Makers", "tiers_below"]
+__all__ = ["Arena", "Copy", "LowerTiers", "Makers", "arena_makers"]

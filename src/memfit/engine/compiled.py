@@ -32,9 +32,9 @@ class CompiledScript:
         self.recorded: list[tuple[int, ...] | None] = [script.recorded.get(i) for i in range(self.count)]
         self.leaving: dict[int, list[int]] = {}
         self.gone: dict[int, list[int]] = {}
-        for number, swap in script.swaps.items():
-            self.leaving.setdefault(swap.begin, []).append(number)
-            self.gone.setdefault(swap.gone_by, []).append(number)
+        for number, place in script.swaps.items():
+            self.leaving.setdefault(place.begin, []).append(number)
+            self.gone.setdefault(place.gone_by, []).append(number)
         self.acts = [
             bool(o) or r is not None or i in self.leaving or i in self.gone or i in script.writes
             for i, (o, r) in enumerate(zip(self.outputs, self.recorded, strict=True))

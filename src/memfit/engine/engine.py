@@ -1,4 +1,4 @@
-"""The public face of training under a plan: a model, its optimizer and a plan become steps. The engine decides nothing.
+"""The public interface of training under a plan: a model, its optimizer and a plan become steps. The engine decides nothing.
 
 What it is made of: the plans by signature (`plan_table`), forward and backward of a micro-batch as a script says (`executor`, `follower`, `tape`), what
 makes a step whole or not at all (`transaction`), how micro-batches add up (`accumulation`), streamed layers (`streamed`), and what happened (`history`).
@@ -17,21 +17,21 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches
+from memfit.engine.activation_offloading import LowerTiers, Makers, arena_makers
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.streamed import StreamedStep
-from memfit.engine.swap import LowerTiers, Makers, tiers_below
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import (
     EngineError,
     InputError,
 )
-from memfit.meter import Reading
+from memfit.meter import MeterReading
 from memfit.step.device import device_of
 from memfit.step.program import StepProgram, model_tensors, state_tensors
-from memfit.storage.tiers import tier_below
+from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
@@ -53,18 +53,18 @@ class Engine:
         model: the user's own object; never replaced.
         loss_fn: `loss_fn(model, batch)`, or None for `model(**batch).loss`.
         optimizer: over the model's parameters; None to compute gradients only.
-        stream: what has taken the model's blocks to the lower tier already; made here when None and the plan streams.
-        below: what makes room on the tiers below the device, for what the plan swaps; None for those that are there.
-        folder: for what is offloaded to disk; None for the one that is set.
+        stream: a `LayerStream` that has offloaded the model's blocks already; made here when None and the plan streams.
+        below: functions that allocate space for offloaded activations, by tier; None for those of the device.
+        folder: for what is offloaded to disk; None for the default (`MEMFIT_OFFLOAD_DIR`).
 
     Attributes:
-        stream: of a plan that streams layers; None else.
+        stream: the `LayerStream` of a plan that streams layers; None otherwise.
         folder: as given.
         planner: makes a plan for a batch whose forward diverged from the plan it fell under; None where nothing can be captured (a loaded plan).
         scaling: of the gradients, under a plan in fp16; None otherwise.
-        schedule: moves once after each step that is taken, and not after one that is skipped; None where the loop moves its own.
-        backward: of a loss, where it is somebody else's (Fabric's); None for the loss's own.
-        fabric_model: the model as Fabric has set it up, to save and to evaluate through it; None without Fabric.
+        schedule: its `step` is called after each optimizer step that is taken, not after a skipped one; None where the training loop calls it.
+        backward: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
+        fabric_model: the model as Fabric wrapped it, for saving and evaluating; None without Fabric.
     """
 
     def __init__(
@@ -93,18 +93,18 @@ class Engine:
         self._plans = PlanTable()
         self._history = History()
         self._transactions = Transactions(model)
-        self._lower_tiers = LowerTiers(below if below is not None else tiers_below(self.device, folder))
+        self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers)
         self.add(plan)
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 
     def add(self, plan: Plan) -> None:
-        """Plan for one more signature of batch; the first one stays `plan`.
+        """Follow this plan for batches of its signature; `plan` stays the first one.
 
         Raises:
-            InfeasibleError: the plan offloads more than a lower tier has space for.
-            EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be made for
+            InfeasibleError: the plan offloads more than fits on a lower tier.
+            EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be created for
                 what it offloads.
         """
         self._lower_tiers.reserve(plan.script.lower_bytes)
@@ -126,7 +126,7 @@ class Engine:
     def _stream_as(self, plan: Plan) -> None:
         path = plan.choices.streamed
         if path and self.stream is None and not self._plans:
-            self.stream = LayerStream(self.model, path, tier_below(self.device, self.folder))
+            self.stream = LayerStream(self.model, path, nearest_tier(self.device, self.folder))
         have = "" if self.stream is None else self.stream.blocks.path
         if path != have:
             raise EngineError(
@@ -135,13 +135,13 @@ class Engine:
             )
 
     def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
-        """The model with all its parameters, and the optimizer with all its state, for as long as the block lasts: streamed layers are away else.
+        """Inside the block the model has all its parameters and the optimizer all its state; outside of it, streamed layers are offloaded.
 
-        For `state_dict`, for loading, for a look at the parameters; takes as many bytes as the model does plainly.
+        For `state_dict`, for loading, for inspecting parameters; takes as many bytes as the model does in plain PyTorch.
 
         Args:
-            on_host: have what was away in the host's memory, not on the device; to be saved or loaded, not to be called.
-            changed: what is changed inside is kept; without, nothing is written to the lower tier.
+            on_host: bring offloaded tensors to host memory, not to the device; then the model can be saved or loaded, not called.
+            changed: write the tensors back to the lower tier at the end; with False, changes made inside are lost.
         """
         return (
             self.stream.gathered(on_host=on_host, changed=changed)
@@ -150,7 +150,7 @@ class Engine:
         )
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:
-        """The model, to be called without gradients; streamed layers come to the device one by one when they are called."""
+        """The model for calls without gradients; streamed layers are loaded to the device one by one as they are called."""
         return self.stream.reading() if self.stream is not None else nullcontext(self.model)
 
     # -- steps ---------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Engine:
         Raises:
             BatchError: another structure than planned, or larger.
             NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
-            EngineError: an update failed half way, now or before; nothing can go on from there.
+            EngineError: an update failed half way, now or before; the engine cannot be used any more.
         """
         self._transactions.check()
         signature = batches.signature(batch)
@@ -183,24 +183,24 @@ class Engine:
         micro-batch and divided once: the same step as over all samples at once up to the order of additions.
 
         Args:
-            micro_batches: each no larger than a micro-batch of the plan, or it is split; where they lie elsewhere they are brought to the device.
-            meter: as for `step`; of a list all are there before, so all that lie on the device count.
+            micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's.
+            meter: as for `step`; of a list, all micro-batches that are on the device count.
 
         Raises:
-            BatchError: there are none, they hold nothing that counts, or one is larger than planned; nothing was changed.
-            InputError: the plan is for the whole batch at once: it has neither weights nor room for gradients that are there already; or it updates
-                parameters inside backward.
+            BatchError: there are none, nothing in them counts for the loss, or one is larger than planned; nothing was changed.
+            InputError: the plan runs the batch as a whole, so it has neither weights nor memory for accumulated gradients; or it updates parameters inside
+                backward.
             NonFiniteLossError, EngineError: as for `step`.
         """
         self._transactions.check()
         if self.plan.choices.micro_batches == 1:
             raise InputError(
-                "this plan runs the batch whole, so it keeps no room for gradients between micro-batches and has not found how they are weighted: "
+                "this plan runs the batch as a whole: it has no memory planned for gradients between micro-batches, and their weights are not known: "
                 'plan with a sample that holds all samples of the step and fixed={"micro_batches": n}, or call engine.step'
             )
         if self._program(self.plan).updates_in_backward:
             raise InputError(
-                "this plan updates parameters inside the backward of the last micro-batch, and which one is the last of a loader nobody knows: "
+                "this plan updates parameters inside the backward of the last micro-batch, and which one of a loader's is the last is not known: "
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
         listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
@@ -208,7 +208,7 @@ class Engine:
         return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
 
     def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
-        """Run a step, move the schedule, and tell of divergences."""
+        """Run a step, step the schedule, and warn of divergences."""
         history, device = self._history, self.device
         record = history.metered(run, lambda: self.present(batch), device) if meter else history.timed(run)
         if self.schedule is not None and not record.skipped:
@@ -221,7 +221,7 @@ class Engine:
         return record
 
     def tell_divergence(self, divergence: str, more: str = "", *, stacklevel: int) -> None:
-        """Warn that a forward was not as planned, once for each divergence; for integrations whose loop is somebody else's, too.
+        """Warn that a forward differed from the plan, once for each divergence. Integrations with a trainer call it, too.
 
         Args:
             divergence: where and why.
@@ -295,12 +295,12 @@ class Engine:
 
     @contextmanager
     def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | None]:
-        """For people who keep their own loop: run forward and loss of one micro-batch inside, backward and the update outside.
+        """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
-        Under a plan in 16 bits it is an autocast region as well; in fp16, scale with `engine.scaling.scaler`.
+        Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.
 
         Args:
-            retain_graph: backward will run more than once through this graph; then nothing is let go early.
+            retain_graph: backward will run more than once through this graph; then no tensor is freed early.
         """
         if self.stream is not None:
             raise EngineError(
@@ -333,7 +333,7 @@ class Engine:
 
     @property
     def records(self) -> list[StepRecord]:
-        """What happened, step by step."""
+        """A record of each step."""
         return self._history.records
 
     @records.setter
@@ -342,7 +342,7 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps that happened; where the loop is another trainer's, it sets its own count."""
+        """Number of steps; an integration with a trainer sets the trainer's own count."""
         return self._history.steps
 
     @steps.setter
@@ -350,16 +350,16 @@ class Engine:
         self._history.steps = steps
 
     @property
-    def reading(self) -> Reading | None:
-        """Of the meter, for the last step; None where it was not metered. Where the loop is another trainer's, it sets its own."""
+    def reading(self) -> MeterReading | None:
+        """The meter's reading of the last step; None where it was not metered. An integration with a trainer sets its own."""
         return self._history.reading
 
     @reading.setter
-    def reading(self, reading: Reading | None) -> None:
+    def reading(self, reading: MeterReading | None) -> None:
         self._history.reading = reading
 
     def present(self, batch: Batch) -> list[torch.Tensor]:
-        """Tensors that are there before a step and count against the budget."""
+        """Tensors that exist before a step and count against the budget."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         copies = self._transactions.buffers.copies.values()
         others = [*self.model.buffers(), *copies, *batches.leaves(batch), *model_tensors(self.model)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from memfit.batches import Batch
 from memfit.engine.accumulation import Accumulated
+from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
-from memfit.engine.swap import LowerTiers
 from memfit.step.program import StepProgram
 
 

@@ -23,10 +23,10 @@ _SETTING_UP: Final = ("setup", "backward", "to_device", "strategy", "world_size"
 
 
 def refuse(fabric: Any, model: nn.Module, allow: Sequence[str], fixed: Mapping[str, Any] | None) -> None:
-    """Look for what a plan cannot stand beside.
+    """Refuse settings that are incompatible with a plan.
 
     Raises:
-        InputError: there is one; says which, why, and what to do.
+        InputError: there is one; the message says which, why, and what to do.
     """
     if not all(hasattr(fabric, name) for name in _SETTING_UP):
         raise InputError(

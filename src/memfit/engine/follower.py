@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import dispatch
+from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle
-from memfit.engine.swap import LowerTiers
 from memfit.engine.tape import Tape
 from memfit.step import generators
 from memfit.values.script import KEPT
@@ -30,7 +30,7 @@ class Follower(TorchDispatchMode):
 
     Args:
         compiled: what to follow.
-        retain: backward may run more than once; nothing is let go early.
+        retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
 
     Attributes:
@@ -53,7 +53,7 @@ class Follower(TorchDispatchMode):
         self._wanted = compiled.script.wanted
         if compiled.script.swaps and self.tape.storages.arenas is None:
             self._diverge(
-                "an earlier forward, whose backward has not run yet, still has what it swapped on the lower tier"
+                "an earlier forward, whose backward has not run yet, still has offloaded activations on the lower tier"
             )
 
     @contextmanager
@@ -94,7 +94,7 @@ class Follower(TorchDispatchMode):
         self.tape.diverge()
 
     def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is not in the plan. Recomputations of what was dropped before may read what it writes into: they are left the value of now."""
+        """Run an operation that is not in the plan. Later recomputations may read a storage that it writes into: a copy of the present contents is kept."""
         for tensor in dispatch.written(func, args, kwargs):
             if tensor.layout is torch.strided:
                 self.tape.storages.preserve(tensor.untyped_storage())
@@ -142,7 +142,7 @@ class Follower(TorchDispatchMode):
     def _note(
         self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]
     ) -> bool:
-        """Write down what a recomputation would read; false where it is not what the plan says."""
+        """Note the arguments that a recomputation would read; False where they are not those of the plan."""
         made = self.tape.storages.made
         position = 0
         as_planned = True

@@ -83,11 +83,11 @@ class WriteCheck:
         self.version = -1
 
     def begin(self) -> None:
-        """From here on nobody writes."""
+        """Note the number of writes; from here on every write is an error."""
         self.version = self.alias._version
 
     def check(self) -> None:
-        """Raise RuntimeError where somebody has written."""
+        """Raise RuntimeError where the storage has been written into since `begin`."""
         if self.version >= 0 and self.alias._version != self.version:
             raise written_after(self.alias, self.version)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from memfit.meter import Reading, metered
+from memfit.meter import MeterReading, metered
 from memfit.values.report import StepRecord
 
 
@@ -25,7 +25,7 @@ class History:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         self.steps = 0
-        self.reading: Reading | None = None
+        self.reading: MeterReading | None = None
         self._told: set[str] = set()
 
     def add(self, record: StepRecord) -> None:
@@ -44,7 +44,7 @@ class History:
 
         Args:
             run: the step.
-            present: gives the tensors that are there before it, and count; none is held here, as what the step lets go must be able to die.
+            present: returns the tensors that exist before the step and count; no reference is kept here, so that the step can free them.
             device: to measure.
         """
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while parameters are updated: heard when the update is done."""
+"""Ctrl-C while parameters are updated: deferred until the update is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: half an update is no state to stop in. Outside the main thread Python hears no signals anyway."""
+    """Defer Ctrl-C until the block is done: training cannot resume from half an update. Outside the main thread Python receives no signals anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

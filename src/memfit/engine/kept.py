@@ -1,7 +1,7 @@
-"""The storages of the plan that are kept between forward and backward: on the device, on their way to another tier or back, or on that tier alone.
+"""The storages of the plan that are kept between forward and backward: on the device, being copied to a lower tier or back, or on that tier alone.
 
-A copy to another tier begins after the operation that writes a storage last and is waited for where the script says, and so is the copy back. Bytes
-follow the script alone that way, however fast the copies are (`swap`).
+A copy to a lower tier begins after the last operation that writes a storage, and the engine waits for it where the script says; so too for the copy back.
+Thus the bytes held depend on the script alone, not on the speed of the copies (`activation_offloading`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Final
 
 import torch
 
+from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import WriteCheck
-from memfit.engine.swap import LowerTiers
 from memfit.errors import EngineError
 from memfit.storage.arenas import Arena, Copy
 
-LET_GO: Final = (
-    "backward asked again for a tensor that was already let go. For a second backward through the same graph use "
+FREED: Final = (
+    "backward asked again for a tensor that was already freed. For a second backward through the same graph use "
     "`with engine.forward(retain_graph=True)`"
 )
 
 
 class KeptStorages:
-    """Of one followed forward, until its backward is done.
+    """The kept storages of one followed forward, until its backward is done.
 
     Args:
         compiled: the script.
@@ -34,8 +34,8 @@ class KeptStorages:
     Attributes:
         live: kept on the device, by their number in the plan.
         made: those that forward has made, kept or not. Weak: an address may be used again once a storage is gone, the storage itself may not.
-        offloaded: what has been copied to another tier: bytes, and the device it is from.
-        arenas: free space on the other tiers, for as long as it is lent; None where the script needs none or another forward has it.
+        offloaded: storages copied to a lower tier: their bytes and device.
+        arenas: space on the lower tiers, while it is borrowed; None where the script needs none or another forward has borrowed it.
     """
 
     def __init__(self, compiled: CompiledScript, lower_tiers: LowerTiers | None) -> None:
@@ -56,7 +56,7 @@ class KeptStorages:
     # -- on the device -------------------------------------------------------------------------------------------------------
 
     def know(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Forward has made a storage of the plan."""
+        """Note a storage of the plan that forward has made."""
         self.made[number] = weakref.ref(storage)
         self._number_at[storage._cdata] = number
 
@@ -67,13 +67,13 @@ class KeptStorages:
         return number if number >= 0 and self.made[number]() is storage else -1
 
     def keep(self, number: int, tensor: torch.Tensor) -> None:
-        """Keep what forward has made, and notice when somebody writes into it after forward."""
+        """Keep what forward has made, and detect writes into it after forward."""
         self.live[number] = tensor.untyped_storage()
-        if not tensor.is_inference():  # nobody writes into those where gradients are wanted
+        if not tensor.is_inference():  # PyTorch forbids writes into these where gradients are wanted.
             self._checks[number] = WriteCheck(tensor)
 
     def forward_ends(self) -> None:
-        """From here on nobody writes into what is kept, and every copy to another tier that was begun is waited for."""
+        """Check writes to kept storages from here on, and wait for all copies to lower tiers."""
         for check in self._checks.values():
             check.begin()
         for number in list(self._leaving):  # after a divergence
@@ -94,7 +94,7 @@ class KeptStorages:
         """What is kept under this number, complete.
 
         Raises:
-            RuntimeError: somebody has written into it since forward.
+            RuntimeError: it has been written into since forward.
         """
         self.finish_returning(number)
         if number in self._checks:
@@ -108,56 +108,56 @@ class KeptStorages:
         for number in [n for n, kept in self.live.items() if kept is storage]:
             self.put(number, storage.clone())
 
-    # -- on another tier -----------------------------------------------------------------------------------------------------
+    # -- on a lower tier -----------------------------------------------------------------------------------------------------
 
     def begin_leaving(self, number: int) -> None:
-        """Begin to copy a storage to its tier, where the space planned there is enough; else keep it."""
-        swap = self._script.swaps[number]
+        """Begin to copy a storage to its tier; where it is larger than the space planned there, keep it on the device."""
+        place = self._script.swaps[number]
         storage = self.made[number]()
         assert storage is not None, "the operation that has just run wrote it"
         assert self.arenas is not None
-        arena = self.arenas[swap.tier]
+        arena = self.arenas[place.tier]
         if number not in self._script.held:
             self.live.pop(number, None)
             self._checks.pop(number, None)
-        if 0 < storage.nbytes() <= swap.bytes and storage.device.type == arena.device_type:
+        if 0 < storage.nbytes() <= place.bytes and storage.device.type == arena.device_type:
             self.offloaded[number] = storage.nbytes(), storage.device
-            self._leaving[number] = storage, arena.copy_down(storage, swap.offset)
+            self._leaving[number] = storage, arena.copy_down(storage, place.offset)
         else:
             self.put(number, storage)
 
     def finish_leaving(self, number: int) -> None:
-        """Wait for a copy to another tier, and keep its storage no longer for it."""
+        """Wait for a copy to a lower tier, and release its storage on the device."""
         if number in self._leaving:
             self._leaving[number][1].wait()
             del self._leaving[number]
 
     def begin_returning(self, number: int) -> None:
-        """Allocate an offloaded storage on the device again, and begin to fill it.
+        """Allocate an offloaded storage on the device again, and begin to copy its bytes back.
 
         Raises:
-            EngineError: the space on the other tier was given back.
+            EngineError: the space on the lower tier was returned already.
         """
         if number not in self.offloaded:
             return  # it was kept
         if self.arenas is None:
-            raise EngineError(LET_GO)
+            raise EngineError(FREED)
         self.finish_leaving(number)
         self.finish_returning(number)
         size, device = self.offloaded[number]
         storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
         self.put(number, storage)
-        swap = self._script.swaps[number]
-        self._returning[number] = self.arenas[swap.tier].copy_up(storage, swap.offset)
+        place = self._script.swaps[number]
+        self._returning[number] = self.arenas[place.tier].copy_up(storage, place.offset)
 
     def finish_returning(self, number: int) -> None:
-        """Wait for the copy that fills a storage."""
+        """Wait for the copy back of a storage."""
         copy = self._returning.pop(number, None)
         if copy is not None:
             copy.wait()
 
     def end(self) -> None:
-        """Nothing will be asked for any more: give the other tiers back."""
+        """Backward is done: return the arenas."""
         if self._lower_tiers is not None:
             self._lower_tiers.give_back(self)
             self.arenas = None

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from memfit.batches import Batch
 from memfit.engine.transaction import Transaction, Transactions
-from memfit.meter import Reading
+from memfit.meter import MeterReading
 from memfit.step.program import StepProgram
 from memfit.streaming.stream import LayerStream
-from memfit.streaming.watch import WATCHED_BY_NOBODY, Watch
+from memfit.streaming.watch import NO_WATCH, Watch
 from memfit.values.report import StepRecord
 
 
 class _Metered(Watch):
-    """Takes the meter along from thread to thread."""
+    """Moves the meter from thread to thread, as a profiler session sees one thread."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: MeterReading) -> None:
         self.leave_thread = reading.leave_thread  # type: ignore[method-assign]
         self.enter_thread = reading.enter_thread  # type: ignore[method-assign]
 
@@ -25,15 +25,15 @@ class StreamedStep:
     """Runs one step of a stream.
 
     Args:
-        stream: what has the layers.
-        transactions: those of the engine, told where an update fails half way.
+        stream: of the layers.
+        transactions: those of the engine, which record an update that fails half way.
         reading: of the meter, where the step is metered.
     """
 
-    def __init__(self, stream: LayerStream, transactions: Transactions, reading: Reading | None) -> None:
+    def __init__(self, stream: LayerStream, transactions: Transactions, reading: MeterReading | None) -> None:
         self._stream = stream
         self._transactions = transactions
-        self._watch = _Metered(reading) if reading is not None else WATCHED_BY_NOBODY
+        self._watch = _Metered(reading) if reading is not None else NO_WATCH
 
     def run(
         self, program: StepProgram, weighted: Sequence[tuple[Batch, float | None]], transaction: Transaction

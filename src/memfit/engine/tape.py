@@ -13,10 +13,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
+from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle, view_as, written_after
-from memfit.engine.kept import LET_GO, KeptStorages
-from memfit.engine.swap import LowerTiers
+from memfit.engine.kept import FREED, KeptStorages
 from memfit.errors import EngineError
 from memfit.step import generators
 
@@ -29,7 +29,7 @@ class Tape:
 
     Args:
         compiled: the script.
-        retain: backward may run more than once; nothing is let go early.
+        retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tape:
         self._in_order = not retain
 
     def diverge(self) -> None:
-        """Forward goes another way than planned: from here on nothing is let go early."""
+        """Forward diverged from the plan: from here on no tensor is freed early."""
         self._in_order = False
         self.diverged = True
 
@@ -63,7 +63,7 @@ class Tape:
         """The tensor that autograd saved, its storage recomputed or brought back if need be.
 
         Raises:
-            EngineError: it was let go already.
+            EngineError: it was freed already.
             RuntimeError: what is needed for it was written since forward.
         """
         if torch._C._len_torch_dispatch_stack():
@@ -96,7 +96,7 @@ class Tape:
             if self._next_step == len(steps):
                 self.end()
             return tensor
-        # Backward went another way than the captured one: from here on make what is missing and let nothing go early.
+        # Backward went another way than the captured one: from here on make what is missing and let nothing be freed early.
         self._in_order = False
         if number not in storages.live:
             with _below_autograd():
@@ -105,11 +105,11 @@ class Tape:
 
     def _view(self, handle: Handle, number: int) -> torch.Tensor:
         if number not in self.storages.live:
-            raise EngineError(LET_GO)
+            raise EngineError(FREED)
         return view_as(handle, self.storages.read(number))
 
     def _make(self, number: int) -> None:
-        """Out of the script's order: whatever it takes to have this storage."""
+        """Recompute or reload this storage outside the script's order."""
         storages, compiled = self.storages, self.compiled
         if number in storages.offloaded:
             storages.begin_returning(number)
@@ -120,7 +120,7 @@ class Tape:
             recipe = tuple(operation for operation in recipe if operation in self.noted)
         inside = {s for operation in recipe for _, s, _ in compiled.makes.get(operation, ())}
         if number not in inside or any(operation not in self.noted for operation in recipe):
-            raise EngineError(LET_GO)
+            raise EngineError(FREED)
         for operation in recipe:
             for place in compiled.recorded[operation] or ():
                 if place >= 0 and place not in inside and place not in storages.live:
@@ -133,7 +133,7 @@ class Tape:
             function, args, kwargs = self.noted[operation]
             state = self.states.get(operation)
             if state is None and operation in compiled.script.random:
-                raise EngineError(LET_GO)  # drawing other numbers would be wrong without anyone noticing
+                raise EngineError(FREED)  # drawing other numbers would be wrong without anyone noticing
             arguments = tuple(self._argument(a) for a in args)
             keywords = {k: self._argument(v) for k, v in kwargs.items()} if kwargs else {}
             if state is None:

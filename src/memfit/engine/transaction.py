@@ -1,7 +1,7 @@
 """A step happens whole or not at all.
 
-When anything fails before the update (the model, a NaN loss, an interrupt), gradients are let go and buffers, generators and the gradient scaler put
-back. An interrupt during the update waits for its end. An update that fails half way cannot be undone, as nobody has a copy of the parameters: then no
+When anything fails before the update (the model, a NaN loss, an interrupt), gradients are freed and buffers, generators and the gradient scaler put
+back. An interrupt during the update waits for its end. An update that fails half way cannot be undone, as there is no copy of the parameters: then no
 further step is taken.
 """
 
@@ -21,7 +21,7 @@ from memfit.techniques.autocast.precision import Scaling
 
 
 class Transaction:
-    """One step on its way.
+    """One step in progress.
 
     Attributes:
         committed: the step has happened; nothing is put back any more.
@@ -37,11 +37,11 @@ class Transaction:
         self.committed = True
 
     def begin_update(self, written: Sequence[torch.Tensor]) -> None:
-        """What follows, to the end of the transaction, writes these tensors: whole, before a waiting interrupt is heard, or no step goes on from it."""
+        """From here to the end of the transaction these tensors are written. An interrupt waits for the end; after a failure no further step is taken."""
         self._rest.enter_context(self._transactions.updating(written))
 
     def interrupts_wait(self) -> None:
-        """Hear of Ctrl-C at the end of the transaction."""
+        """Defer Ctrl-C to the end of the transaction."""
         self._rest.enter_context(interrupts_wait())
 
 

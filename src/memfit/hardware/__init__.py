@@ -1,1 +1,1 @@
-"""What the hardware offers: devices, the tiers below them, and the links between. Values: frozen, torch-free."""
+"""Devices, lower memory tiers, and the links between them. Values: frozen, torch-free."""

@@ -1,4 +1,4 @@
-"""What hardware offers: bytes, FLOP/s, bandwidth, the link to the tier below. A value, with a table of common GPUs for planning without one at hand.
+"""One device: bytes, FLOP/s, bandwidth, the link to its nearest lower tier. A value, with a table of common GPUs for planning without having one.
 
 Figures of the table are the makers' data sheets (dense rates, no sparsity; memory as sold). Planning on them is marked *estimated*: real kernels reach
 a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
@@ -58,15 +58,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a device to a memory tier below it: a GPU to pinned host memory, main memory to a disk, a GPU through its host to a disk.
+    """The link from a device to a lower memory tier: a GPU to pinned host memory, main memory to a disk, a GPU through host memory to a disk.
 
     Attributes:
         tier: "host" or "disk".
-        out_bandwidth, in_bandwidth: bytes/s from the device down, and back up.
-        latency_seconds: of each copy, beside its bytes.
-        free_bytes: how many bytes may lie below; None for no bound but what is there.
+        out_bandwidth, in_bandwidth: bytes/s from the device to the tier, and back.
+        latency_seconds: of each copy, in addition to the time for its bytes.
+        free_bytes: how many bytes may be offloaded to the tier; None for no limit.
         least_bytes: smaller storages are not worth a copy.
-        below: from the same device to the tier after this one, for what this one has no room for; None for no such tier.
+        below: the link from the same device to the next lower tier, for what does not fit on this one; None for no such tier.
     """
 
     tier: str
@@ -79,7 +79,7 @@ class Link:
 
     @property
     def chain(self) -> tuple[Link, ...]:
-        """This link and those below, the nearest tier first."""
+        """This link and those to further tiers, the nearest first."""
         return (self, *(self.below.chain if self.below is not None else ()))
 
     @property

@@ -38,7 +38,7 @@ class Topology:
 
     Attributes:
         devices: at least one; a rank's position is its number.
-        down: for each device, its links to the tiers below, the nearest first, as measured: no `free_bytes`, no `below`. Empty where nobody asked.
+        down: for each device, its links to lower tiers, the nearest first, as measured: no `free_bytes`, no `below`. Empty where they were not measured.
         peers: links between devices.
     """
 
@@ -48,7 +48,7 @@ class Topology:
 
     @classmethod
     def single(cls, machine: Machine, links: tuple[Link, ...] = ()) -> Topology:
-        """One device and the tiers below it."""
+        """One device and its links to lower tiers."""
         return cls((machine,), (links,))
 
     def link_to(self, tier: str, device: int = 0) -> Link:

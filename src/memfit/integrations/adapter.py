@@ -1,8 +1,8 @@
-"""One training step under a plan in somebody else's loop: what integrations with a trainer share.
+"""One training step under a plan in the loop of another library's trainer: what these integrations share.
 
 The trainer keeps its loop: data, backward, clipping, update, schedule, logging, saving. An integration says where in that loop a step begins and ends, which
-call is forward and loss, and what the trainer must not be set to do. The rest is here: what a user may ask for, the plan and its rehearsal, the check
-that a batch is as planned, divergences from the plan, the meter, the record of each step. `window` has the plan for the batches of one step.
+call is forward and loss, and which settings of the trainer are incompatible. The rest is here: what a user may ask for, the plan and its rehearsal, the check
+that a batch is as planned, divergences from the plan, the meter, the record of each step. `window` plans for the batches of one step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TrainerStep:
 
 
 class Adapter:
-    """What a user asked for, the engine that follows the plan, and the step that is being taken.
+    """The base class of integrations with a trainer: the user's request, the engine that follows the plan, and the step in progress.
 
     A subclass is a callback of one trainer. It calls `_fit` before training; then in each step `_new_step`, `_start_step`, for each micro-batch `_check`,
     `_following` and `_note_loss`, and `_end_step`; `_stop_meter` when a step ends half way.
@@ -121,7 +121,7 @@ class Adapter:
 
     @abstractmethod
     def _no_plan(self) -> InputError:
-        """What to tell whoever asks for the plan before there is one."""
+        """The error for access to the plan before there is one."""
 
     # -- before training -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Adapter:
     # -- in training ---------------------------------------------------------------------------------------------------------
 
     def _new_step(self) -> None:
-        """Nothing has run of this step yet."""
+        """Reset what was noted of the step before."""
         self._losses: list[torch.Tensor] = []
         self._micro_batches = 0
         self._divergences: list[str] = []
@@ -202,14 +202,14 @@ class Adapter:
         self._started = 0.0
 
     def _start_step(self, present: Batch) -> None:
-        """The clock and the meter start; `present` are the step's batches that are on the device already."""
+        """Start the clock and the meter; `present` are the step's batches that are on the device already."""
         self._started = time.perf_counter()
         if self.meter:
             engine = self._planned
             engine.reading = self._metering.enter_context(metered(engine.present(present), engine.device))
 
     def _check(self, batch: Batch, most: int | None = None) -> None:
-        """See that a batch is no larger than the plan's.
+        """Check that a batch is no larger than the plan's.
 
         Args:
             batch: as it goes into forward.
@@ -228,7 +228,7 @@ class Adapter:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """Forward and loss of one micro-batch run inside, as planned; a divergence is noted and told."""
+        """Forward and loss of one micro-batch run inside, as planned; a divergence is recorded and warned of."""
         with self._planned.forward() as follower:
             yield
         self._micro_batches += 1
@@ -242,7 +242,7 @@ class Adapter:
         self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
 
     def _end_step(self, step: int, *, divided_by: int = 1) -> None:
-        """The step is over and its gradients are gone: it is recorded.
+        """Record the step, which is over and whose gradients are freed.
 
         Args:
             step: its number, as the trainer counts.
@@ -259,5 +259,5 @@ class Adapter:
         )
 
     def _stop_meter(self) -> None:
-        """No meter runs from here on, whatever ended the step."""
+        """Stop the meter if it runs, whatever ended the step."""
         self._metering.close()

@@ -100,7 +100,7 @@ class RecomputeOptimizer:
         return self._engine_for(loss).step(loss.batch)
 
     def backward(self, loss: Loss) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Forward and backward of a step alone; gradients from before are let go first, as a program has none.
+        """Forward and backward of a step alone; gradients from before are freed first, as a program has none.
 
         Returns:
             Parameters with their gradients, as Paddle's `params_grads`.
@@ -129,10 +129,10 @@ class RecomputeOptimizer:
         )
 
     def _enable_offload(self) -> None:
-        """Paddle moves the checkpoints to the host so; a plan that was searched for decides that for itself."""
+        """Refused. In Paddle this offloads the checkpoints to host memory; here a searched plan decides what is offloaded."""
         raise InputError(
-            "checkpoints placed by hand are not moved to the tier below: memfit.fit(model, sample, loss_fn, budget, host_budget=...) chooses what is "
-            "recomputed and what is moved"
+            "checkpoints placed by hand are not offloaded: memfit.fit(model, sample, loss_fn, budget, host_budget=...) chooses what is recomputed and "
+            "what is offloaded"
         )
 
     def _engine_for(self, loss: Loss) -> Engine:

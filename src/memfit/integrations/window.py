@@ -1,7 +1,7 @@
-"""The samples of one optimizer step in somebody else's training loop: the largest there will be, and the plan that divides them.
+"""The samples of one optimizer step in another trainer's loop: the largest that will come, and the plan that divides them into micro-batches.
 
-Such a loop runs a step as a window of batches from its loader, so many of so many samples each. Their product stays, and so does what one batch of the user's
-is: a batch may be divided into equal parts, and two are never joined.
+Such a loop runs a step as a window of several batches from its loader. The samples in a step stay the same, and so do the user's batches: a batch may be
+divided into equal micro-batches, and two are never joined.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Window:
-    """One step of somebody else's loop.
+    """One step of another trainer's loop.
 
     Attributes:
         model, sample, loss_fn: as for `memfit.plan`.

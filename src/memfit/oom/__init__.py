@@ -1,6 +1,6 @@
 """What a program that ran out of memory has left, explained: the message it ended with, or a snapshot of CUDA's allocator.
 
-Torch-free, and nothing of a file that somebody sends is ever executed.
+Torch-free; nothing in a file is ever executed.
 """
 
 from memfit.oom.explain import budget, explain, facts

@@ -1,4 +1,4 @@
-"""A failure in words: what was asked, what was there, why it was not enough, what to do next."""
+"""A failure in words: what was requested, what was available, why it was not enough, what to do next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAGES: Final = {
 
 
 def budget(failure: Failure) -> str:
-    """The bytes that training may take there, as `--budget` takes them: what the file tells of, or a share of the device.
+    """A budget for training on the device of the failure, in the form of `--budget`: from the figures in the file, or a share of the device.
 
     A budget counts what the allocator holds on a GPU, so the device less other processes, and less what this one holds beside the allocator.
     """
@@ -132,7 +132,7 @@ def _there(failure: Failure) -> list[str]:
         parts.append(f"other processes {format_bytes(failure.other_bytes)}")
     if failure.allowed_bytes is not None:
         parts.append(f"limit set for this process {format_bytes(failure.allowed_bytes)}")
-    lines = [f"There: {', '.join(parts)}."] if parts else []
+    lines = [f"Memory then: {', '.join(parts)}."] if parts else []
     if failure.freed_after_bytes:
         lines.append(
             f"Between the failure and the snapshot {format_bytes(failure.freed_after_bytes)} were freed, so at the failure as much more was held."

@@ -1,4 +1,4 @@
-"""A snapshot of CUDA's allocator, read without running anything that is in it.
+"""A snapshot of CUDA's allocator, read without executing anything in it.
 
 A snapshot is a pickle of plain containers, and a pickle may name any function to be called when it is read. This reader knows no names at all, so a file
 that somebody sends can be opened.

@@ -1,4 +1,4 @@
-"""Optimizers like one that is there already, over other parameters."""
+"""Optimizers like an existing one, over other parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alike(
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """What makes optimizers like this one over other parameters of the model (placeholders): the same kind, groups and settings, no state.
 
-    For front doors, whose users have made an optimizer already, as Hugging Face's Trainer does: a plan wants a function.
+    For integrations in which the optimizer exists already, as in Hugging Face's Trainer: planning needs a function that makes one.
 
     Args:
         optimizer: over parameters of the model.

@@ -1,7 +1,7 @@
 """An optimizer whose state takes fewer bytes of the device: in 8 bits, on the host, in a file; updated chunk by chunk in a constant workspace.
 
 The arithmetic is the user's own optimizer: its `step` is called on one chunk of a parameter at a time, with the chunk's gradient and state beside it.
-So every setting it has (weight decay, Nesterov, fused, schedules) means what it means there, and state in 32 bits gives the same bits wherever it lies.
+So every setting it has (weight decay, Nesterov, fused, schedules) means what it means there, and state in 32 bits gives the same bits wherever it is kept.
 
 FlashOptim has the formats (`formats`); it needs a GPU and its own kernels. bitsandbytes has neither chunks on the CPU (its workspace is five times the
 largest tensor) nor exceptions apart from a register of the process.
@@ -40,7 +40,7 @@ def kind_and_groups(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.
 class ChunkedOptimizer(torch.optim.Optimizer):
     """An optimizer that updates chunk by chunk, with its state in 8 bits or away from the device.
 
-    Parameters shorter than a block keep 32 bits. State lies flat, in the order of the parameter's memory; `state_dict` gives ordinary tensors.
+    Parameters shorter than a block keep 32 bits. State is stored flat, in the order of the parameter's memory; `state_dict` returns ordinary tensors.
 
     Args:
         optimizer: one of `MOMENTS`; its parameter groups, and state if it has any, are taken over. It is not to be used by itself any more.
@@ -53,7 +53,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     Raises:
         InputError: the optimizer cannot be treated so, or a pattern matches nothing.
         InfeasibleError: the disk has no space for the state.
-        EngineError: no file can be made in the folder.
+        EngineError: no file can be created in the folder.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: a pattern matches no parameter of this optimizer.
             InfeasibleError: the disk has no space for the state.
-            EngineError: no file can be made in the folder.
+            EngineError: no file can be created in the folder.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         exempt: set[Tensor] = set()
@@ -189,7 +189,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if fresh:
             self._reserve()
         try:
-            for parameter in fresh:  # room for all of it before anything is updated
+            for parameter in fresh:  # Space for all of it is reserved before anything is updated.
                 self.state[parameter] = self._storage.made(parameter, self._parts(group, parameter))
             if as_ever:
                 self._run(group, as_ever, self.state)
@@ -220,7 +220,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         packed = self._packed(parameter)
         computed = self.format.computed_in(parameter.dtype) if packed else parameter.dtype
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
-        # take, which are what is predicted: an update inside backward finds no more room in the first step than in any other. In whole blocks, also where
+        # take, which are what is predicted: an update inside backward has no more free bytes in the first step than in any other. In whole blocks, also where
         # nothing is packed: what is left of a chunk after whole vectors is rounded otherwise in 16 bits.
         chunk = _chunk(parameter)
         if fresh:
@@ -240,7 +240,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if computed != parameter.dtype:
                 part = buffer("parameter", count).copy_(part)
                 part_gradient = buffer("gradient", count).copy_(part_gradient)
-            lying = {
+            slices_of = {
                 name: list(
                     storage.slices(state, parameter, self._parts_of(name, parameter), start, stop, chunk, workspace)
                 )
@@ -249,7 +249,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             own = {}
             if not fresh:
                 own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in shared.items()}
-                for name, slices in lying.items():
+                for name, slices in slices_of.items():
                     for piece in slices:
                         storage.load(state, parameter, piece)
                     own[name] = slices[0].there
@@ -260,7 +260,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             states = defaultdict(dict, {part: own})
             self._run(group, [part], states)
             own, part.grad = states[part], None
-            for name, slices in lying.items():
+            for name, slices in slices_of.items():
                 if packed:
                     held = "moment" if fresh else name
                     if fresh:

@@ -1,4 +1,4 @@
-"""Which optimizers update every element of a parameter by itself, so that their step may run on any part of it, and what state each keeps."""
+"""Which optimizers update elementwise, so that their step may run on any part of a parameter, and what state each keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _rmsprop(group: Group) -> tuple[str, ...]:
     return ("square_avg", *(name for name, there in more if there))
 
 
-# The moments that each keeps for a parameter of a group. Of a subclass nobody knows.
+# The moments that each keeps for a parameter of a group. A subclass may keep others, so subclasses are not looked up here.
 MOMENTS: Final[Mapping[type, Callable[[Group], tuple[str, ...]]]] = {
     torch.optim.AdamW: _adam,
     torch.optim.Adam: _adam,
@@ -42,7 +42,7 @@ CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": SIGNED, "momentum_buffer":
 
 def why_no_8bit(kind: Kind, groups: Sequence[Group]) -> str | None:
     """Why such an optimizer has no 8-bit state; None where it can have it."""
-    known = "it is there for AdamW and Adam (without amsgrad), SGD with momentum, and memfit's Lion"
+    known = "supported are AdamW and Adam (without amsgrad), SGD with momentum, and memfit's Lion"
     if kind not in IN_8_BITS:
         return f"{kind.__name__} has no 8-bit state: {known}"
     moments = {name for group in groups for name in MOMENTS[kind](group)}
@@ -54,14 +54,14 @@ def why_no_8bit(kind: Kind, groups: Sequence[Group]) -> str | None:
 
 
 def why_not_there(kind: Kind, groups: Sequence[Group], place: str) -> str | None:
-    """Why such an optimizer's state cannot lie on the "host" or the "disk" between updates; None where it can."""
+    """Why such an optimizer's state cannot be offloaded to the "host" or the "disk" between updates; None where it can."""
     reason = why_not_in_chunks(kind, groups, f"the state of {kind.__name__} stays on the device")
     if kind not in MOMENTS:
         return reason
     if place == "host" and any(p.device.type == "cpu" for group in groups for p in group["params"]):
-        return "the device is the CPU, so the host's memory is the device's: what would move away goes to the disk"
+        return "the device is the CPU, whose memory is host memory: offload to the disk instead"
     if not any(MOMENTS[kind](group) for group in groups):
-        return f"{kind.__name__} without momentum keeps no state that could lie elsewhere"
+        return f"{kind.__name__} without momentum keeps no state that could be offloaded"
     return reason
 
 
@@ -69,7 +69,7 @@ def why_not_in_chunks(kind: Kind, groups: Sequence[Group], so: str) -> str | Non
     """Why such an optimizer's step cannot run on parts of a parameter; None where it can. `so` is what follows from its not being known."""
     if kind not in MOMENTS:
         names = ", ".join(sorted(known.__name__ for known in MOMENTS))
-        return f"{so}: only of {names} is it known that every element is updated by itself"
+        return f"{so}: only {names} are known to update every element by itself"
     if any(group.get("differentiable") for group in groups):
         return f"{kind.__name__} with differentiable=True updates whole parameters"
     return None

@@ -3,7 +3,7 @@
 Source: FlashOptim (arXiv 2602.23349). A signed moment m is divided by the largest |m| of its block, companded, x -> 2x / (1 + |x|), which spends codes
 on small values, and rounded to int8; of a second moment the square root is rounded to uint8. Ours differs in three places. Scales are 32-bit floats
 (0.031 bytes a parameter more than 16-bit ones): 16-bit floats end at 6e-8, which gradients of large models reach, and step by 0.05 % or more, so that
-a moment that decays by less at each step would never decay. Blocks have 128 elements instead of 32, since these scales take twice the room; with 256,
+a moment that decays by less at each step would never decay. Blocks have 128 elements instead of 32, since these scales take twice the bytes; with 256,
 as bitsandbytes has, errors in training are larger than its own (`bench/optimizers`). And the code of a second moment is at least 1, so that no update
 divides a first moment that is there by a second one that was rounded away.
 """

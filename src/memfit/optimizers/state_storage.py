@@ -1,4 +1,4 @@
-"""Where optimizer state lies between updates: as flat tensors on the device or in pinned host memory, or in a file; brought to the device slice by slice."""
+"""Where optimizer state is between updates: in flat tensors on the device or in pinned host memory, or in a file; loaded to the device slice by slice."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class StateSlice:
 
     Attributes:
         of, first, last: which.
-        there: on the device, where it is worked on; the state itself where that lies there.
-        staged: in host memory, where a file is read to and written from.
+        there: buffer on the device; the state itself where it is kept on the device.
+        staged: buffer in host memory through which a file is read and written; None where there is no file.
     """
 
     of: StateTensor
@@ -91,10 +91,10 @@ class StateStorage:
         self._offsets: dict[tuple[Tensor, str], int] = {}
 
     def reserve(self, wanted: Sequence[tuple[Tensor, StateTensor]]) -> None:
-        """Space on the disk, taken at once, for what has none yet; nothing elsewhere.
+        """Reserve space on the disk for state that has none yet; does nothing for other places.
 
         Raises:
-            InfeasibleError: there is none.
+            InfeasibleError: the disk does not have the space.
         """
         if self.place != "disk":
             return
@@ -144,7 +144,7 @@ class StateStorage:
             yield StateSlice(part, first, last, there, staged)
 
     def load(self, state: dict[str, Any], parameter: Tensor, piece: StateSlice) -> None:
-        """Bring a slice to the device."""
+        """Load a slice to the device."""
         if self.place == "host":
             piece.there.copy_(state[piece.of.name][piece.first : piece.last], non_blocking=True)
         elif self.place == "disk" and not isinstance(parameter, FakeTensor):

@@ -1,6 +1,6 @@
 """The search for the fastest plan within one budget: layouts, prices, nested sweeps, local search, until the plan is near the bound.
 
-A search begins with nothing but what depends on the trace, so what it finds is a function of trace and budget.
+A search starts only from what depends on the trace, so its result is a function of trace and budget.
 """
 
 from __future__ import annotations
@@ -95,21 +95,21 @@ class BudgetSearch(FrontSearch):
         return [self.trimmed(min(fitting, key=lambda s: (s.seconds, s.peak)), budget)] if fitting else []
 
     def _costly(self) -> bool:
-        """Whether windows serve the budget badly: none fits, or they come near to the least they can do and cost much."""
+        """Whether windows suit the budget badly: none fits, or the budget is near the smallest that windows reach and they cost much."""
         best = self.front.best(self._budget)
         tightest = min(tight.peak for tight, layout in self.problem.tightest if not layout.around)
         near = self._budget < tightest + NEAR_TIGHTEST * (self.problem.baseline.peak - tightest)
         return best is None or (near and best.seconds > CHAINS_WORTH * self.problem.trace.pass_seconds)
 
     def _good(self) -> bool:
-        """Whether the fastest plan that fits is as near to the bound as it is worth to look for."""
+        """Whether the fastest plan that fits is so near to the bound that further search is not worthwhile."""
         best = self.front.best(self._budget)
         target = self.problem.bound.seconds(self._budget) + CLOSE * self.problem.trace.pass_seconds
         return best is not None and best.seconds <= target
 
 
 def _between(fitting: Solution, larger: Solution | None, budget_bytes: int) -> float:
-    """Seconds at a budget between two plans, as if all between them could be had."""
+    """Seconds at a budget between two plans, by linear interpolation."""
     if larger is None:
         return fitting.seconds
     share = (larger.seconds - fitting.seconds) * (budget_bytes - fitting.peak) / (larger.peak - fitting.peak)

@@ -39,13 +39,13 @@ NAMED: Final = 3  # modules named in a note
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """What the user asked for; one of the three.
+class RecomputePlacement:
+    """Where the user wants recomputation; exactly one of the three is set.
 
     Attributes:
         keep: patterns of the modules whose outputs are kept.
-        every: blocks rebuilt together, or "sqrt" for about the square root of their number; 0 where it was not asked for.
-        activation_bytes: what forward made may take at any moment; 0 where it was not asked for.
+        every: blocks recomputed together, or "sqrt" for about the square root of their number; 0 where not set.
+        activation_bytes: limit on activations at any moment; 0 where not set.
     """
 
     keep: tuple[str, ...] = ()
@@ -55,12 +55,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Forward cut by hand.
+    """Forward divided into windows where the user said.
 
     Attributes:
         ends: events after which a window ends.
         dropped_in: numbers of the windows in which everything is dropped that can be.
-        words: what stands in the plan's notes.
+        words: for the plan's notes.
     """
 
     ends: tuple[int, ...]
@@ -68,7 +68,7 @@ class _Windows:
     words: str
 
 
-def plan_by_hand(solvers: Solvers, placement: Placement) -> Plan:
+def plan_by_hand(solvers: Solvers, placement: RecomputePlacement) -> Plan:
     """The plan that does as the user said; its budget is what it takes.
 
     Raises:
@@ -152,7 +152,7 @@ def _kept_outputs(recipes: Recipes, patterns: Sequence[str]) -> _Windows:
 
 
 def _units(trace: Trace, every: int | str) -> _Windows:
-    """Windows of so many blocks; what lies between blocks is left alone."""
+    """Windows of so many blocks; operations between blocks are not dropped."""
     blocks = repeated_blocks(trace)
     if not blocks:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What the user set, what the step can have, and what conflicts -> the candidates: ways to run the step that are to be weighed."""
+"""Request, offers of the techniques and conflicts between them -> the candidates: sets of techniques that the search considers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memfit.techniques.technique import CANNOT_HAVE_IT, Offer, Subject, listed
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What this step could have besides running as it is, by the name of the technique.
+    """The settings of all techniques that this step can have, by the name of the technique.
 
     Attributes:
-        values: settings worth weighing besides the baseline.
+        values: settings that the search considers besides the baseline.
         why_not: why there are no others.
-        on_request: further settings that are taken where the user pins them, and not weighed otherwise.
+        on_request: further settings, used only where the user pins them.
     """
 
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Offers:
 
 
 def offers_to(subject: Subject, names: Sequence[str] | None = None) -> Offers:
-    """What all techniques, or those of these names, could do for a step."""
+    """The offers of all techniques, or of those with these names, for a step."""
     made: dict[str, Offer] = {t.name: t.offer(subject) for t in TECHNIQUES if names is None or t.name in names}
     return Offers(
         {name: offer.values for name, offer in made.items() if offer.values},
@@ -46,10 +46,10 @@ def candidates(
     fixed: Mapping[str, Any] | None = None,
     clips: bool = False,
 ) -> tuple[tuple[Choices, ...], tuple[str, ...]]:
-    """Every way to run the step that respects what the user set, the plainest first; and what was asked for and cannot be, each with its reason.
+    """Every candidate that respects what the user set, those with fewest techniques first; and what was asked for and is impossible, with its reason.
 
     Args:
-        offers: what could be.
+        offers: settings that the step can have.
         allow: words of techniques.
         freeze: patterns of modules that are not trained.
         fixed: names of techniques and their settings; the number of micro-batches is not looked at.

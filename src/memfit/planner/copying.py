@@ -1,4 +1,4 @@
-"""What the copies of a plan take on their links, and how much of that computing does not hide: a walk over the two queues of each link.
+"""How long the copies of a plan keep their links busy, and how much of that does not overlap with computing: a walk over the two queues of each link.
 
 Copies wait for each other; computing goes on until the plan has it wait. Bytes do not depend on any of it: when a copy is waited for is the plan's
 (`Recipes.reloads`), how long the wait takes is what is worked out here.
@@ -17,15 +17,15 @@ class Carried:
     """What goes over one link in one micro-batch.
 
     Attributes:
-        tier: to which it leads.
-        swapped: storages that are copied down, and up again.
-        lower_bytes: what they take on that tier.
-        copy_seconds: the link is busy, both ways together.
-        exposed_seconds: of these, computing waits.
+        tier: that it leads to.
+        offloaded: storages that are copied down, and up again.
+        lower_bytes: that they take on that tier.
+        copy_seconds: in which the link is busy, both directions added up.
+        exposed_seconds: of these, in which computing waits.
     """
 
     tier: str
-    swapped: frozenset[int]
+    offloaded: frozenset[int]
     lower_bytes: int
     copy_seconds: float
     exposed_seconds: float
@@ -42,9 +42,9 @@ class Copying:
     links: tuple[Carried, ...] = ()
 
     @property
-    def swapped(self) -> frozenset[int]:
+    def offloaded(self) -> frozenset[int]:
         """Storages that are copied down, and up again."""
-        return frozenset().union(*(link.swapped for link in self.links))
+        return frozenset().union(*(link.offloaded for link in self.links))
 
     @property
     def lower_bytes(self) -> int:
@@ -53,12 +53,12 @@ class Copying:
 
     @property
     def copy_seconds(self) -> float:
-        """Links are busy, each for itself, both ways together."""
+        """Seconds in which links are busy, added up over links and directions."""
         return sum(link.copy_seconds for link in self.links)
 
     @property
     def exposed_seconds(self) -> float:
-        """Of these, computing waits."""
+        """Of these seconds, those in which computing waits."""
         return sum(link.exposed_seconds for link in self.links)
 
 
@@ -79,7 +79,7 @@ class CopyClock:
     run_seconds: Callable[[int], float]
 
     def walk(self, recomputations: Mapping[int, Sequence[int]]) -> Copying:
-        """What the copies of a plan take, and how much of that computing does not hide.
+        """Seconds of the copies of a plan, and how many of them do not overlap with computing.
 
         One queue in each direction of each link, in which copies wait for each other; computing goes on until the plan has it wait. Memory that both
         share slows neither down here: the bandwidths are measured, and what is left shows in the rehearsal.

@@ -1,4 +1,4 @@
-"""What was found as a Plan, with everything a person may ask about it: where the peak is, bytes over time, what each module keeps and drops."""
+"""From what the search found to a Plan with its figures: where the peak is, bytes over time, what each module keeps and drops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CURVE_POINTS: Final = 240
 
 @uncollected()
 def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequence[Rejection] = ()) -> Plan:
-    """The plan in full; its savings aside, for which other candidates are looked at."""
+    """The plan in full, except for its savings, which need other candidates."""
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
     timeline, evaluation = solver.worst(solution)
@@ -39,7 +39,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     copying = evaluation.copying
     rebuilt = {m for runs in solution.recomputations.values() for r in runs for m in recipes.recipes[r].makes}
     for s in recipes.saved:
-        fate = below if s in copying.swapped else dropped if s in rebuilt and s in solution.dropped else kept
+        fate = below if s in copying.offloaded else dropped if s in rebuilt and s in solution.dropped else kept
         fate[trace.storages[s].module] += trace.storages[s].bytes
     for runs in solution.recomputations.values():
         for r in runs:
@@ -68,7 +68,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         tiers=tuple(
             TierUse(
                 link.tier,
-                sum(trace.storages[s].bytes for s in link.swapped),
+                sum(trace.storages[s].bytes for s in link.offloaded),
                 trace.micro_batches * link.copy_seconds,
                 trace.micro_batches * link.exposed_seconds,
             )
@@ -100,10 +100,10 @@ def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:
     if draws == 1:
         return ()
     largest, varies = prediction.peak_bytes, prediction.varies_bytes
-    kept = f"; {format_bytes(varies)} more are kept free for draws not seen" if varies else ""
+    kept = f"; {format_bytes(varies)} more are kept free for other draws" if varies else ""
     note = (
         f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws the peak of this plan lay between "
-        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and training may change what is usual"
+        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and sizes may change as the model trains"
     )
     return (note,)
 

@@ -33,7 +33,7 @@ class Draws:
         return [timeline.peak(recomputations) for timeline in self._timelines]
 
     def varies(self, recomputations: Recomputations) -> int:
-        """How far apart the peaks of a plan lie; 0 where nothing is drawn that decides a size."""
+        """Difference between the largest and the smallest peak of a plan; 0 where no random number decides a size."""
         if not self._first.trace.drawn_bytes:
             return 0
         peaks = self.peaks(recomputations)
@@ -44,6 +44,6 @@ class Draws:
         return max(self._timelines, key=lambda timeline: timeline.peak(recomputations))
 
     def needed(self, recomputations: Recomputations) -> int:
-        """Bytes that a plan is to be given: its largest peak, and as much more as its peaks lie apart."""
+        """Bytes that a plan needs: its largest peak plus the difference between its peaks."""
         peaks = self.peaks(recomputations)
         return 2 * max(peaks) - min(peaks)

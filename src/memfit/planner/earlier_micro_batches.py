@@ -1,7 +1,7 @@
-"""What the micro-batches before the last hold more than the last, where parameters are updated inside backward.
+"""By how many bytes earlier micro-batches exceed the last one, where parameters are updated inside backward.
 
-With an update inside backward the trace is of the last micro-batch, in which gradients go with their updates. Those before it run the same operations
-without updates, so no gradient goes: in the first each is there from when it is made, in all between from the start.
+With an update inside backward the trace is of the last micro-batch, in which gradients are freed by their updates. Earlier micro-batches run the same
+operations without updates, so no gradient is freed: in the first each is alive from when it is made, in all others from the start.
 """
 
 from __future__ import annotations

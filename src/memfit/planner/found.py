@@ -11,7 +11,7 @@ from memfit.planner.solver import Solver
 from memfit.techniques.choices import Choices, in_words
 from memfit.units import format_bytes, format_seconds
 
-# What is closer to the baseline must be slower by this much to be left: a single batch is bit-equal to plain PyTorch, say.
+# A candidate with more techniques must be faster by this factor: with fewer, results are closer to those of plain PyTorch (a single batch is bit-equal).
 WORTH_MORE: Final = 1.01
 
 
@@ -29,7 +29,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Something that was weighed and not taken.
+    """A candidate that was considered and not taken.
 
     Attributes:
         what: the candidate in words.
@@ -50,7 +50,7 @@ class Found:
     """A plan that fits, not yet put into words.
 
     Attributes:
-        candidate: the way to run the step, with one micro-batch.
+        candidate: its techniques, with one micro-batch.
         number: of micro-batches.
         solver: for its trace.
         solution: what is recomputed and offloaded.
@@ -67,7 +67,7 @@ class Found:
         return self.solver.trace.plain_step_seconds + self.solver.trace.micro_batches * self.solution.seconds
 
     def worth_no_more(self) -> bool:
-        """Whether what this plan does about bytes takes so little that saving all of it gains nothing worth a change."""
+        """Whether recomputation and offloading cost so little in this plan that avoiding them would not be worth another choice."""
         return self.solver.trace.micro_batches * self.solution.seconds <= (WORTH_MORE - 1) * self.seconds
 
     def slower(self) -> Rejection:

@@ -44,7 +44,7 @@ class Front:
             self.add(plan)
 
     def add(self, plan: Solution) -> None:
-        """Remember a plan, unless a known one is as good or nobody would wait for it."""
+        """Remember a plan, unless a known one is as good or it is slower than `slowest_seconds`."""
         if plan.seconds > self.slowest_seconds:
             return
         i = bisect_right(self._peaks, plan.peak)

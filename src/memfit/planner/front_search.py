@@ -43,8 +43,8 @@ class FrontSearch:
         )
 
     def remember(self, solution: Solution) -> Solution:
-        """Put a plan on the front, where what it offloads fits on its tiers."""
-        if self.problem.timeline.has_room(solution.recomputations):
+        """Add a plan to the front, if what it offloads fits on its tiers."""
+        if self.problem.timeline.fits_lower_tiers(solution.recomputations):
             self.front.add(solution)
         return solution
 
@@ -56,7 +56,7 @@ class FrontSearch:
         return self.keep(trim(self.problem.timeline, solution.recomputations, budget_bytes, tries))
 
     def improve(self, budget_bytes: int, starts: Sequence[Solution]) -> None:
-        """Local search from the fastest plan, and from the fastest of other kinds that come near it: greedy steps end where they begin."""
+        """Local search from the fastest plan and from the fastest of other kinds that come near it: greedy steps end in local optima near their start."""
         best = self.front.best(budget_bytes)
         if best is None:
             return

@@ -1,4 +1,4 @@
-"""The loss head as a trace shows it: where it lies, how large its logits are, and whether taking them a few rows at a time is worth looking at."""
+"""The loss head in a trace: where it is, how large its logits are, and whether computing them a few rows at a time is worth trying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When nothing fits: the smallest budget that would do, what is in the way, and the ways out with what each of them saves and costs."""
+"""When nothing fits: the smallest budget that would do, where its peak is, and the remedies with what each of them saves and costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_REMEDIES: Final = 3
 
 
 def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection]) -> InfeasibleError:
-    """The error that says all this.
+    """The error that says so.
 
     Args:
         solvers: of the bundle that was searched.

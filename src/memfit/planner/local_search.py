@@ -57,14 +57,14 @@ def trim(timeline: Timeline, recomputations: Recomputations, budget: int, tries:
 
 
 def with_rerun(timeline: Timeline, recomputations: Recomputations, event: int, recipe: int) -> dict[int, list[int]]:
-    """The plan with a recipe run again before an event too; recipes run in the order of forward."""
+    """The plan in which a recipe is also run before this event; recipes run in the order of forward."""
     more = {e: list(rs) for e, rs in recomputations.items()}
     more[event] = sorted([*recomputations.get(event, ()), recipe], key=timeline.recipes.last_operation.__getitem__)
     return dict(sorted(more.items()))
 
 
 def one_more(timeline: Timeline, recomputations: Recomputations) -> Iterator[dict[int, list[int]]]:
-    """The plan with one rerun or reload more: before any use of a copy that some rerun, or forward, left there for it."""
+    """The plan with one more recomputation or reload, before any use of a copy that an earlier one, or forward, made."""
     recipes = timeline.recipes
     wanted: dict[tuple[int, int], None] = {}
 
@@ -89,7 +89,7 @@ def one_more(timeline: Timeline, recomputations: Recomputations) -> Iterator[dic
 
 
 def exchange(timeline: Timeline, recomputations: Recomputations, budget: int, tries: int) -> dict[int, list[int]]:
-    """Put one rerun in and take out what that leaves memory for, until nothing gets faster."""
+    """Add one recomputation and remove others for which that frees memory, until the plan gets no faster."""
     current = {e: list(rs) for e, rs in recomputations.items()}
     seconds = timeline.seconds(current)
     better = True
@@ -99,7 +99,7 @@ def exchange(timeline: Timeline, recomputations: Recomputations, budget: int, tr
             tries -= 1
             if tries <= 0:
                 break
-            if timeline.peak(more) > budget or not timeline.has_room(more):
+            if timeline.peak(more) > budget or not timeline.fits_lower_tiers(more):
                 continue
             trimmed = trim(timeline, more, budget, 400)
             took = timeline.seconds(trimmed)
@@ -135,7 +135,7 @@ def shake(timeline: Timeline, recomputations: Recomputations, budget: int, round
             if start <= event < start + length:
                 more.setdefault(event, set()).add(recipe)
         plan = {e: sorted(rs, key=timeline.recipes.last_operation.__getitem__) for e, rs in sorted(more.items())}
-        if timeline.peak(plan) > budget or not timeline.has_room(plan):
+        if timeline.peak(plan) > budget or not timeline.fits_lower_tiers(plan):
             continue
         trimmed = trim(timeline, plan, budget, 6000)
         took = timeline.seconds(trimmed)
@@ -168,7 +168,7 @@ def shrink(timeline: Timeline, recomputations: Recomputations, tries: int) -> di
         for event, recipe in replay.held_over(top):
             tries -= 1
             more = with_rerun(timeline, current, event, recipe)
-            if timeline.peak(more) < peak and timeline.has_room(more):
+            if timeline.peak(more) < peak and timeline.fits_lower_tiers(more):
                 current = more
                 break
         else:

@@ -1,6 +1,7 @@
 """The lower bound where storages may be offloaded: extra seconds that no plan within a budget can avoid, offloading or not.
 
-An offloaded storage costs nothing as long as its copies hide; all copies up over one link hide behind no more than the whole pass and what is recomputed.
+An offloaded storage costs nothing as long as its copies overlap with computing; copies back over one link overlap with at most the whole pass and what is
+recomputed.
 Both are weighed (a Lagrangian of the links, each weighing as much as it is fast), and the best weight counts.
 """
 

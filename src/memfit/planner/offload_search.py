@@ -1,7 +1,7 @@
 """The searches for the fastest plan within a budget and for the smallest one, where storages may be offloaded.
 
 A few prices of the link are tried with every price of memory, and the replay, which walks through the link's queues (`copying`), says what each plan takes.
-Whatever is found without offloading, and with a tier less, is known from the start: neither offloading allowed nor a tier more makes a plan slower.
+The plans found without offloading, or with one tier less, are known from the start, so neither allowing offloading nor a further tier makes a plan slower.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class OffloadSmallestSearch(SmallestSearch):
         found: list[Solution] = []
         for layout in self.problem.layouts:
             border = np.isin(graph.nodes, sorted(layout.boundary_storages))
-            # [1] Everything goes down. [2] Boundaries go down, what lies between them is recomputed.
+            # [1] Everything is offloaded. [2] Boundaries are offloaded, what is between them is recomputed.
             rerun = graph.is_saved & graph.may_rerun & ~border
             for wanted in (graph.is_saved | border, border | (graph.is_saved & ~rerun)):
                 offloaded, tier_of = cuts.spread(graph.may_offload & wanted, size)

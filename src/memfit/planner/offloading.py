@@ -1,8 +1,8 @@
 """Plans that may offload: the third thing to do with a storage, besides keeping and recomputing it.
 
-An offloaded storage is copied to a lower tier (a GPU's host, a disk) and back. It needs nothing to come back, neither inputs nor an operation that may run
-twice. So what no recipe can make again (large custom operations, results of random ones without a generator's state) can go as well, and a boundary that is
-loaded back gives the window behind it to recomputing for nothing.
+An offloaded storage is copied to a lower tier (host memory, a disk) and back. Copying back needs neither inputs nor an operation that may run twice. So
+storages that no recipe can rebuild (of large custom operations, of random ones without a generator's state) can be offloaded, too, and where a boundary is
+copied back, the window after it can be recomputed from it at no further cost.
 
 Sources: vDNN (Rhu et al. 2016) for offloading activations behind computing; Capuchin (Peng et al. 2020) and POFO (Beaumont et al. 2021) weigh it against
 recomputing, storage by storage in order of gain, and on chains. The cut (`offload_cuts`) is ours.
@@ -54,19 +54,21 @@ def solver_for(timeline: Timeline) -> Solver:
 
 
 def why_nothing_is_offloaded(recipes: Recipes) -> str | None:
-    """Why no storage of a step can go to the lower tiers that its recipes know; None where one can."""
+    """Why no storage of a step can be offloaded to the lower tiers that its recipes know; None where one can."""
     link = recipes.lower_tier
-    assert link is not None, "it is asked where there is one"
-    rooms = [tier.free_bytes for tier in recipes.tiers]
+    assert link is not None, "called only where there is a lower tier"
+    capacities = [tier.free_bytes for tier in recipes.tiers]
     by_value = next((op.name for op in recipes.trace.operations if op.by_values), None)
     if by_value is None and recipes.trace.sized_by_values:
         by_value = "what follows random numbers"
     if by_value is not None:
-        return f"results of {by_value} are as large as values decide, and places on a lower tier are of fixed sizes"
+        return f"the sizes of results of {by_value} depend on values, and space on a lower tier is reserved before the step"
     if not recipes.reloads_of:
         return f"nothing that backward reads takes {format_bytes(link.least_bytes)}, and less is not worth a copy"
     smallest = min(map(recipes.place_bytes, recipes.reloads_of))
-    if all(room is not None and smallest > room for room in rooms):
-        largest = max(room for room in rooms if room is not None)
-        return f"the tensors worth it take {format_bytes(smallest)} or more each, and there is room for {format_bytes(largest)}"
+    if all(capacity is not None and smallest > capacity for capacity in capacities):
+        largest = max(capacity for capacity in capacities if capacity is not None)
+        return (
+            f"the tensors worth it take {format_bytes(smallest)} or more each, and {format_bytes(largest)} may be used"
+        )
     return None

@@ -23,7 +23,7 @@ def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[St
 
     Args:
         timeline: of the trace.
-        link: to the nearest tier below the device; None for none.
+        link: to the nearest lower tier; None for none.
         layers: that could be streamed, and last what is in no block.
     """
     trace = timeline.trace
@@ -55,7 +55,7 @@ def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> Str
 def optimistic_bound(
     baseline: Solver, name: str, link: Link | None, layers: Sequence[StreamedLayer] = ()
 ) -> OptimisticBound | None:
-    """The bound of a technique for the baseline step, whatever its setting; None where nobody knows. Arguments as for `step_facts`."""
+    """The bound of a technique for the baseline step, whatever its setting; None where it is not known. Arguments as for `step_facts`."""
     return BY_NAME[name].bound(step_facts(baseline.timeline, link, layers))
 
 

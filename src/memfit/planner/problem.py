@@ -1,4 +1,4 @@
-"""What every search for a plan of one trace starts from. It depends on the trace alone, is worked out once and never changed by a search."""
+"""What every search for a plan of one trace starts from: it depends on the trace alone, is computed once and never changed by a search."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Problem:
 
     Attributes:
         baseline: the plan in which nothing is dropped, as PyTorch runs the step.
-        graph: which storages are decided about.
+        graph: the storages to decide about.
         cuts: plans at prices.
-        bound: what no plan can avoid.
-        floor_bytes: no plan needs less.
+        bound: lower bound on extra seconds.
+        floor_bytes: lower bound on the peak.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""Candidates that cannot give the fastest plan, told before they are captured: from bounds on what their techniques can do to bytes and seconds."""
+"""Candidates that cannot give the fastest plan, excluded before they are captured by bounds on what their techniques can do to bytes and seconds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def why_hopeless(solvers: Solvers, candidate: Choices, budget_bytes: int, best: 
     if all(size is not None for size in saved):
         least = least_bytes(solvers.baseline) - sum(size or 0 for size in saved) + solvers.extra_bytes
         if least > budget_bytes:
-            return f"{format_bytes(least)} at least are there when the optimizer updates"
+            return f"at least {format_bytes(least)} are held during the optimizer's update"
     if best is not None:
         seconds = _least_seconds(solvers, candidate, budget_bytes)
         if seconds * WORTH_MORE >= best.seconds:
-            return f"{format_seconds(seconds)} a step at least, the chosen plan takes {format_seconds(best.seconds)}"
+            return (
+                f"a step takes at least {format_seconds(seconds)}, with the chosen plan {format_seconds(best.seconds)}"
+            )
     return None
 
 
@@ -63,7 +65,7 @@ def _least_seconds(solvers: Solvers, candidate: Choices, budget_bytes: int) -> f
 
 
 def _bound(solvers: Solvers, name: str, value: object) -> OptimisticBound:
-    """What this technique can do at best; as it did alone, where it was weighed alone."""
+    """The best this technique can do; what it did alone, where it was tried alone."""
     bundle, baseline = solvers.bundle, solvers.baseline
     bound = optimistic_bound(baseline, name, bundle.lower_tier, bundle.layers)
     alone = bundle.candidates[0].but(**{name: value}, micro_batches=solvers.baseline_number)

@@ -4,7 +4,7 @@ A *recipe* is the operation that made a storage together with every operation th
 `bernoulli_` in place). Several outputs of one operation share its recipe. Running a recipe needs its inputs in their final state, so an operation
 that reads a storage before its last write has none.
 
-A *reload* is the other way to have a storage back: it is copied to a lower tier in forward, let go, and copied up again. It is a recipe too, without
+A *reload* is the other way to restore a storage: it is copied to a lower tier in forward, freed, and copied back. It is a recipe too, without
 operations and inputs, so that plans, liveness and nesting (reload a boundary, recompute the interior from it) are the same for both. Where there are several
 tiers, a storage has reloads of its own from each.
 """
@@ -21,9 +21,9 @@ from typing import Final
 from memfit.hardware.machine import Link
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
-# Storages made out of sight (constants from Python) are held for recomputations when they are this small; larger ones rule the rerun out.
+# Storages that no recorded operation makes (constants from Python) are held for recomputations when they are this small; larger ones rule recomputing out.
 SMALL_CONSTANT_BYTES: Final = 4096
-# Prefetch distance: how much computing a copy is given to hide behind, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
+# Prefetch distance: how much computing a copy may overlap with, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
 # some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
 PREFETCH_DISTANCES: Final = (0.0, 4.0, 16.0)
 ALIGNMENT_BYTES: Final = 4096  # of the places on a lower tier
@@ -54,15 +54,15 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """How one storage goes to a lower tier and comes back.
+    """How one storage is offloaded to a lower tier and copied back.
 
     Attributes:
         storage: which.
         ready: operation (event) of forward after which nothing writes it; its copy down begins there.
-        gone_by: operation (event) of forward after which that copy is waited for and the first copy let go: never earlier, never later, so that bytes
-            do not depend on how fast the link is that day.
+        gone_by: operation (event) of forward after which that copy is waited for and the first copy freed: never earlier, never later, so that bytes
+            do not depend on the present speed of the link.
         out_seconds, in_seconds: of the copies, alone on the link.
-        lead_seconds: how much computing lies between the beginning of the copy up, for which memory is taken then, and what reads it.
+        lead_seconds: of computing between the beginning of the copy back, when its memory is allocated, and the operation that reads it.
         tier: number of the tier in `Recipes.tiers`.
     """
 
@@ -254,7 +254,7 @@ class Recipes:
             self.reloads_of[s] = (*nearer, *found)
 
     def copied_down(self, recomputations: Mapping[int, Sequence[int]]) -> dict[int, Reload]:
-        """How each storage that a plan offloads goes down: once, whatever reloads it has, so that which is gone last counts; of these the farthest."""
+        """For each storage that a plan offloads, the reload that decides its one copy to a tier: the one gone last, and of these that of the farthest tier."""
         out: dict[int, Reload] = {}
         for runs in recomputations.values():
             for recipe in runs:

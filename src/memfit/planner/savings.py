@@ -1,4 +1,4 @@
-"""What the techniques of a plan save and cost: each taken away by itself, all others kept and nothing dropped; and what is commonly claimed."""
+"""What each technique of a plan saves and costs (compared with the same step without it, nothing dropped), and what is commonly claimed."""
 
 from __future__ import annotations
 

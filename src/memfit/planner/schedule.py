@@ -1,4 +1,4 @@
-"""Which storages are dropped, and for how long a rebuilt copy is remembered -> the recomputations, in order.
+"""From the dropped storages, and how long a recomputed copy is kept, to the recomputations in order.
 
 A saved tensor that was dropped is rebuilt at the unpack that needs it, with whatever that takes. What was rebuilt stays for later uses within the
 same *window* (a stretch of forward, usually one block) and is forgotten at its end, so that at most one window is rebuilt at a time. What was offloaded is

@@ -1,4 +1,4 @@
-"""Recomputations -> Script: write down, for the engine, everything that follows from a plan by liveness, so that it decides nothing."""
+"""Recomputations -> Script: all actions that follow from a plan by liveness, written out so that the engine decides nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from memfit.planner.recipes import Recipes
 from memfit.planner.timeline import Recomputations
-from memfit.values.script import KEPT, Script, Step, Swap
+from memfit.values.script import KEPT, OffloadedStorage, Script, Step
 
 
 def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
@@ -112,20 +112,22 @@ def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
         tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
-        _swaps(recipes, recomputations, number),
+        _offloads(recipes, recomputations, number),
         writes,
     )
 
 
-def _swaps(recipes: Recipes, recomputations: Recomputations, number: Mapping[int, int]) -> dict[int, Swap]:
-    """What goes to lower tiers, in the order in which it goes; every storage has a place of its own, as all are there when forward ends."""
+def _offloads(
+    recipes: Recipes, recomputations: Recomputations, number: Mapping[int, int]
+) -> dict[int, OffloadedStorage]:
+    """The offloaded storages, in the order of their copies; each has its own place, as all of them are on the tier when forward ends."""
     chosen = recipes.copied_down(recomputations)
     events = recipes.trace.events
-    out: dict[int, Swap] = {}
+    out: dict[int, OffloadedStorage] = {}
     offsets = [0 for _ in recipes.tiers]
     for s, reload in sorted(chosen.items(), key=lambda item: (item[1].ready, item[0])):
         begin, gone_by = number[events[reload.ready]], number[events[reload.gone_by]]
         tier = recipes.tiers[reload.tier].tier
-        out[s] = Swap(offsets[reload.tier], recipes.trace.storages[s].bytes, begin, gone_by, tier)
+        out[s] = OffloadedStorage(offsets[reload.tier], recipes.trace.storages[s].bytes, begin, gone_by, tier)
         offsets[reload.tier] += recipes.place_bytes(s)
     return out

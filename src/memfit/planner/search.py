@@ -1,8 +1,8 @@
 """A bundle of traces and a budget -> the fastest Plan found: the few discrete choices around the minimum cuts, and what was rejected and why.
 
-Candidates, ways to run the step, are weighed one after the other, the one closest to the baseline first. A candidate is not even captured where what is
-known bounds its seconds from below by more than the best plan takes. For each, the number of micro-batches is searched upwards in powers of two. It stops
-where more cannot help: when the plain time at a number of micro-batches is already longer than the best plan found.
+Candidates (sets of techniques) are tried one after the other, the one closest to the baseline first. A candidate is not captured where a lower bound on its
+seconds exceeds those of the best plan. For each candidate the number of micro-batches is searched upwards in powers of two, and the search stops where more
+cannot help: when the step with nothing dropped is already slower than the best plan found.
 
 Nothing here runs a model or remembers other budgets: a plan depends on the bundle and the budget alone.
 """
@@ -24,11 +24,11 @@ from memfit.values.plan import Plan
 
 
 def plan(solvers: Solvers, budget_bytes: int) -> Plan:
-    """The fastest plan found, with what its techniques save and what they cost that nobody may expect.
+    """The fastest plan found, with what its techniques save and which of them are slower than people expect.
 
     Raises:
         InfeasibleError: nothing fits; names the smallest budget that would do.
-        MissingTrace, MissingWeighting: the bundle lacks what is needed, and somebody can capture it.
+        MissingTrace, MissingWeighting: the bundle lacks what is needed, and the caller can capture it.
         RefusedError: the only candidate cannot be captured.
     """
     found, rejected = weigh(solvers, budget_bytes)
@@ -119,4 +119,4 @@ def _nothing_to_offload(solvers: Solvers) -> list[Rejection]:
     if tier is None or tier.free_bytes is None:
         return []
     reason = why_nothing_is_offloaded(solvers.baseline.recipes)
-    return [] if reason is None else [Rejection("swapping", Reason.NOTHING_TO_OFFLOAD, reason)]
+    return [] if reason is None else [Rejection("activation offloading", Reason.NOTHING_TO_OFFLOAD, reason)]

@@ -10,7 +10,7 @@ def smallest(solvers: Solvers) -> tuple[int, Found]:
     """Bytes and plan of the smallest plan found.
 
     Raises:
-        MissingTrace, MissingWeighting: the bundle lacks what is needed, and somebody can capture it.
+        MissingTrace, MissingWeighting: the bundle lacks what is needed, and the caller can capture it.
         RefusedError: the baseline cannot be captured.
     """
     found: list[tuple[int, Found]] = []

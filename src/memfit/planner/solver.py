@@ -112,7 +112,7 @@ class Solver:
     # -- plans, where random numbers decide sizes ----------------------------------------------------------------------------
 
     def needed(self, solution: Solution) -> int:
-        """Bytes that a plan is to be given: its peak, and more for other draws where random numbers decide sizes."""
+        """Bytes that a plan needs: its peak, and more for other draws where random numbers decide sizes."""
         return self.draws.needed(solution.recomputations) if self.trace.drawn_bytes else solution.peak
 
     def fitting(self, budget_bytes: int) -> Solution | None:

@@ -1,7 +1,7 @@
-"""The solver for each way to run the step, made of the traces in a bundle; a trace that is not there is asked for, and nothing is ever run.
+"""The solver for each candidate, made of the traces in a bundle. A missing trace is asked for by an exception; the planner never runs a model.
 
-Whoever stands above capture and planner answers `MissingTrace` and `MissingWeighting` by capturing, and asks again. Solvers are kept from one time to
-the next, so that asking again costs nothing; what an answer may depend on is only what was asked within it (`Solvers.asked`).
+The caller (`planning.Planning`) answers `MissingTrace` and `MissingWeighting` by capturing, and asks again. Solvers are kept between questions, so that
+asking again costs nothing; an answer depends only on the solvers that were asked for within it (`Solvers.asked`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.values.bundle import Refusal, TraceBundle
 from memfit.values.request import Request
 from memfit.values.trace import Category, Trace
 
-# Python numbers that kernels wrap into tensors of 8 bytes, out of sight; measured up to 280 bytes at once.
+# Python numbers that kernels wrap into tensors of 8 bytes, which no dispatch mode sees; measured up to 280 bytes at once.
 SLACK_BYTES: Final = 512
 NOT_CAPTURED: Final = "not captured in this bundle"
 
@@ -37,7 +37,7 @@ class MissingTrace(Exception):  # noqa: N818 - a question to whoever captures, n
 
 
 class MissingWeighting(Exception):  # noqa: N818 - as above
-    """How micro-batches add up is needed, and the bundle does not say yet."""
+    """How the losses of micro-batches add up is needed, and the bundle does not say yet."""
 
 
 class RefusedError(Exception):
@@ -55,7 +55,7 @@ class Solvers:
     Args:
         bundle: what is known.
         known: solvers of earlier times, for traces of the same bundle; added to.
-        asks: whether somebody captures what is missing; a missing trace is refused otherwise.
+        asks: whether the caller captures what is missing; otherwise a missing trace is refused.
 
     Attributes:
         asked: solvers asked for so far, by their choices.
@@ -81,7 +81,7 @@ class Solvers:
             if choices not in self._known:
                 trace = self.trace(choices)
                 with uncollected():
-                    timeline = Timeline(trace, Recipes(trace, self._free_below(choices)))
+                    timeline = Timeline(trace, Recipes(trace, self._lower_tier(choices)))
                     self._known[choices] = solver_for(timeline)
             self.asked[choices] = self._known[choices]
         return self.asked[choices]
@@ -101,7 +101,7 @@ class Solvers:
         return self.bundle.request.micro_batches or 1
 
     def trace(self, choices: Choices) -> Trace:
-        """The step run so and nothing dropped, with what it moves over links by itself.
+        """The step with these choices and nothing dropped, including transfers of offloaded optimizer state and streamed layers.
 
         Raises:
             MissingTrace, RefusedError: as for `of`.
@@ -132,14 +132,14 @@ class Solvers:
         return state_transfers(self._state_bytes(choices), bundle.topology.link_to(choices.state_place))
 
     def _state_bytes(self, choices: Choices) -> int:
-        """Of the optimizer's state as it is kept; where it lies and how the batch is split have no say in it, so any trace that is known will do."""
+        """Bytes of the optimizer's state. Where it is and how the batch is split do not change them, so any known trace will do."""
         kept = sizing_state(choices)
         known = (t for c, t in self.bundle.traces.items() if replace(kept, micro_batches=c.micro_batches) == c)
         trace = next(known, None) or self._captured(replace(kept, micro_batches=self.baseline_number))
         return trace.bytes_of(Category.OPTIMIZER_STATE)
 
-    def _free_below(self, choices: Choices) -> Link | None:
-        """The lower tiers without what the optimizer's state takes of the one where it is kept."""
+    def _lower_tier(self, choices: Choices) -> Link | None:
+        """The link to the lower tiers, with the offloaded optimizer state taken off their capacity."""
         left: Link | None = None
         for link in reversed(self.bundle.lower_tier.chain if self.bundle.lower_tier is not None else ()):
             free = link.free_bytes
@@ -172,8 +172,8 @@ class Solvers:
         return self.baseline.trace.changed_buffer_bytes
 
     def budget_for(self, solver: Solver, solution: Solution) -> int:
-        """The smallest budget in which a plan is let through."""
-        # Plain PyTorch is let through at its own peak: what the slack is for, it needs as well. A streamed step is not that of plain PyTorch.
+        """The smallest budget for which a plan is accepted."""
+        # Plain PyTorch is accepted at its own peak: it needs the bytes that the slack is for, too. A streamed step is not that of plain PyTorch.
         slack = SLACK_BYTES if solution.recomputations or solver.trace.choices.streamed else 0
         return solver.needed(solution) + self.extra_bytes + slack
 

@@ -29,7 +29,7 @@ Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan comes to.
+    """Bytes and seconds of a step under a plan.
 
     Attributes:
         peak_bytes: largest number of bytes held at once during the step.
@@ -165,7 +165,7 @@ class Timeline:
         return self._recipe_seconds[recipe] + self.trace.dispatch_seconds * self._recipe_operations[recipe]
 
     def copying(self, recomputations: Recomputations) -> Copying:
-        """What the copies of a plan take, and how much of that computing does not hide."""
+        """Seconds of the copies of a plan, and how many of them do not overlap with computing."""
         return self._copy_clock.walk(recomputations)
 
     def link_seconds(self, recipe: int) -> float:
@@ -173,15 +173,15 @@ class Timeline:
         reload = self.recipes.reloads.get(recipe)
         return reload.out_seconds + reload.in_seconds if reload is not None else 0.0
 
-    def has_room(self, recomputations: Recomputations) -> bool:
+    def fits_lower_tiers(self, recomputations: Recomputations) -> bool:
         """Whether what a plan offloads fits on the tiers it goes to."""
-        rooms = [link.free_bytes for link in self.recipes.tiers]
-        if all(room is None for room in rooms):
+        capacities = [link.free_bytes for link in self.recipes.tiers]
+        if all(capacity is None for capacity in capacities):
             return True
-        taken = [0 for _ in rooms]
+        taken = [0 for _ in capacities]
         for s, reload in self.recipes.copied_down(recomputations).items():
             taken[reload.tier] += self.recipes.place_bytes(s)
-        return all(room is None or size <= room for size, room in zip(taken, rooms, strict=True))
+        return all(capacity is None or size <= capacity for size, capacity in zip(taken, capacities, strict=True))
 
     def floor(self) -> Any:
         """Bytes at each event when every storage that forward saved and can rebuild goes as early as it can, and none is rebuilt."""

@@ -1,4 +1,4 @@
-"""What a step moves between the device and the tier below by itself, whatever a plan swaps: optimizer state that lies there, and streamed layers.
+"""Transfers of a step besides activation offloading: offloaded optimizer state and streamed layers.
 
 Worked out from the trace's seconds and the link's, in the order in which `memfit.streaming` does things: its worker does one job after the other, and the
 computation waits for a layer that is not there yet. Printed before the first step; `memfit.streaming.overlap` says afterwards what a step really took.
@@ -16,11 +16,11 @@ from memfit.values.trace import Phase, Trace
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Of one optimizer step.
+    """Seconds of the transfers of one optimizer step.
 
     Attributes:
-        seconds: the link is busy, both ways together.
-        waited_seconds: of these, computing waits.
+        seconds: in which the link is busy, both directions added up.
+        waited_seconds: of these, in which computing waits.
     """
 
     seconds: float
@@ -28,7 +28,7 @@ class Transfers:
 
 
 def state_transfers(state_bytes: int, link: Link) -> Transfers:
-    """State comes for the update and goes back, chunk by chunk; nothing else runs meanwhile."""
+    """State is copied to the device for the update and back, chunk by chunk; nothing overlaps with it."""
     seconds = link.in_seconds(state_bytes) + link.out_seconds(state_bytes)
     return Transfers(seconds, seconds)
 
@@ -39,8 +39,8 @@ def layer_transfers(trace: Trace, layers: Sequence[StreamedLayer], link: Link, *
     Args:
         trace: of the streamed step, as captured.
         layers: its blocks in the order of forward, and after them what is in no block.
-        link: to the tier they lie on.
-        clips: gradients wait below until the norm of all is known, so every layer comes once more.
+        link: to the tier that they are offloaded to.
+        clips: gradients wait on the lower tier until the global norm is known, so every layer is loaded once more.
     """
     blocks, rest = layers[:-1], layers[-1]
     twice, backward = block_seconds(trace, [block.path for block in blocks])

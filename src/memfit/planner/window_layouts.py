@@ -1,4 +1,4 @@
-"""The ways to cut forward into windows that are worth trying: how many cells each window has, and which boundaries count.
+"""The layouts worth trying, that is, divisions of forward into windows: how many cells each window has, and which boundaries count.
 
 A *window* is rebuilt as a whole when backward comes to it, and what was rebuilt in it is forgotten at its end (`schedule`). Few large windows run little
 again, many small ones hold little at once; which of them suits a budget is found by trying.
@@ -17,7 +17,7 @@ from memfit.planner.segments import Boundary, boundaries, lasting, windows
 
 @dataclass(frozen=True, slots=True)
 class WindowLayout:
-    """One way to cut forward into windows.
+    """One division of forward into windows.
 
     Attributes:
         cells: in a window; 0 where everything is one window.

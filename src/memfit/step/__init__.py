@@ -1,1 +1,1 @@
-"""The optimizer step and the ways to run it: capture writes it down, the engine runs it, so both must be given the very same one."""
+"""The optimizer step under given choices: capture records it and the engine runs it, so both use this one implementation."""

@@ -1,4 +1,4 @@
-"""The optimizer as the choices have it: capture and engine both train with what comes out."""
+"""The optimizer that the choices require, for capture and engine alike."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def arranged(
 
     Args:
         optimizer: as the user's factory made it. What a `ChunkedOptimizer` of the user's own has besides the choices, it keeps.
-        choices: whose techniques may ask for state elsewhere or otherwise.
+        choices: whose techniques may offload the state or store it in another format.
         model: tells the parameters' names.
-        folder: for state on disk; None for the one that is set.
+        folder: for state on disk; None for the default (`MEMFIT_OFFLOAD_DIR`).
 
     Raises:
         InfeasibleError: as for `ChunkedOptimizer`.

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Autocast:
+class AutocastState:
     """What autocast does for the CPU and one device.
 
     Attributes:

@@ -22,7 +22,7 @@ def norm_statistics(model: nn.Module) -> tuple[str, ...]:
 
 
 class BufferCopies:
-    """Copies of the buffers that forward writes in place: made once, so that they count as there before a step, and filled before each.
+    """Copies of the buffers that forward writes in place: allocated once, so that they exist before a step, and filled before each step.
 
     Attributes:
         copies: by the buffer's name in the model.

@@ -1,6 +1,6 @@
-"""What a step changes besides parameters, gradients and optimizer state: buffers, generators and the scale of gradients; noted and put back.
+"""What a step changes besides parameters, gradients and optimizer state (buffers, generators, the scale of gradients): saved and restored.
 
-One guard for whoever runs a step that may come to nothing: the engine's transaction, and the rehearsal.
+Used wherever a step may be undone: in the engine's transaction, and in the rehearsal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memfit.techniques.autocast.precision import Scaling
 
 
 class Guard:
-    """How things stand when this is made.
+    """Saves buffers, generators and gradient scale when it is made, to be restored later.
 
     Args:
         model: whose buffers.
@@ -35,7 +35,7 @@ class Guard:
         self._scale: dict[str, Any] | None = None if scaling is None else scaling.state()
 
     def put_back(self) -> None:
-        """Have them stand as they stood."""
+        """Restore what was saved."""
         self._buffers.put_back()
         self._generators.put_back()
         if self._scaling is not None and self._scale is not None:

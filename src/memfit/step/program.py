@@ -1,6 +1,6 @@
 """The optimizer step memfit trains with: forward, loss, backward, unscaling, clipping, update, in one place.
 
-The same code is captured on fake tensors, metered plainly and run under a plan, so that a prediction and a measurement speak of the same thing.
+The same code is captured on fake tensors, metered in plain PyTorch and run under a plan, so that prediction and measurement are of the same step.
 """
 
 from __future__ import annotations

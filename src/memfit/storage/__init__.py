@@ -1,1 +1,1 @@
-"""Every byte that is not on the device: in which folder, in which file or pinned memory, copied by whom, and how fast the way there is."""
+"""Every byte that is offloaded: the folder, the files and pinned memory, the threads and streams that copy, and the measured speed of the links."""

@@ -1,8 +1,8 @@
-"""Copies of storages between a device and the tiers below it, made while the device computes: main memory and a disk, a GPU and pinned host memory.
+"""Copies of storages between a device and lower memory tiers, made while the device computes: main memory and a disk, a GPU and pinned host memory.
 
-All that a step offloads to one tier lies in one *arena*, allocated before the run, so that no space runs out in the middle of a step and nothing is
-allocated for a copy. Each direction of each arena is one queue: a stream to a GPU's host, a thread to a disk (writing and reading let the interpreter go
-on). When a copy begins and when it is waited for is the plan's business; here nothing is decided.
+All that a step offloads to one tier is in one *arena*, allocated before the run, so that no space runs out in the middle of a step and nothing is
+allocated for a copy. Each direction of each arena is one queue: a CUDA stream for host memory, a thread for a disk (reading and writing release the GIL).
+The plan decides when a copy begins and when the engine waits for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Storage = torch.UntypedStorage
 
 
 class Copy(ABC):
-    """A copy on its way. The arena holds its storage until it is done, whoever lets go of it."""
+    """A copy in progress. The arena keeps a reference to its storage until the copy is done."""
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> None:
-        """Come back when its storage may be read, or let go.
+        """Return when the storage may be read or freed.
 
         Raises:
             EngineError: the copy failed.
@@ -43,7 +43,7 @@ class Arena(ABC):
 
     Attributes:
         bytes: how many.
-        device_type: where the storages lie that it takes.
+        device_type: of the storages that it takes.
     """
 
     bytes: int
@@ -51,19 +51,19 @@ class Arena(ABC):
 
     @abstractmethod
     def copy_down(self, storage: Storage, offset: int) -> Copy:
-        """Begin to copy a storage to a place; it must not be written until that is done."""
+        """Begin to copy a storage to an offset of the arena; the storage must not be written until the copy is done."""
 
     @abstractmethod
     def copy_up(self, storage: Storage, offset: int) -> Copy:
-        """Begin to fill a storage from a place; it must not be touched until that is done."""
+        """Begin to fill a storage from an offset of the arena; the storage must not be read or written until the copy is done."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Come back when no copy is on its way; failures of copies nobody waited for do not matter any more."""
+        """Return when no copy is in progress; failures of copies that nothing waited for are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Settle, and give the space back."""
+        """Settle, and free the space."""
 
 
 # -- main memory and a disk --------------------------------------------------------------------------------------------------
@@ -89,9 +89,9 @@ class _DiskCopy(Copy):
         assert storage is not None
         try:
             self._carry(self._file, storage, self._offset)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on and who waits is told
+        except Exception as error:  # noqa: BLE001 - kept for whoever waits; the thread goes on
             self._failure = error.with_traceback(None)  # its frames hold the storage
-        # Where the engine still holds it, it goes at the moment of the plan, not whenever the disk is done.
+        # The engine still holds the storage, so it is freed at the moment of the plan, not whenever the disk is done.
         del storage
         self._storage = None
         self._done.set()
@@ -115,11 +115,11 @@ class DiskArena(Arena):
 
     Args:
         size: in bytes.
-        folder: on the disk to use; None for the one that is set.
+        folder: to offload to; None for the default (`MEMFIT_OFFLOAD_DIR`).
 
     Raises:
-        InfeasibleError: the disk has no space for it.
-        EngineError: no file can be made in the folder.
+        InfeasibleError: the disk does not have the space.
+        EngineError: no file can be created in the folder.
     """
 
     contents: Contents = ACTIVATIONS
@@ -181,7 +181,7 @@ class _HostCopy(Copy):
         self._done = done
 
     def wait(self) -> None:
-        # The host does not wait, the stream that computes does: what is let go now is used again in the order of that stream.
+        # Not the host waits but the computing stream: memory freed now is reused in the order of that stream.
         assert self._storage is not None, "a copy is waited for once"
         torch.cuda.current_stream(self._storage.device).wait_event(self._done)
         arena = self._arena()
@@ -233,7 +233,7 @@ class HostArena(Arena):
         return self._copy(storage, offset, self._up, down=False)
 
     def forget(self, copy: _HostCopy) -> None:
-        """Its stream has been told to wait; nothing needs to hold its storage any more."""
+        """Drop the reference to the copy's storage: the computing stream waits for the copy."""
         self._going.pop(id(copy), None)
 
     def settle(self) -> None:

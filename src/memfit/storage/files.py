@@ -1,10 +1,10 @@
-"""Files without a name that hold what is offloaded to disk: all there are, whatever is in them.
+"""Unnamed files for everything that is offloaded to disk.
 
-A file loses its name as soon as it is made, so that nobody can delete or change it under the run and nothing is left behind however the run ends. Its space
-is taken when it is asked for, so that a full disk is met before training and not in the middle of a step.
+A file is unlinked as soon as it is created, so nobody can delete or change it during the run and nothing is left behind however the run ends. Its space is
+allocated when it is reserved, so that a full disk is noticed before training and not in the middle of a step.
 
-It is read with `preadv` and written with `pwritev`, not mapped: what a mapping holds in memory is up to the kernel and counts as the process's own, and a
-page that cannot be written back ends the process with a signal where a write raises an error.
+Files are read with `preadv` and written with `pwritev`, not mapped: how much of a mapping is in memory is up to the kernel and counts as the process's own,
+and a page that cannot be written back ends the process with a signal where a write raises an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a file holds, in the words of its errors.
+    """What a file holds, in words for error messages.
 
     Attributes:
         name: in the plural.
-        instead: what else could be done where there is no space for it.
-        lasting: whether it is needed from step to step; a step makes anew what is not.
+        instead: what the user could do where the disk has no space for it.
+        lasting: whether it is needed from step to step; else each step writes it anew.
     """
 
     name: str
@@ -51,14 +51,14 @@ class DiskFile:
 
     Args:
         contents: what it is for.
-        folder: on which disk; None for the one that is set (`folders.offload_folder`).
+        folder: to create it in; None for the default (`folders.offload_folder`).
 
     Attributes:
-        folder: where it lies.
+        folder: that it was created in.
         size_bytes: reserved so far.
 
     Raises:
-        EngineError: no file can be made in the folder.
+        EngineError: no file can be created in the folder.
     """
 
     def __init__(self, contents: Contents, folder: str | Path | None = None) -> None:
@@ -69,17 +69,17 @@ class DiskFile:
             self._file, name = tempfile.mkstemp(prefix="memfit-offload-", dir=self.folder)
         except OSError as error:
             raise EngineError(
-                f"{contents.name} are to lie on disk, and no file can be made in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to "
+                f"{contents.name} are written to disk, and no file can be created in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to "
                 "a folder that exists and can be written"
             ) from error
         self._finalizer = weakref.finalize(self, os.close, self._file)
         Path(name).unlink()
 
     def reserve(self, size_bytes: int) -> int:
-        """The offset of so many new bytes, taken from the disk now; until written they read as zeros.
+        """Allocate bytes on the disk now and return their offset; until written they read as zeros.
 
         Raises:
-            InfeasibleError: the disk has no space for them.
+            InfeasibleError: the disk does not have the space.
         """
         offset = self.size_bytes
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -93,7 +93,7 @@ class DiskFile:
                 free = free_bytes(self.folder)
                 raise InfeasibleError(
                     f"{self.contents.name} need {format_bytes(offset + size_bytes)} on disk, and {self.folder} has {format_bytes(offset + free)} for them "
-                    f"({error.strerror}): make room there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or {self.contents.instead}",
+                    f"({error.strerror}): free space there, set MEMFIT_OFFLOAD_DIR to a folder on a larger disk, or {self.contents.instead}",
                     budget_bytes=offset + free,
                     minimum_bytes=offset + size_bytes,
                 ) from error

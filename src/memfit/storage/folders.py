@@ -1,7 +1,7 @@
 """Which folder on disk is used: one for what is offloaded, one for what has been measured.
 
-What is offloaded to disk (activations, streamed layers, optimizer state) lies in one folder, and the speed and the free space that a plan counts on are
-that folder's. A caller may name it (`lower_tier=` of `memfit.apply`); else the setting does.
+What is offloaded to disk (activations, streamed layers, optimizer state) goes to one folder, and plans use the speed and the free space of that folder's
+disk. A caller may name it (`lower_tier=` of `memfit.apply`); otherwise the environment does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def offload_folder(named: str | Path | None = None) -> Path:
     The first that exists of: MEMFIT_OFFLOAD_DIR, MEMFIT_SWAP_DIR (its former name), TMPDIR, and /var/tmp, which unlike /tmp is nowhere kept in memory.
 
     Args:
-        named: by the caller, whose word counts whatever is set; also where there is no such folder, so that nothing lands on another disk unsaid.
+        named: by the caller; it overrides the environment even where it does not exist, so that nothing is silently written to another disk.
     """
     if named is not None:
         return Path(named)

@@ -1,6 +1,6 @@
-"""How fast the link to the tier below a device is: measured once for each disk, and kept.
+"""Speed of the link from a device to its nearest lower tier: measured once for each GPU or disk, and cached on disk.
 
-The disk that is measured is the disk that is used: callers hand over the folder that `folders.offload_folder` gives, which is where files are made.
+The disk that is measured is the disk that is used: callers pass the folder that `folders.offload_folder` returns, in which files are created.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROUNDS: Final = 3  # the first makes the file's blocks; what else the disk does 
 FORMAT: Final = 2
 
 
-def link_below(device: torch.device, folder: Path) -> Link:
-    """The link to the tier below a present device, measured once and kept on disk: a GPU's to pinned host memory, a CPU's to the disk of a folder.
+def nearest_link(device: torch.device, folder: Path) -> Link:
+    """The link from a device of this computer to its nearest lower tier, measured once and cached: a GPU's to pinned host memory, a CPU's to a disk.
 
     Args:
         device: from which.
@@ -53,7 +53,7 @@ def link_below(device: torch.device, folder: Path) -> Link:
 
 
 def _measured(device: torch.device, folder: Path) -> tuple[object, ...]:
-    """What tells one link from another: the GPU's name, or the disk."""
+    """What identifies a link: the GPU's name, or the disk."""
     if device.type == "cuda":
         return (torch.cuda.get_device_name(device),)
     try:
@@ -72,7 +72,7 @@ def _unmeasurable(folder: Path, error: OSError) -> InputError:
 def disk_link(folder: Path) -> Link:
     """Bandwidths of the disk itself: written through to it, and read with nothing of it in memory.
 
-    The page cache may be faster for as long as there is memory to spare, which is not what somebody has who offloads.
+    The page cache is faster as long as memory is free, but where a plan offloads, memory is not free.
     """
     piece = memoryview(bytearray(os.urandom(1 << 20) * (PIECE_BYTES >> 20)))
     offsets = range(0, MEASURED_BYTES, PIECE_BYTES)

@@ -16,15 +16,15 @@ from memfit.units import format_bytes
 
 
 class PinnedMemory:
-    """Blocks of page-locked memory of one owner, given back together.
+    """Blocks of page-locked memory of one owner, freed together.
 
     Args:
-        device: the GPU that copies; of the kind "cpu", which is how tests run it, nothing is locked.
-        purpose: what the memory is for, in the words of its error, in the plural.
-        instead: what else could be done where the host has none.
+        device: the GPU that copies; for a CPU, as in tests, nothing is locked.
+        purpose: what the memory is for, in the plural, for the error message.
+        instead: what the user could do where the host cannot lock as much.
 
     Attributes:
-        size_bytes: taken so far.
+        size_bytes: allocated so far.
     """
 
     def __init__(self, device: torch.device, purpose: str, instead: str) -> None:
@@ -58,7 +58,7 @@ class PinnedMemory:
         return block
 
     def close(self) -> None:
-        """Unlock and let go of all blocks; no copy of the owner's may be under way."""
+        """Unlock and free all blocks; no copy of the owner's may be in progress."""
         self._finalizer()
         self.size_bytes = 0
 

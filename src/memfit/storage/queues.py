@@ -31,11 +31,11 @@ class JobQueue:
         self._finalizer = weakref.finalize(self, _end, self._jobs, thread)
 
     def put(self, job: Job) -> None:
-        """Do this after all that was put before. It must not raise: nobody would be told."""
+        """Do this after all that was put before. It must not raise: nothing would report the exception."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Come back when all is done and the thread has ended."""
+        """Return when all jobs are done and the thread has ended."""
         self._finalizer()
 
 
@@ -123,7 +123,7 @@ class Worker:
             self._last.result()
 
     def settle(self) -> None:
-        """Wait until nothing runs, whatever became of it; jobs submitted from now on begin anew."""
+        """Wait until no job runs and forget failures; jobs submitted from now on are run again."""
         if self._last is not None:
             self._last.exception()
         self._last = self._error = None

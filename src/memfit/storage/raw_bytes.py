@@ -29,10 +29,10 @@ def _memory(address: int, size_bytes: int) -> memoryview:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor wherever it lies, in the order of memory: a view."""
+    """The bytes of a dense tensor on any device, in the order of memory: a view."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flat_storage(storage: torch.UntypedStorage) -> Tensor:
-    """The bytes of a storage wherever it lies: a view."""
+    """The bytes of a storage on any device: a view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -19,7 +19,7 @@ STAGES_BYTES: Final = 4 * PIECE_BYTES  # of the host, where there is a disk belo
 class Staging:
     """Two pieces of the host's memory that the bytes of one direction pass through, one thread's own.
 
-    Where the device is main memory itself, which is how tests run it, pieces are not pinned and copies into them done at once.
+    Where the device is the CPU, as in tests, pieces are not pinned and copies into them are synchronous.
 
     Args:
         device: that the bytes come from or go to.
@@ -36,7 +36,7 @@ class Staging:
         self._device = device
 
     def now(self) -> torch.cuda.Event | None:
-        """For `write` and `read`: what the device was given to compute so far comes before the copy."""
+        """An event for `write` and `read`: the copy waits for what the device was given to compute so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -59,7 +59,7 @@ class Staging:
         return flat_storage(storage), range(0, storage.nbytes(), PIECE_BYTES)
 
     def write(self, file: DiskFile, storage: Storage, offset: int, after: torch.cuda.Event | None) -> None:
-        """From the device to the file; comes back when the storage may be let go."""
+        """Copy from the device to the file; returns when the storage may be freed."""
         seen, starts = self._begin(storage, after)
         filled: list[tuple[torch.Tensor, torch.cuda.Event | None, int]] = []
         for number, start in enumerate((*starts, -1)):
@@ -74,7 +74,7 @@ class Staging:
                 file.write(memory_of(piece), place)
 
     def read(self, file: DiskFile, storage: Storage, offset: int, after: torch.cuda.Event | None) -> None:
-        """From the file to the device; comes back when the storage may be read."""
+        """Copy from the file to the device; returns when the storage may be read."""
         seen, starts = self._begin(storage, after)
         events: list[torch.cuda.Event | None] = [None, None]
         for number, start in enumerate(starts):
@@ -90,7 +90,7 @@ class Staging:
                 used.synchronize()
 
     def close(self) -> None:
-        """Give the pieces back."""
+        """Free the pieces."""
         self._pieces = []
         self._memory.close()
 
@@ -101,11 +101,11 @@ class StagedDiskArena(DiskArena):
     Args:
         size: in bytes.
         device: the GPU.
-        folder: on the disk to use; None for the one that is set.
+        folder: to offload to; None for the default (`MEMFIT_OFFLOAD_DIR`).
 
     Raises:
-        InfeasibleError: the disk has no space for it, or the host none for the pieces.
-        EngineError: no file can be made in the folder.
+        InfeasibleError: the disk does not have the space, or the host cannot lock the pieces.
+        EngineError: no file can be created in the folder.
     """
 
     contents = ACTIVATIONS_BELOW_HOST
@@ -126,7 +126,7 @@ class StagedDiskArena(DiskArena):
         return lambda file, storage, offset: staging.read(file, storage, offset, after)
 
     def close(self) -> None:
-        """End the threads, close the file and give the pieces back."""
+        """End the threads, close the file and free the pieces."""
         super().close()
         for staging in self._staging:
             staging.close()

@@ -1,6 +1,6 @@
-"""A memory tier below the device as regions of bytes, which are written and read whole: where streamed layers lie.
+"""A lower memory tier as regions of bytes, which are written and read whole: streamed layers are offloaded to it.
 
-Below a GPU that is pinned host memory, below the CPU a file.
+For a GPU the tier is pinned host memory, for the CPU a file.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from memfit.storage.raw_bytes import flat, memory_of
 
 
 class Tier(Protocol):
-    """Regions of bytes, named by where they start."""
+    """Regions of bytes, identified by their offset."""
 
     def reserve(self, size_bytes: int) -> int:
-        """Space for one region; returns its offset.
+        """Reserve space for one region; returns its offset.
 
         Raises:
-            InfeasibleError: there is none.
+            InfeasibleError: the tier does not have the space.
         """
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy a dense tensor's bytes to the tier, from `offset` on.
 
         Raises:
-            EngineError: the tier would not take them.
+            EngineError: writing failed.
         """
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill a dense tensor with the bytes from `offset` on.
 
         Raises:
-            EngineError: they are not there.
+            EngineError: reading failed.
         """
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free all regions."""
 
 
 class DiskTier:
@@ -55,11 +55,11 @@ class DiskTier:
 
     @property
     def folder(self) -> Path:
-        """Where the file lies."""
+        """The folder of the file."""
         return self._file.folder
 
     def reserve(self, size_bytes: int) -> int:
-        """Space for one region, taken from the disk now."""
+        """Reserve space for one region, allocated on the disk now."""
         return self._file.reserve(size_bytes)
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class HostTier:
         self._regions: dict[int, torch.Tensor] = {}
 
     def reserve(self, size_bytes: int) -> int:
-        """Space for one region."""
+        """Reserve space for one region."""
         offset = self._memory.size_bytes
         self._regions[offset] = self._memory.block(size_bytes)
         return offset
@@ -115,7 +115,7 @@ class HostTier:
 
 
 class NoTier:
-    """For a step on fake tensors: what would be written or read has no contents."""
+    """A tier for a step on fake tensors, which have no contents to be written or read."""
 
     def reserve(self, size_bytes: int) -> int:  # noqa: ARG002 - a Tier
         """Any offset is as good as another."""
@@ -128,9 +128,9 @@ class NoTier:
         """Nothing is there."""
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Nothing to free."""
 
 
-def tier_below(device: torch.device, folder: str | Path | None = None) -> Tier:
-    """The tier below a device: the host's memory for a GPU, a file for the CPU or where a folder is named."""
+def nearest_tier(device: torch.device, folder: str | Path | None = None) -> Tier:
+    """The nearest lower tier of a device: host memory for a GPU, a file for the CPU or where a folder is named."""
     return HostTier(device) if device.type == "cuda" and folder is None else DiskTier(folder)

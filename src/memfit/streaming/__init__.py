@@ -1,1 +1,1 @@
-"""Layer streaming: the repeated blocks of a model lie on a lower tier and come to the device one at a time, each for its forward, backward and update."""
+"""Layer streaming: the repeated blocks of a model are offloaded to a lower tier and loaded one at a time for their forward, backward and update."""

@@ -1,4 +1,4 @@
-"""Gradients of the layer in backward: they add up in its slot, micro-batch after micro-batch, not in memory of their own."""
+"""Gradients of the layer in backward: they are accumulated in the layer's slot, not in memory of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.streaming.layers import Layer
 
 
 class SlotGradients:
-    """Takes each gradient of the layers as soon as autograd has it.
+    """Moves each gradient of the layers into the layer's slot as soon as autograd has computed it.
 
     Args:
         layers: whose parameters are hooked, until `close`.
@@ -24,7 +24,7 @@ class SlotGradients:
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for layer in layers for p in layer.trained]
 
     def begin(self, layer: Layer, views: Sequence[Tensor]) -> None:
-        """The layer comes into backward; its gradients go to these places in its slot."""
+        """The layer's backward begins; its gradients go to these views of its slot."""
         self._views = {id(p): view for p, view in zip(layer.trained, views, strict=True)}
         self._graded.clear()
 
@@ -33,10 +33,10 @@ class SlotGradients:
         view = self._views.get(id(parameter))
         grad = parameter.grad
         if view is None or grad is None:
-            return  # not in a step: somebody's own backward while all is gathered
+            return  # Not in a step: a backward of the user's while all parameters are gathered.
         if grad.layout is not torch.strided:
             raise EngineError(
-                "a streamed block gives a sparse gradient, which has no room in its slot: build it with sparse=False"
+                "a streamed block gives a sparse gradient, which does not fit into its buffer on the device: build it with sparse=False"
             )
         if id(parameter) in self._graded:
             view.add_(grad)

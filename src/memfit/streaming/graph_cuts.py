@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.errors import EngineError
 from memfit.step import generators
-from memfit.step.autocast import Autocast
+from memfit.step.autocast import AutocastState
 
 # What can be handed to a block a second time as it was: nothing that a call could have changed.
 _UNCHANGING: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type, type(None))
@@ -181,7 +181,7 @@ class Call:
     leaves: list[Any]
     structure: Any
     wanted: bool
-    autocast: Autocast = field(init=False)
+    autocast: AutocastState = field(init=False)
     states: generators.States = field(init=False)
     grads: list[Tensor | None] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # of these tensors among the leaves of what it returned
@@ -189,7 +189,7 @@ class Call:
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.autocast = Autocast.present(self.way.device)
+        self.autocast = AutocastState.present(self.way.device)
         self.states = generators.taken(self.way.device) if self.wanted else ()
 
     def returned(self, output: Any) -> Any:

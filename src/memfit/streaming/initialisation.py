@@ -1,4 +1,4 @@
-"""Give a model on the meta device its tensors, one module at a time: a model that does not fit into memory is never there as a whole.
+"""Give a model on the meta device its tensors, one module at a time, so that a model that does not fit is never in memory as a whole.
 
 The parameters stay the same objects, so whatever holds them (tied weights, an optimizer) goes on holding them.
 """

@@ -1,7 +1,7 @@
-"""Several forwards of one model that take turns: at a place that each of them passes, all arrive before the first goes on.
+"""Interleaved micro-batches: several forwards of one model take turns, and none continues past a waiting point before all have reached it.
 
-A forward is a call of the user's own code and cannot be left and entered again, so each runs in a thread of its own; only one runs at any time. What torch
-keeps by thread (modes, autocast, grad mode) is set up in each as it is where they are started.
+A forward is a call of the user's own code and cannot be suspended, so each runs in a thread of its own; only one runs at any time. What torch keeps by
+thread (modes, autocast, grad mode) is set in each as it is where they are started.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.step import generators
-from memfit.step.autocast import Autocast
+from memfit.step.autocast import AutocastState
 
 
 class _AbandonedError(BaseException):
-    """Raised inside a micro-batch that shall not go on; never seen outside."""
+    """Raised inside a micro-batch to end it; never leaves this module."""
 
 
 class Onlooker(Protocol):
-    """Is told that what runs goes on in another thread."""
+    """Is called when execution moves to another thread."""
 
     def leave_thread(self) -> None:
         """Called in the thread that stops."""
@@ -40,7 +40,7 @@ class _Surroundings:
     def __init__(self, device: torch.device) -> None:
         self.modes = [*_get_current_dispatch_mode_stack()]
         self.function_modes = [*_get_current_function_mode_stack()]
-        self.autocast = Autocast.present(device)
+        self.autocast = AutocastState.present(device)
         self.grad = torch.is_grad_enabled()
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -176,6 +176,6 @@ class Interleaving:
         return [micro_batch.result for micro_batch in micro_batches]
 
     def wait(self) -> None:
-        """Called inside a body, at a place that each passes: goes on when all others have come as far."""
+        """Called inside a body, at a point that each body reaches: returns when all others have reached it."""
         if self._running is not None:
             self._running.wait()

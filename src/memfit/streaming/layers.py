@@ -1,4 +1,4 @@
-"""The layers of a stream, and the parameters that the optimizer steps together, with the place of each on the lower tier."""
+"""The layers of a stream, and the groups of parameters that the optimizer steps together, with their offsets on the lower tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memfit.techniques.layer_streaming.blocks import own_parameters
 
 @dataclass(slots=True, eq=False)
 class ParameterGroup:
-    """Parameters that the optimizer steps together, and where their state lies.
+    """Parameters that the optimizer steps together, and where their state is.
 
     Attributes:
         parameters: all of which get gradients.
@@ -38,7 +38,7 @@ class ParameterGroup:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """One block and where it lies.
+    """One block and where it is on the lower tier.
 
     Attributes:
         number: in the order of forward.
@@ -70,7 +70,7 @@ def layers_of(model: nn.Module, paths: Sequence[str], tier: Tier) -> list[Layer]
     """The blocks at these paths, each with space for its weights on the tier.
 
     Raises:
-        InfeasibleError: the tier has no space.
+        InfeasibleError: the tier does not have the space.
     """
     layers = []
     for number, (path, parameters) in enumerate(own_parameters(model, paths).items()):

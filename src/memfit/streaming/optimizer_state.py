@@ -1,4 +1,4 @@
-"""The optimizer's state of a stream: it lies on the lower tier, and comes to one slot on the device while its parameters are updated."""
+"""The optimizer state of a stream: offloaded to the lower tier, and loaded into one slot on the device while its parameters are updated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memfit.optimizers.elementwise import MOMENTS
 from memfit.streaming.layers import ParameterGroup
 from memfit.streaming.packing import PackedLayout
-from memfit.streaming.placement import Placement
+from memfit.streaming.placement import LayerPlacement
 
 STAYS_BYTES: Final = 64  # state tensors up to this size (step counts) are not worth moving
 
@@ -23,26 +23,26 @@ class StreamedState:
 
     Args:
         groups: of all parameters that are trained, those of the layers first.
-        placement: whose tier it lies on, and whose device it comes to.
+        placement: of the layers; its tier and device are used.
 
     Attributes:
-        optimizer: whose state it is; None until one is taken over.
-        slot: on the device; None before the end of the first step.
+        optimizer: whose state it is; None before `adopt`.
+        slot: buffer on the device; None before the end of the first step.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], placement: Placement) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], placement: LayerPlacement) -> None:
         self.groups = groups
         self.optimizer: torch.optim.Optimizer | None = None
         self.slot: Tensor | None = None
         self._placement = placement
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer: state that it has already goes to the lower tier, and what it will make has its space there from now on.
+        """Offload the state of an optimizer to the lower tier, and reserve space there for state that it has not made yet.
 
-        Of optimizers in `elementwise.MOMENTS`; of others nobody knows how much that is, so they take it in their first step.
+        How much state there will be is known of optimizers in `elementwise.MOMENTS`; others reserve space in their first step.
 
         Raises:
-            InfeasibleError: the lower tier has no space; state is where it was.
+            InfeasibleError: the lower tier does not have the space; the state is where it was.
         """
         if type(optimizer) in MOMENTS:
             count = max(len(MOMENTS[type(optimizer)](group)) for group in optimizer.param_groups)
@@ -58,7 +58,7 @@ class StreamedState:
             group.offset, group.size_bytes = self._placement.tier.reserve(size_bytes), size_bytes
 
     def bring(self, group: ParameterGroup) -> list[Tensor]:
-        """The group's state in the slot for it; none before its first update, which makes it anew."""
+        """Load the group's state into the slot; there is none before the group's first update, which makes it."""
         if group.state is None:
             return []
         assert self.optimizer is not None, "a step has one"
@@ -72,7 +72,7 @@ class StreamedState:
         return views
 
     def send(self, group: ParameterGroup, brought: Sequence[Tensor] = ()) -> None:
-        """Write the group's state to the lower tier, and leave empty tensors in its place."""
+        """Write the group's state to the lower tier, and put empty tensors in its place."""
         assert self.optimizer is not None, "a step has one"
         keys = [
             (parameter, key)
@@ -97,12 +97,12 @@ class StreamedState:
             self.optimizer.state[parameter][key] = self._placement.empty(self.optimizer.state[parameter][key].dtype)
 
     def leave_all_empty(self) -> None:
-        """Leave empty tensors where state is that lies on the lower tier, without writing it."""
+        """Put empty tensors in the place of state that is on the lower tier, without writing it."""
         for group in self.groups:
             self._leave_empty(group.keys)
 
     def make_slot(self) -> None:
-        """Take the device's memory for the largest group's state."""
+        """Allocate memory on the device for the largest group's state."""
         self.slot = self._placement.flat(
             max((group.state.size_bytes for group in self.groups if group.state is not None), default=0)
         )
@@ -112,7 +112,7 @@ class StreamedState:
         return self.slot[: layout.size_bytes]
 
     def gather(self, device: torch.device) -> None:
-        """Bring all state to a device, into memory of its own; the placement's `synchronise` before it is read."""
+        """Load all state to a device, into memory of its own; call the placement's `synchronise` before reading it."""
         if self.optimizer is None:
             return
         for group in self.groups:
@@ -124,7 +124,7 @@ class StreamedState:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """What lies on the tier at the end is what lay there at the beginning."""
+        """Restore the state on the tier at the end of the block to what it was at the beginning."""
         before = [(group, group.state, group.keys, group.offset) for group in self.groups]
         for group in self.groups:
             if group.state is not None:

@@ -1,8 +1,8 @@
-"""Do the transfers of layer streaming overlap with computation, so that they hide behind it? Worked out from what one step took, never from a data sheet.
+"""Do the transfers of layer streaming overlap fully with computation? Derived from the seconds of one step, never from a data sheet.
 
-In forward a layer of P parameters, w bytes each, is read over a link of B bytes/s while another computes 2PT operations for T tokens at F FLOP/s: it
-hides where T >= wF/2B. In backward the worker has to bring the optimizer's state, update (M seconds a layer), write both back and read the next layer,
-while a layer runs forward and backward again, 6PT operations. Measured seconds say F, B and M of this model on this machine; what computes grows with T.
+In forward a layer of P parameters, w bytes each, is read over a link of B bytes/s while another computes 2PT operations for T tokens at F FLOP/s: they
+overlap fully where T >= wF/2B. In backward the worker loads the optimizer's state, updates (M seconds a layer), writes both back and reads the next layer,
+while a layer runs forward and backward again, 6PT operations. F, B and M are those measured for this model on this machine; computing grows with T.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Measured:
         layers: that are streamed.
         forward_seconds, backward_seconds: of each layer, all micro-batches; backward with the forward run again.
         read_seconds: of each reading of a layer's weights.
-        behind_seconds: of each layer, what is done behind backward: state brought, update, state and weights written (gradients, where they wait).
-        waited_seconds: the computation waited for weights, in all.
+        behind_seconds: of each layer, of the work that overlaps with backward: loading state, update, writing state and weights (gradients, with clipping).
+        waited_seconds: in all, in which the computation waited for weights.
         weight_bytes: of the largest layer.
         parameters: of the largest layer.
         tokens: that went through a layer, all micro-batches.
@@ -61,11 +61,11 @@ class Overlap:
 
     Attributes:
         tokens: that went through a layer in the step measured.
-        forward_tokens: from which on reading hides in forward; infinite when nothing computes.
-        backward_tokens: from which on all that is done behind backward hides in it.
+        forward_tokens: from so many on, reading overlaps fully with forward; infinite when nothing computes.
+        backward_tokens: from so many on, all transfers and updates of backward overlap fully with it.
         flops: F, per second, from the forward.
         link_bytes_per_second: B.
-        update_seconds: M, of a layer: state brought, update, state and weights written.
+        update_seconds: M, of a layer: loading state, update, writing state and weights.
         waited_seconds: that the step waited for weights.
     """
 
@@ -79,15 +79,15 @@ class Overlap:
 
     @property
     def hides(self) -> bool:
-        """Whether all of it hid."""
+        """Whether all transfers overlapped with computation."""
         return self.tokens >= max(self.forward_tokens, self.backward_tokens)
 
     def __str__(self) -> str:
-        verdict = "transfers hide" if self.hides else "transfers do not all hide"
+        verdict = "transfers overlap fully" if self.hides else "transfers overlap in part"
         return (
-            f"{verdict}: {self.tokens} tokens pass each layer in a step; its weights are read behind forward from {_tokens(self.forward_tokens)} on "
-            f"({self.flops / 1e9:.3g} GFLOP/s against {format_bytes(round(self.link_bytes_per_second))}/s), state, update and weights go behind backward "
-            f"from {_tokens(self.backward_tokens)} on ({format_seconds(self.update_seconds)} a layer); the step waited "
+            f"{verdict}: {self.tokens} tokens pass each layer in a step; reading weights overlaps fully with forward from {_tokens(self.forward_tokens)} on "
+            f"({self.flops / 1e9:.3g} GFLOP/s against {format_bytes(round(self.link_bytes_per_second))}/s), state, update and weights with backward from "
+            f"{_tokens(self.backward_tokens)} on ({format_seconds(self.update_seconds)} a layer); the step waited "
             f"{format_seconds(self.waited_seconds)} for weights"
         )
 

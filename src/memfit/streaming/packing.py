@@ -1,4 +1,4 @@
-"""What lies where in a flat buffer that several tensors share: on the device and, byte for byte, on the lower tier."""
+"""The layout of several tensors in one flat buffer, the same on the device and on the lower tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES: Final = 64  # what torch's own allocator gives on the CPU
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where tensors lie in a flat buffer.
+    """Offsets of tensors in a flat buffer.
 
     Attributes:
         places: of each tensor its offset in bytes, shape, stride and dtype.

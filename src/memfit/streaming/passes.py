@@ -1,4 +1,4 @@
-"""Forward and backward of one streamed step: layer outer, micro-batch inner, with the next layer on its way while one computes.
+"""Forward and backward of one streamed step: layer outer, micro-batch inner, with the next layer being loaded while one computes.
 
 forward     layer l computes for each micro-batch, without a graph, while layer l+1 is read into the other slot
 backward    layer l runs again with a graph, micro-batch after micro-batch; its gradients add up in the slot
@@ -21,13 +21,13 @@ from memfit.streaming.graph_cuts import Pass
 from memfit.streaming.interleaving import Interleaving
 from memfit.streaming.layers import Layer, intercepted
 from memfit.streaming.overlap import timed
-from memfit.streaming.placement import Placement
+from memfit.streaming.placement import LayerPlacement
 from memfit.streaming.updates import Updates
 from memfit.streaming.watch import Watch
 
 
 def forward(
-    placement: Placement,
+    placement: LayerPlacement,
     program: StepProgram,
     parts: Sequence[Batch],
     weights: Sequence[float | None],
@@ -82,7 +82,7 @@ def forward(
     return losses
 
 
-def _check_order(placement: Placement, layer: Layer, way: Pass) -> None:
+def _check_order(placement: LayerPlacement, layer: Layer, way: Pass) -> None:
     done = len(way.calls)
     if layer.number != done:
         instead = f"where {placement.layers[done].path} was next" if layer.number > done else "a second time"
@@ -93,7 +93,7 @@ def _check_order(placement: Placement, layer: Layer, way: Pass) -> None:
 
 
 def backward(
-    placement: Placement,
+    placement: LayerPlacement,
     gradients: SlotGradients,
     updates: Updates,
     passes: Sequence[Pass],

@@ -1,4 +1,4 @@
-"""Where the layers lie: all of them on the lower tier, and up to two in slots on the device, the next one on its way while one computes."""
+"""Where the layers are: all of them on the lower tier, and up to two in slots on the device, the next one being loaded while one computes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from memfit.streaming.packing import PackedLayout
 from memfit.streaming.slots import Slot
 
 
-class Placement:
-    """Brings layers to the device and sends them back.
+class LayerPlacement:
+    """Loads layers to the device and offloads them.
 
-    A layer is *shown* when its parameters point into its slot; else they are empty.
+    A layer is *shown* when its parameters point into its slot; otherwise they are empty.
 
     Args:
         layers: whose weights have their space on the tier.
         path: of the module that holds them, for errors.
-        tier: where they lie.
-        device: where they compute.
+        tier: to which they are offloaded.
+        device: on which they compute.
 
     Attributes:
         worker: does the transfers, in order, while the device computes.
@@ -45,7 +45,7 @@ class Placement:
         self._shown: dict[int, Layer] = {}  # by slot
 
     def make_slots(self) -> None:
-        """Take the device's memory for two layers."""
+        """Allocate the slots for two layers on the device."""
         weights = max(layer.weights.size_bytes for layer in self.layers)
         gradients = max(layer.gradients.size_bytes for layer in self.layers)
         self.slots = tuple(Slot(self.flat(weights), self.flat(gradients)) for _ in range(2))
@@ -78,7 +78,7 @@ class Placement:
         return self.slot_of(layer).gradients[: layer.gradients.size_bytes]
 
     def fetch(self, layer: Layer) -> None:
-        """Have the layer's weights read into its slot, if they are not there; after all jobs submitted before."""
+        """Submit a job that loads the layer's weights into its slot, unless they are there."""
         slot = self.slot_of(layer)
         if slot.layer == layer.number:
             return
@@ -89,7 +89,7 @@ class Placement:
         )
 
     def arrive(self, layer: Layer) -> None:
-        """Wait for the layer, and show it."""
+        """Wait for the layer's weights, and show it."""
         self.fetch(layer)
         slot = self.slot_of(layer)
         if slot.loading is not None:
@@ -107,7 +107,7 @@ class Placement:
         self._shown[layer.number % 2] = layer
 
     def forget_slots(self) -> None:
-        """What is in the slots, or was on its way into them, is not the layers' any more."""
+        """Treat the contents of the slots as invalid: layers are loaded again."""
         for slot in self.slots:
             slot.layer = slot.loading = None
 
@@ -125,7 +125,7 @@ class Placement:
             parameter.data = self.empty(parameter.dtype)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """What stands for a tensor that is on the lower tier."""
+        """An empty tensor in place of one that is on the lower tier."""
         if dtype not in self._away:
             self._away[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return self._away[dtype]
@@ -137,14 +137,14 @@ class Placement:
             self.tier.write(offset + start, dense)
 
     def reserve_gradients(self, layer: Layer) -> None:
-        """Have space on the tier for gradients that wait there."""
+        """Reserve space on the tier for gradients that wait there for the global norm."""
         if layer.gradients_offset < 0:
             layer.gradients_offset = self.tier.reserve(layer.gradients.size_bytes)
 
     # -- all of them ---------------------------------------------------------------------------------------------------------
 
     def gather(self, device: torch.device) -> None:
-        """Bring every layer's parameters to a device, into memory of their own; `synchronise` before they are read."""
+        """Load every layer's parameters to a device, into memory of their own; call `synchronise` before reading them."""
         self.worker.drain()
         for layer in self.layers:
             flat = torch.empty(layer.weights.size_bytes, dtype=torch.uint8, device=device)
@@ -154,7 +154,7 @@ class Placement:
         self._shown.clear()
 
     def save_copies(self) -> None:
-        """Copy all weights to places of their own on the tier."""
+        """Copy all weights to further regions of the tier."""
         self.worker.drain()
         for layer in self.layers:
             if layer.copy_offset < 0:

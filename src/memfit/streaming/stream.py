@@ -1,6 +1,6 @@
-"""A model whose repeated blocks lie on the lower tier and come to the device one at a time, to train with and to look at.
+"""A model whose repeated blocks are offloaded to a lower tier and loaded one at a time: training, evaluation, and access to its parameters.
 
-Parameters, gradients and optimizer state of a block are on the device only while it is their turn. The order is that of L2L (Pudipeddi et al. 2020,
+Parameters, gradients and optimizer state of a block are on the device only while the block is in use. The order is that of L2L (Pudipeddi et al. 2020,
 arXiv 2002.05645): layer outer, micro-batch inner, so that a layer's weights come once in forward and once in backward, however many micro-batches there are
 (`passes`, `updates`).
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
 from memfit.step.program import StepProgram
-from memfit.storage.tiers import Tier, tier_below
+from memfit.storage.tiers import Tier, nearest_tier
 from memfit.streaming import passes as streamed
 from memfit.streaming.gradients import SlotGradients
 from memfit.streaming.graph_cuts import Pass
@@ -32,34 +32,34 @@ from memfit.streaming.initialisation import Fill, filled, reset
 from memfit.streaming.layers import Layer, in_groups, intercepted, layers_of
 from memfit.streaming.optimizer_state import StreamedState
 from memfit.streaming.overlap import Measured, Overlap, overlap
-from memfit.streaming.placement import Placement
+from memfit.streaming.placement import LayerPlacement
 from memfit.streaming.updates import Updates
-from memfit.streaming.watch import WATCHED_BY_NOBODY, Watch
+from memfit.streaming.watch import NO_WATCH, Watch
 from memfit.techniques.layer_streaming.blocks import Blocks, blocks_at, own_to
 
 
 class LayerStream:
-    """Takes the blocks of a model to the lower tier, and runs optimizer steps with them there.
+    """Offloads the blocks of a model to the lower tier, and runs optimizer steps on them.
 
-    From here until `close`, the parameters of the blocks are empty on the device. `gathered` brings all of them there, `reading` one block at a time
-    for a forward without gradients.
+    From here until `close`, the parameters of the blocks are empty on the device. `gathered` loads all of them, `reading` one block at a time for a forward
+    without gradients.
 
     Args:
         model: any module; the user's own object.
         path: of the blocks (`Choices.streamed`); None for the largest family.
-        tier: where they go; None for host memory below a GPU and a temporary file below the CPU. Closed with the stream.
-        fill: gives modules on the meta device their values, one after the other, so that no more than one block is ever there.
-        device: of a model on the meta device; None for where the rest of it is, or the CPU.
+        tier: to offload to; None for host memory with a GPU and an unnamed file with the CPU. Closed with the stream.
+        fill: gives modules on the meta device their values, one after the other, so that no more than one block is in memory.
+        device: to train a model on the meta device on; None for the device of the rest of the model, or the CPU.
 
     Attributes:
         blocks: that are streamed.
-        layers: the same, with the place of each.
-        resident: parameters that are not in the blocks.
-        tier: where the blocks lie.
+        layers: the same, with where each is on the tier.
+        resident: parameters that are not in the blocks and stay on the device.
+        tier: to which the blocks are offloaded.
 
     Raises:
         InputError: there are no such blocks.
-        InfeasibleError: the lower tier has no space.
+        InfeasibleError: the lower tier does not have the space.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class LayerStream:
         self.blocks: Blocks = blocks_at(model, path)
         present = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         self.device = device or present
-        self.tier = tier if tier is not None else tier_below(self.device)
+        self.tier = tier if tier is not None else nearest_tier(self.device)
         self.layers: list[Layer] = layers_of(model, self.blocks.paths, self.tier)
-        self._placement = Placement(self.layers, self.blocks.path, self.tier, self.device)
+        self._placement = LayerPlacement(self.layers, self.blocks.path, self.tier, self.device)
         self._put_down(fill)
         moved = {id(p) for layer in self.layers for p in layer.parameters}
         self.resident = [p for p in model.parameters() if id(p) not in moved]
@@ -100,7 +100,7 @@ class LayerStream:
             layer = last[done]
             if any(id(p) in empty for p in layer.parameters):
                 placement.put_down(layer)
-            else:  # the model's own values: none is let go before all are written
+            else:  # the model's own values: none is freed before all are written
                 placement.write(layer.weights, layer.weights_offset, layer.parameters)
                 there.append(layer)
         placement.synchronise()
@@ -108,7 +108,7 @@ class LayerStream:
             placement.hide(layer)
 
     def buffers(self) -> dict[str, list[Tensor]]:
-        """What the stream itself holds on the device, by what it is for: "parameter", "gradient", "optimizer_state"."""
+        """The stream's own buffers on the device, by category: "parameter", "gradient", "optimizer_state"."""
         return {
             "parameter": [slot.weights for slot in self._placement.slots],
             "gradient": [slot.gradients for slot in self._placement.slots],
@@ -117,7 +117,7 @@ class LayerStream:
 
     @property
     def updating(self) -> bool:
-        """Whether a step has begun to change parameters; when it fails then, it has changed some."""
+        """Whether a step has begun to change parameters; if it fails after that, some of them have changed."""
         return self._updates.begun
 
     @property
@@ -126,10 +126,10 @@ class LayerStream:
         return self._placement.measured
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer before the first step: its state goes to the lower tier, and what it will make has its space there from now on.
+        """Offload the state of an optimizer before the first step, and reserve space on the lower tier for state that it has not made yet.
 
         Raises:
-            InfeasibleError: the lower tier has no space; state is where it was.
+            InfeasibleError: the lower tier does not have the space; the state is where it was.
         """
         self._state.adopt(optimizer)
 
@@ -140,7 +140,7 @@ class LayerStream:
         weights: Sequence[float | None],
         *,
         check_finite: bool = False,
-        watch: Watch = WATCHED_BY_NOBODY,
+        watch: Watch = NO_WATCH,
         changing: Callable[[], object] = lambda: None,
     ) -> list[Tensor]:
         """One optimizer step, update included.
@@ -203,13 +203,13 @@ class LayerStream:
 
     @contextmanager
     def gathered(self, *, on_host: bool = False, changed: bool = True) -> Iterator[nn.Module]:
-        """All parameters and all of the optimizer's state on the device, for as long as the block lasts: to save them, load others, or look at them.
+        """Inside the block all parameters and all optimizer state are on the device: to save them, load others, or inspect them.
 
         Takes as many bytes as the model does without streaming.
 
         Args:
-            on_host: in the host's memory instead; what is not in the blocks keeps its parameters on the device.
-            changed: what is changed inside goes back to the lower tier; without, what lies there stays as it is.
+            on_host: load them to host memory instead; parameters that are not in the blocks stay on the device.
+            changed: write them back to the lower tier at the end; with False, changes made inside are lost.
         """
         self._gather(torch.device("cpu") if on_host else self.device)
         try:
@@ -234,7 +234,7 @@ class LayerStream:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Steps inside leave no trace on the lower tier: weights and state are copied there and put back at the end. The caller looks after the rest."""
+        """Undo steps taken inside: weights and state on the lower tier are copied before and restored at the end. The caller restores everything else."""
         self._placement.save_copies()
         with self._state.put_back():
             try:
@@ -245,10 +245,10 @@ class LayerStream:
 
     @contextmanager
     def reading(self) -> Iterator[nn.Module]:
-        """The model can be called inside, without gradients: each block comes to the device when it is called, the next one while it computes.
+        """Inside, the model can be called without gradients: each block is loaded when it is called, the next one while it computes.
 
         Raises:
-            EngineError: in the block, when it is called with gradients on.
+            EngineError: a block was called with gradients enabled.
         """
 
         def called(layer: Layer, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class LayerStream:
             yield self.model
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every parameter, those of the blocks from the lower tier one block at a time: valid until the next one is asked for."""
+        """Name and value of every parameter, those of the blocks loaded one block at a time: a value is valid until the next is asked for."""
         self._placement.worker.drain()
         names = {id(p): name for name, p in self.model.named_parameters()}
         for parameter in self.resident:

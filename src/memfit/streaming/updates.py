@@ -19,8 +19,8 @@ from memfit.errors import EngineError
 from memfit.step.program import StepProgram
 from memfit.streaming.layers import Layer, ParameterGroup
 from memfit.streaming.optimizer_state import StreamedState
-from memfit.streaming.placement import Placement
-from memfit.streaming.watch import WATCHED_BY_NOBODY, Watch
+from memfit.streaming.placement import LayerPlacement
+from memfit.streaming.watch import NO_WATCH, Watch
 
 
 class Updates:
@@ -32,13 +32,13 @@ class Updates:
         resident: what is trained but not in the layers.
 
     Attributes:
-        begun: whether the step has begun to change parameters; when it fails then, it has changed some.
+        begun: whether the step has begun to change parameters; if it fails after that, some of them have changed.
     """
 
-    def __init__(self, placement: Placement, state: StreamedState, resident: Sequence[ParameterGroup]) -> None:
+    def __init__(self, placement: LayerPlacement, state: StreamedState, resident: Sequence[ParameterGroup]) -> None:
         self.begun = False
         self._placement, self._state, self._resident = placement, state, resident
-        self._watch = WATCHED_BY_NOBODY
+        self._watch = NO_WATCH
         self._changing: Callable[[], object] = lambda: None
         self._norms: dict[int, Tensor] = {}  # of gradients, by parameter, while a step that clips is under way
         self._aside: dict[int, set[int]] = {}  # by layer, the parameters whose gradients wait on the lower tier
@@ -56,11 +56,11 @@ class Updates:
         self._aside.clear()
 
     def end(self) -> None:
-        """The step is over, and whoever watched it is not told any more."""
-        self._watch, self._changing = WATCHED_BY_NOBODY, lambda: None
+        """The step is over: its watch is not called any more."""
+        self._watch, self._changing = NO_WATCH, lambda: None
 
     def after_backward(self, layer: Layer, graded: list[nn.Parameter], *, clips: bool) -> None:
-        """A layer's gradients are whole: update it while others compute, or set them aside where the norm of all is needed first."""
+        """A layer's gradients are complete: update it while others compute or, with clipping, offload them until the global norm is known."""
         if graded and clips:
             self._placement.reserve_gradients(layer)
             seconds = self._placement.measured.behind_seconds
@@ -70,7 +70,7 @@ class Updates:
             self._while_computing(functools.partial(self._update_layer, layer))
 
     def finish(self, program: StepProgram, resident: Sequence[nn.Parameter], layers: Sequence[Layer]) -> None:
-        """What backward has not updated already: everything when the norm of all gradients had to be known, else what is not in the layers."""
+        """Update what backward has not updated: everything with clipping, otherwise the parameters that are not in the layers."""
         graded = [p for p in resident if p.grad is not None]
         clip_norm = program.clip_norm
         norm: Tensor | None = None
@@ -98,7 +98,7 @@ class Updates:
             self.begun = True
 
     def _while_computing(self, update: Callable[[], None]) -> None:
-        """Have an update done by the worker; here and now when it takes memory of its own, which would add to the computation's by chance."""
+        """Let the worker do an update. One that allocates memory is done at once: beside computation, the peak would depend on timing."""
         optimizer, worker = self._state.optimizer, self._placement.worker
         assert optimizer is not None, "a step has one"
         seconds = self._placement.measured.behind_seconds
@@ -111,7 +111,7 @@ class Updates:
             seconds.append(time.perf_counter() - started)
 
     def _set_aside(self, layer: Layer, graded: list[nn.Parameter]) -> None:
-        """Gradients that wait for the norm of all go to the lower tier."""
+        """Offload gradients that wait for the global norm to the lower tier."""
         self._note_norms(graded)
         self._aside[layer.number] = {id(p) for p in graded}
         self._placement.tier.write(layer.gradients_offset, self._placement.gradients_in_slot(layer))

@@ -1,4 +1,4 @@
-"""Who wants to know which part of a streamed step runs: capture, to tell phases apart, and the meter."""
+"""Callbacks for the parts of a streamed step: capture uses them to tell phases apart, the meter to change threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class Watch:
-    """Is told which part of a streamed step runs; this one does nothing about it."""
+    """Callbacks for the parts of a streamed step; these do nothing."""
 
     def forward(self) -> AbstractContextManager[object]:
         """Entered for each stretch of forward: that of a micro-batch, and of a block that runs again. Backward follows it."""
@@ -27,4 +27,4 @@ class Watch:
         """Called in the one that goes on."""
 
 
-WATCHED_BY_NOBODY: Final = Watch()
+NO_WATCH: Final = Watch()

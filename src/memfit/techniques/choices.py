@@ -15,13 +15,13 @@ WEIGHTINGS: Final = ("whole", "samples", "sum", "tokens", "next_tokens", "filled
 
 @dataclass(frozen=True, init=False, repr=False)
 class Choices:
-    """How a step is run besides what is done about each saved tensor. Without techniques, in one micro-batch, it is plain PyTorch's.
+    """How a step is run, apart from what is done about each saved tensor. Without techniques, in one micro-batch, it is the step of plain PyTorch.
 
     The setting of each technique is an attribute under the technique's name, baseline or not: `choices.precision`.
 
     Args:
         micro_batches: in which the batch is run, gradients accumulated.
-        micro_batch_size: samples in the largest one; 0 where nobody has counted yet.
+        micro_batch_size: samples in the largest one; 0 where that is not known yet.
         weights: how the micro-batches' losses add up to the batch's: "whole" or one of `batches.weightings`.
         unforced: modules whose outputs want no gradient though a hook says so, since nothing below them is trained (`techniques.freezing.freeze`).
         techniques: (name, setting) of those in use; what `settings` says goes first.
@@ -127,7 +127,7 @@ BASELINE: Final = Choices()
 
 
 def conflict(choices: Choices, *, clips: bool = False) -> str | None:
-    """Why these choices cannot stand together; None when they can.
+    """Why these choices cannot be combined; None when they can.
 
     Args:
         choices: to be looked at.
@@ -156,7 +156,7 @@ def regions(choices: Choices, model: Any, device_type: str) -> Iterator[None]:
 
 
 def convert(choices: Choices, model: Any) -> None:
-    """Make the model as the techniques in use have it, for good (`Technique.convert`)."""
+    """Convert the model permanently as the techniques in use require (`Technique.convert`)."""
     for name, setting in choices.techniques:
         BY_NAME[name].convert(model, setting)
 
@@ -167,7 +167,7 @@ def converting(choices: Choices) -> dict[str, Any]:
 
 
 def sizing_state(choices: Choices) -> Choices:
-    """The same with those techniques only that have a say in how many bytes the optimizer's state takes (`Technique.sizes_state`)."""
+    """The same choices with only the techniques that change the bytes of the optimizer's state (`Technique.sizes_state`)."""
     return Choices(techniques=tuple((name, value) for name, value in choices.techniques if BY_NAME[name].sizes_state))
 
 

@@ -1,4 +1,4 @@
-"""Which models techniques have converted for good, and with what: planned for again they stay converted, and a plan for what they were is still theirs."""
+"""Which models techniques have converted permanently, and how: a new plan keeps the conversion, and a plan for the model as it was before still applies."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class EightBitState(Technique):
         return Offer(("8bit",)) if reason is None else Offer(why_not=reason)
 
     def bound(self, facts: StepFacts) -> OptimisticBound:
-        """All of the state; fewer bytes to read and write may well be faster."""
+        """All of the state; reading and writing fewer bytes may make the step faster."""
         return OptimisticBound(facts.state_bytes, -facts.update_seconds)
 
     def optimizer_settings(self, setting: str) -> Mapping[str, Any]:

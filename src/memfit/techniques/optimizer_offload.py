@@ -15,7 +15,7 @@ class OptimizerOffload(Technique):
     baseline = "device"
     lasting = True
     settings = ("device", "host", "disk")
-    page = "techniques/state-below.md"
+    page = "techniques/optimizer-state-offloading.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (
         DialectKey(
             "deepspeed", "zero_optimization.offload_optimizer.device", {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -32,7 +32,7 @@ class OptimizerOffload(Technique):
         return without.state_bytes, "all of the optimizer's state"
 
     def offer(self, subject: Subject) -> Offer:
-        """Weighed where the user opened a tier with room for all of it; elsewhere on request, as on a machine without a GPU that tier is the disk."""
+        """Considered where the user gave a budget for a lower tier that holds all of the state; elsewhere on request, as on a CPU the tier is the disk."""
         if subject.optimizer is None:
             return Offer(why_not="there is no optimizer")
         from memfit.optimizers import elementwise
@@ -41,7 +41,7 @@ class OptimizerOffload(Technique):
         kind, groups = kind_and_groups(subject.optimizer)
         reasons = {place: elementwise.why_not_there(kind, groups, place) for place in ("disk", "host")}
         places = tuple(place for place, reason in reasons.items() if reason is None)
-        # Of two places the disk first: what is said of it holds for both.
+        # Of two places the disk first: its reason for refusing holds for both.
         why_not = next((reason for reason in reasons.values() if reason is not None), "")
         state_bytes = 0 if subject.facts is None else subject.facts.state_bytes
         roomy = {tier for tier, free in subject.capacity_bytes.items() if free is None or state_bytes <= free}

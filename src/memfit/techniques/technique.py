@@ -1,8 +1,8 @@
-"""What a technique is: one way to make a training step hold less, or run in the bytes there are, told in one file.
+"""The base class of techniques. A technique is one way to reduce the memory of a training step, described in one file.
 
-A technique says what it offers a given step, what it conflicts with and why, the best it could do for bytes and seconds, how a step runs under it, its words
-for people, what is commonly claimed of it, and its keys in other libraries' configurations. Everything else (the search, the explanation, the checks of what a
-user pins) goes through the list in `techniques.registry` and knows no technique by name.
+A technique says which settings a given step can have, what it conflicts with and why, the best it could do for bytes and seconds, how a step runs under it,
+its description for people, what is commonly claimed of it, and its keys in other libraries' configurations. Everything else (the search, the explanation,
+the checks of pinned choices) goes through the list in `techniques.registry` and knows no technique by name.
 
 These files are read by the planner, which needs no torch: torch and whatever is built on it are imported inside the methods that run on a model.
 """
@@ -24,12 +24,12 @@ CANNOT_HAVE_IT: Final = "this step cannot have it"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one technique could do for one step.
+    """The settings of one technique that one step can have.
 
     Attributes:
-        values: settings worth weighing besides the baseline.
-        on_request: further settings that are taken where the user pins them, and not weighed otherwise.
-        why_not: why there are no other settings; "" where nobody would ask.
+        values: settings that the search considers besides the baseline.
+        on_request: further settings, used only where the user pins them.
+        why_not: why there are no other settings; "" where no reason is needed.
     """
 
     values: tuple[Setting, ...] = ()
@@ -43,7 +43,7 @@ class OptimisticBound:
 
     Attributes:
         saved_bytes: the most it takes off any moment of the step; None where it does what recomputation does, and a bound for that says nothing.
-        seconds: the least it adds to a step; negative where it may be faster.
+        seconds: the least it adds to a step; negative where the step may become faster.
     """
 
     saved_bytes: int | None
@@ -56,7 +56,7 @@ class LossHead:
 
     Attributes:
         rows, classes: shape of the logits.
-        bytes: of everything as large as the logits that is made on the way, there and back.
+        bytes: of all tensors as large as the logits that forward and backward make for the loss.
         first, last: events between which any of it lives, where autograd keeps what it saves.
         seconds: of one pass's operations that make or read any of it, the products among them.
     """
@@ -71,11 +71,11 @@ class LossHead:
 
 @dataclass(frozen=True, slots=True)
 class StreamingFacts:
-    """What streaming the layers of a step would take, at the least.
+    """The least that streaming the layers of a step would cost.
 
     Attributes:
-        again_seconds: of computing all layers once more in backward.
-        copy_seconds: of copies that no order of copying can leave out.
+        again_seconds: of recomputing all layers in backward.
+        copy_seconds: of the copies that every schedule needs.
     """
 
     again_seconds: float
@@ -84,14 +84,14 @@ class StreamingFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a trace says of one step, in numbers: all that a technique's bound and claim are made of.
+    """The figures of one step, from its trace, that a technique's bound and claim use.
 
     Attributes:
         micro_batches: in which the step was captured.
-        parameter_bytes, gradient_bytes, state_bytes, activation_bytes: by category, whenever they are there.
+        parameter_bytes, gradient_bytes, state_bytes, activation_bytes: totals by category over the step.
         step_seconds, update_seconds: of the whole step in which nothing is dropped, and of the optimizer in it.
         head: the loss head; None where there is none.
-        state_transfer_seconds: to bring the optimizer's state to the device and back once; None where it can lie nowhere else.
+        state_transfer_seconds: to copy the optimizer's state to the device and back once; None where it cannot be offloaded.
         streaming: of the layers that could be streamed; None where none can.
     """
 
@@ -115,9 +115,9 @@ class Subject:
         model: the user's `torch.nn.Module`.
         optimizer: made for the parameters that are trained; None where there is none.
         fixed: what the user pinned, by the name of the technique, and "micro_batches".
-        facts: of the baseline step; None before it is captured: what depends on it offers nothing then.
-        head_sets_peak: whether the step holds most in its loss head.
-        capacity_bytes: of each tier that is open, what may lie there; None for no bound.
+        facts: of the baseline step; None before it is captured: techniques that depend on it offer nothing then.
+        head_sets_peak: whether the peak of the step is in its loss head.
+        capacity_bytes: of each lower tier that may be used, the bytes that may be offloaded to it; None for no limit.
         streamed: path of the blocks that could be streamed; "" for none.
     """
 
@@ -154,18 +154,18 @@ class Technique(ABC):
 
     Attributes:
         name: in `fixed=` and in `Choices`.
-        baseline: the setting under which the step is plain PyTorch's.
+        baseline: the setting under which the step is that of plain PyTorch.
         settings: all settings where they can be listed; None where they depend on the model.
         allow: word of `allow=` -> the setting that is weighed only where the user names the word.
         page: of the documentation.
         dialect_keys: in other libraries' configurations.
-        unsaid: of a library whose keys cannot say it, what the reader of a written configuration has to do instead; `{setting}` stands for the setting.
+        unsaid: by library whose configuration has no key for it, what the user has to do instead; `{setting}` stands for the setting.
         pinned: whether the user may pin it with `fixed=`.
         baseline_words: the baseline in a few words.
         expected_faster: whether people expect a step to be faster with it; where it is not, the plan says so.
-        lasting: whether an engine goes on with its setting where it plans again for another batch, as model or optimizer are made for it.
-        sizes_state: whether the optimizer's state takes other bytes with it, wherever it lies.
-        reorders: whether additions come in another order than plain PyTorch's.
+        lasting: whether an engine keeps its setting when it plans again for another batch, because model or optimizer were made for it.
+        sizes_state: whether it changes the bytes of the optimizer's state, wherever the state is.
+        reorders: whether additions come in another order than in plain PyTorch.
         repeatable: operations of its own, "library::name", that are functions of their inputs alone, bit for bit: recomputation may run them again.
     """
 
@@ -212,10 +212,10 @@ class Technique(ABC):
 
     @abstractmethod
     def offer(self, subject: Subject) -> Offer:
-        """What this technique could do for a step."""
+        """The settings that a step can have."""
 
     def conflict(self, setting: Any, used: Mapping[str, Any], *, clips: bool) -> str | None:
-        """Why it cannot stand with what else is used; None when it can.
+        """Why it cannot be combined with the other techniques in use; None when it can.
 
         Args:
             setting: of this technique.
@@ -226,18 +226,18 @@ class Technique(ABC):
         return None
 
     def bound(self, facts: StepFacts) -> OptimisticBound | None:
-        """The best it could do for this step, whatever its setting; None where nobody knows.
+        """The best it could do for this step, whatever its setting; None where that is not known.
 
-        No fewer seconds, no more bytes: where it is wrong, a faster plan is missed.
+        A bound that promises too little makes the search miss a faster plan.
         """
         del facts
         return None
 
     def check(self, setting: Any) -> None:
-        """See that a pinned setting is one there is.
+        """Check that a pinned setting exists.
 
         Raises:
-            InputError: it is not.
+            InputError: it does not.
         """
         if self.settings is not None and setting not in self.settings:
             raise InputError(f"fixed {self.name}={setting!r}: there is {listed(self.settings)}")

@@ -1,7 +1,7 @@
-"""A tracker: what is told of each step, under which names, to which library; and that no library can end a training.
+"""A tracker: which metrics of each step are logged, under which names, to which library. No failure of a library can end the training.
 
-What goes wrong at the start (a package that is missing, a folder that cannot be written to) is an error, before anything is trained. What goes wrong later
-is told once, and the training goes on without that tracker.
+A failure at the start (a missing package, a folder that cannot be written to) is an error, before anything is trained. A later failure is reported once, and
+the training continues without that tracker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from memfit.errors import InputError, MemfitError
-from memfit.trackers.start import Adapter, End, Start
+from memfit.trackers.start import End, OpenRun, Start
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
 
@@ -32,17 +32,17 @@ class Tracker:
 
     Attributes:
         kind: one of `KINDS`.
-        look: what to type to see the run.
+        look: the command that shows the run.
     """
 
-    def __init__(self, kind: str, adapter: Adapter, plan: Plan | None, note: Callable[[str], None]) -> None:
-        self.kind, self.look = kind, adapter.look
-        self._adapter: Adapter | None = adapter
+    def __init__(self, kind: str, run: OpenRun, plan: Plan | None, note: Callable[[str], None]) -> None:
+        self.kind, self.look = kind, run.look
+        self._run: OpenRun | None = run
         self._plan, self._note = plan, note
         self._skipped = 0
 
     def step(self, record: StepRecord, *, learning_rate: float | None = None, skipped_steps: int | None = None) -> None:
-        """Tell of an optimizer step.
+        """Log an optimizer step.
 
         Args:
             record: what `engine.step` returned.
@@ -66,35 +66,35 @@ class Tracker:
         self._log(record.step, metrics)
 
     def validation(self, step: int, loss: float) -> None:
-        """Tell of an evaluation after `step` optimizer steps."""
+        """Log an evaluation after `step` optimizer steps."""
         self._log(step, {"validation/loss": loss})
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._adapter is None:
+        if self._run is None:
             return
         try:
-            self._adapter.log(step, metrics)
+            self._run.log(step, metrics)
         except Exception as error:  # noqa: BLE001 - a training is worth more than its picture
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        adapter, self._adapter = self._adapter, None
+        run, self._run = self._run, None
         self._note(f"tracking with {self.kind} has stopped ({_reason(error)}); training goes on without it")
-        if adapter is not None:
+        if run is not None:
             with suppress(Exception):
-                adapter.close("failed")
+                run.close("failed")
 
     def close(self, end: End = "finished") -> None:
-        """No more comes; what waits is written.
+        """End the run; what is buffered is written.
 
         Args:
             end: how the run ended, for libraries that show it.
         """
-        adapter, self._adapter = self._adapter, None
-        if adapter is None:
+        run, self._run = self._run, None
+        if run is None:
             return
         try:
-            adapter.close(end)
+            run.close(end)
         except Exception as error:  # noqa: BLE001 - as above
             self._stop(error)
 
@@ -120,7 +120,7 @@ def tracker(
     step: int = 0,
     note: Callable[[str], None] | None = None,
 ) -> Tracker:
-    """Begin a run in a library, or go on with one.
+    """Begin a run in a library, or continue one.
 
     Args:
         kind: "tensorboard", "mlflow", "wandb" or "trackio".
@@ -129,7 +129,7 @@ def tracker(
         settings: further parameters, nested as you like.
         name: of the run; the folder's name when left out.
         step: optimizer steps taken before. With more than 0 the same run goes on, where the library can.
-        note: who is told when the library fails on the way; a warning when left out.
+        note: called with a message when the library fails during training; a warning when left out.
 
     Raises:
         InputError: there is no such library, its package is missing, or it cannot start.
@@ -140,18 +140,18 @@ def tracker(
     start = Start(home, name or Path(folder).resolve().name, described, "" if plan is None else plan.explain(), step)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        adapter = import_module(f"memfit.trackers.{kind}").begin(start)
+        run = import_module(f"memfit.trackers.{kind}").begin(start)
     except MemfitError:
         raise
     except Exception as error:
         raise InputError(
             f"tracking with {kind} cannot start ({_reason(error)}): put that right, or leave {kind} out"
         ) from error
-    return Tracker(kind, adapter, plan, note or _warn)
+    return Tracker(kind, run, plan, note or _warn)
 
 
 def check(kinds: Iterable[str]) -> None:
-    """See that the packages are there.
+    """Check that the packages are installed.
 
     Raises:
         InputError: there is no such library, or its package is missing.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from memfit.trackers.start import PROJECT, Adapter, End, Start, flat
+from memfit.trackers.start import PROJECT, End, OpenRun, Start, flat
 
 _STATUS: Final[Mapping[End, str]] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _LONGEST_VALUE: Final = 6000  # of a parameter
@@ -79,6 +79,6 @@ class _MLflow:
         self._client.set_terminated(self._run, _STATUS[end])
 
 
-def begin(start: Start) -> Adapter:
+def begin(start: Start) -> OpenRun:
     """A run in the experiment MLFLOW_EXPERIMENT_NAME, or "memfit"."""
     return _MLflow(start)

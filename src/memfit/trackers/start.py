@@ -47,17 +47,17 @@ class Start:
         (self.folder / NAME).write_text(json.dumps({"run": run}) + "\n", encoding="utf-8")
 
 
-class Adapter(Protocol):
-    """One library's run, open."""
+class OpenRun(Protocol):
+    """An open run in one library."""
 
     look: str
-    """What to type to see it."""
+    """The command that shows the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of one step."""
 
     def close(self, end: End) -> None:
-        """No more comes."""
+        """End the run."""
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

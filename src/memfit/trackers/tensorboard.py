@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from memfit.trackers.start import Adapter, End, Start
+from memfit.trackers.start import End, OpenRun, Start
 
 _FLUSH_SECONDS: Final = 10  # a run that is killed loses as much of its curves
 
@@ -35,6 +35,6 @@ class _TensorBoard:
         self._writer.close()
 
 
-def begin(start: Start) -> Adapter:
+def begin(start: Start) -> OpenRun:
     """An event file of its own for each time the run goes on; TensorBoard reads them as one run."""
     return _TensorBoard(start)

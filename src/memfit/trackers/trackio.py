@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 
-from memfit.trackers.start import PROJECT, Adapter, End, Start, flat
+from memfit.trackers.start import PROJECT, End, OpenRun, Start, flat
 
 
 class _Trackio:
@@ -44,6 +44,6 @@ class _Trackio:
             context_vars.current_run.set(None)
 
 
-def begin(start: Start) -> Adapter:
+def begin(start: Start) -> OpenRun:
     """A run in the project "memfit"."""
     return _Trackio(start)

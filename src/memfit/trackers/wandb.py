@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 
 from memfit.errors import InputError
-from memfit.trackers.start import PROJECT, Adapter, End, Start
+from memfit.trackers.start import PROJECT, End, OpenRun, Start
 
 
 class _WandB:
@@ -43,6 +43,6 @@ class _WandB:
         self._run.finish(exit_code=int(end == "failed"))
 
 
-def begin(start: Start) -> Adapter:
+def begin(start: Start) -> OpenRun:
     """A run in the project WANDB_PROJECT, or "memfit"."""
     return _WandB(start)

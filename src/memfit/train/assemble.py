@@ -1,4 +1,4 @@
-"""From a configuration to the things themselves: model, loss, optimizer, data."""
+"""From a configuration to the objects that it describes: model, loss, optimizer, data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Assembly:
         batches: to train on.
         validation: to evaluate on; None when there is none.
         notes: what the reader should know, such as texts that were cut.
-        door: to the DeepSpeed configuration merged with the run's own; None where there is none.
+        deepspeed: the DeepSpeed configuration merged with the run's own; None where there is none.
     """
 
     model: torch.nn.Module
@@ -56,7 +56,7 @@ class Assembly:
     batches: Batches
     validation: Batches | None
     notes: tuple[str, ...]
-    door: FromDeepSpeed | None = None
+    deepspeed: FromDeepSpeed | None = None
 
 
 def assemble(config: Config, progress: Callable[[str, float], None] | None = None, *, weights: bool = True) -> Assembly:
@@ -84,11 +84,11 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     say("reading the data", 0.0)
     training, validation, notes = read_data(config, model)
     size = config.fit.global_batch
-    door = open_door(config)
+    deepspeed = read_deepspeed(config)
     optimizer: OptimizerFactory = partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings())
-    if door is not None:
-        optimizer = door.optimizer if door.config.optimizer is not None else optimizer
-        notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in door.notices))
+    if deepspeed is not None:
+        optimizer = deepspeed.optimizer if deepspeed.config.optimizer is not None else optimizer
+        notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in deepspeed.notices))
     if len(training) < size:
         notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
     return Assembly(
@@ -98,11 +98,11 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         Batches(training, min(size, max(1, len(training))), config.train.seed, device),
         None if validation is None else Batches(validation, size, None, device),
         notes,
-        door,
+        deepspeed,
     )
 
 
-def open_door(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
+def read_deepspeed(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
     """The DeepSpeed configuration merged with the run's own; None where there is none.
 
     Args:

@@ -110,8 +110,8 @@ class FitConfig:
 
     Attributes:
         budget: "8GiB", bytes, or a share of the device such as "80%".
-        host_budget: the same for what is offloaded to: the host's memory for a GPU, the disk for a CPU; 0: nothing is offloaded.
-        disk_budget: the same for the disk of a GPU's host, for what host_budget has no capacity for.
+        host_budget: the same for the nearest lower memory tier: host memory for a GPU, the disk for a CPU; 0: nothing is offloaded.
+        disk_budget: the same for the disk of a computer with a GPU, for what does not fit into host_budget.
         global_batch: samples per optimizer step; a plan may split it, never change it.
         allow: what may change results: bf16, fp16, 8bit.
         freeze: patterns of module paths that are not trained.

@@ -1,7 +1,7 @@
 """The loss on data that is not trained on, in micro-batches no larger than the plan's.
 
 Evaluation is where trainers run out of memory that planned everything else: here nothing is kept for backward, logits
-are let go after each micro-batch, and no micro-batch is larger than those of training, so it takes less than a training
+are freed after each micro-batch, and no micro-batch is larger than those of training, so it takes less than a training
 step.
 """
 

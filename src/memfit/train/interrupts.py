@@ -13,7 +13,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether somebody wants the training to stop.
+    """Whether a signal has asked the training to stop.
 
     Attributes:
         signal: number of the signal that came; None when none has.

@@ -57,7 +57,7 @@ class Log:
 
     def _failed(self, error: OSError) -> SnapshotError:
         return SnapshotError(
-            f"cannot write {self._file}: {error.strerror or error}; make room, then `memfit resume {self._file.parent}`"
+            f"cannot write {self._file}: {error.strerror or error}; free space, then `memfit resume {self._file.parent}`"
         )
 
     def sync(self) -> None:

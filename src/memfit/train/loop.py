@@ -1,9 +1,9 @@
 """The training loop: one engine step after another, and what belongs between them.
 
-The schedule moves once per optimizer step that is taken; one skipped because fp16 overflowed uses its batch and nothing
-else. The last, smaller batch of an epoch is used; a stop is obeyed between steps;
-whatever ends the run, what is on disk is the state after a whole step, and going on from it gives the same numbers as
-never having stopped.
+The schedule moves once per optimizer step that is taken; a step that is skipped because fp16 overflowed uses up its batch
+and changes nothing else. The last, smaller batch of an epoch is used. A request to stop is obeyed between steps. Whatever
+ends the run, the state on disk is that after a whole step, and a run resumed from it gives the same numbers as one that
+never stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Steps(Trained, Protocol):
         """One optimizer step."""
 
     def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[torch.nn.Module]:
-        """Parameters and optimizer state are all there inside, to be saved or loaded."""
+        """Inside, the model has all its parameters and the optimizer all its state, to be saved or loaded."""
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
@@ -51,7 +51,39 @@ MakeRates = Callable[[torch.optim.Optimizer, int], Rates | MovedRates]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutput:
+    """Where a run writes, and who is told of its steps.
+
+    Attributes:
+        folder: for the log and the snapshots.
+        config: written into snapshots, for whoever finds one.
+        display: shows progress.
+        trackers: get what the log gets; whoever opened them closes them.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    display: Display = field(default_factory=SilentDisplay)
+    trackers: Sequence[Tracker] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What is evaluated during training; see `evaluate`.
+
+    Attributes:
+        batches: of the validation data.
+        loss_fn: the engine's; None when the model returns its loss.
+        weights: what the loss averages over.
+    """
+
+    batches: Batches
+    loss_fn: LossFunction | None = None
+    weights: str = "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -81,42 +113,29 @@ def total_steps(settings: TrainConfig, batches: Batches) -> int:
 def train(
     engine: Steps,
     batches: Batches,
-    out: Path,
+    output: RunOutput,
     settings: TrainConfig | None = None,
     *,
     schedule: ScheduleConfig | MakeRates | None = None,
-    validation: Batches | None = None,
-    loss_fn: LossFunction | None = None,
-    weights: str = "samples",
+    validation: Validation | None = None,
     snapshot: Snapshot | None = None,
-    config: Mapping[str, Any] | None = None,
-    display: Display | None = None,
-    trackers: Sequence[Tracker] = (),
-) -> Outcome:
-    """Train until the steps are taken or somebody stops it.
+) -> RunOutcome:
+    """Train until all steps are taken or a signal asks to stop.
 
     Args:
-        engine: what `memfit.fit` or `memfit.apply` gave; its learning rates are the full ones.
+        engine: what `memfit.fit` or `memfit.apply` returned; the learning rates of its optimizer are the ones that the schedule scales.
         batches: to train on.
-        out: folder for the log and the snapshots.
-        settings: how long, how often to save, log, evaluate and meter. `settings.out` is not looked at.
-        schedule: of the learning rate; or what makes the rates, from the optimizer and the number of steps in all.
-        validation: to evaluate on.
-        loss_fn: of the engine; evaluation uses the same.
-        weights: what the loss averages over, see `evaluate`.
-        snapshot: where to go on from; None starts anew.
-        config: written into snapshots, for whoever finds one.
-        display: where to tell about it.
-        trackers: get what the log gets; whoever opened them closes them.
+        output: folder for the log and the snapshots, and who is told of the steps.
+        settings: how many steps, and how often to save, log, evaluate and meter. `settings.out` is not used.
+        schedule: of the learning rate; or a function that makes the rates from the optimizer and the total number of steps.
+        validation: data to evaluate on; None for no evaluation.
+        snapshot: where to continue; None starts from the beginning.
 
     Raises:
         NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
         SnapshotError: a snapshot cannot be written; older ones are whole.
     """
-    run = _Run(
-        engine, batches, out, settings or TrainConfig(), schedule or ScheduleConfig(), validation, loss_fn, weights,
-        dict(config or {}), display or SilentDisplay(), trackers,
-    )  # fmt: skip
+    run = _Run(engine, batches, output, settings or TrainConfig(), schedule or ScheduleConfig(), validation)
     return run.go(snapshot)
 
 
@@ -124,15 +143,10 @@ def train(
 class _Run:
     engine: Steps
     batches: Batches
-    out: Path
+    output: RunOutput
     settings: TrainConfig
     schedule: ScheduleConfig | MakeRates
-    validation: Batches | None
-    loss_fn: LossFunction | None
-    weights: str
-    config: dict[str, Any]
-    display: Display
-    trackers: Sequence[Tracker]
+    validation: Validation | None
     step: int = 0
     skipped: int = 0
     position: Position = field(default_factory=Position)
@@ -144,7 +158,7 @@ class _Run:
     saved_step: int = -1
     saved_evaluated: int = -1
 
-    def go(self, snapshot: Snapshot | None) -> Outcome:
+    def go(self, snapshot: Snapshot | None) -> RunOutcome:
         if self.engine.optimizer is None:
             raise InputError("the engine has no optimizer: pass one to memfit.fit")
         total = total_steps(self.settings, self.batches)
@@ -154,31 +168,33 @@ class _Run:
         )
         with self.engine.gathered(on_host=True, changed=False):
             content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
-            snapshots.check_space(self.out, snapshots.bytes_of(content))  # better now than after the first hour
+            snapshots.check_space(
+                self.output.folder, snapshots.bytes_of(content)
+            )  # better now than after the first hour
             del content
         self._begin(snapshot)
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
             rates.set(max(0, self.step - self.skipped - 1))
-        log = Log(self.out, self.step, self.evaluated)
+        log = Log(self.output.folder, self.step, self.evaluated)
         try:
-            with stop_requests(self.display.note) as stop:
-                self.display.begin(self.step, total, self.engine.plan.prediction.peak_bytes)
+            with stop_requests(self.output.display.note) as stop:
+                self.output.display.begin(self.step, total, self.engine.plan.prediction.peak_bytes)
                 self._steps(total, rates, log, stop)
                 if not stop:
                     self._evaluate(log, stop)
                 if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
                 else:  # the run may have been killed before it got to that
-                    snapshots.prune(self.out, self.settings.keep)
+                    snapshots.prune(self.output.folder, self.settings.keep)
         finally:
             rates.release()
             log.close()
-        return Outcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, stop.signal)
+        return RunOutcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, stop.signal)
 
     def _begin(self, snapshot: Snapshot | None) -> None:
         """From the start, or from where the snapshot was taken."""
-        snapshots.sweep(self.out)
+        snapshots.sweep(self.output.folder)
         if snapshot is None:
             seed_all(self.settings.seed)  # whatever planning has drawn
             return
@@ -188,12 +204,12 @@ class _Run:
                 f"{len(self.batches.samples)}: "
                 "put the data back, or start a new run from the weights"
             )
-        for moved in snapshots.set_aside(self.out, snapshot.step):
-            self.display.note(f"set aside: {moved} (it is later than where this run starts)")
+        for moved in snapshots.set_aside(self.output.folder, snapshot.step):
+            self.output.display.note(f"set aside: {moved} (it is later than where this run starts)")
         with self.engine.gathered(on_host=True):
             loop = snapshots.restore(snapshot, self.engine)
         self.step, self.position, self.saved = snapshot.step, snapshot.position, snapshot.folder
-        if snapshot.folder.resolve().parent == self.out.resolve():
+        if snapshot.folder.resolve().parent == self.output.folder.resolve():
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
@@ -231,9 +247,9 @@ class _Run:
             )
             if due:
                 log.step(record, epoch=epoch, learning_rate=rate, predicted_peak_bytes=predicted)
-                for tracker in self.trackers:
+                for tracker in self.output.trackers:
                     tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
-            self.display.step(record, rate, log=due)
+            self.output.display.step(record, rate, log=due)
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._evaluate(log, stop)
             if settings.save_every and self.step % settings.save_every == 0:
@@ -246,10 +262,10 @@ class _Run:
         with self.engine.evaluating() as model:
             loss = evaluate(
                 model,
-                self.validation,
-                self.loss_fn,
+                self.validation.batches,
+                self.validation.loss_fn,
                 largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
-                weights=self.weights,
+                weights=self.validation.weights,
                 precision=choices.precision,
                 stop=lambda: bool(stop),
             )
@@ -257,9 +273,9 @@ class _Run:
             return
         self.validation_loss, self.evaluated = loss, self.step
         log.validation(self.step, loss)
-        for tracker in self.trackers:
+        for tracker in self.output.trackers:
             tracker.validation(self.step, loss)
-        self.display.note(f"step {self.step}: validation loss {loss:.4f}")
+        self.output.display.note(f"step {self.step}: validation loss {loss:.4f}")
 
     def _save(self, log: Log) -> None:
         log.sync()
@@ -273,16 +289,16 @@ class _Run:
         }
         with self.engine.gathered(on_host=True, changed=False):
             self.saved = snapshots.write(
-                self.out,
+                self.output.folder,
                 self.engine,
                 step=self.step,
                 position=self.position,
                 samples=len(self.batches.samples),
                 loop=loop,
-                config=self.config,
+                config=dict(self.output.config),
             )
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
-        snapshots.prune(self.out, self.settings.keep)
+        snapshots.prune(self.output.folder, self.settings.keep)
 
     def _non_finite(self, error: NonFiniteLossError, log: Log) -> NonFiniteLossError:
         if self.saved_step != self.step:
@@ -290,5 +306,5 @@ class _Run:
         setting = "fit.fixed.precision=bf16" if self.engine.plan.choices.precision == "fp16" else "optim.lr=..."
         return NonFiniteLossError(
             f"step {self.step + 1}: {error}. The state before it is in {self.saved}; "
-            f"to go on with another setting: memfit resume {self.out} --set {setting}"
+            f"to go on with another setting: memfit resume {self.output.folder} --set {setting}"
         )

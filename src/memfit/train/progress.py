@@ -13,7 +13,7 @@ from memfit.values.report import StepRecord
 
 
 class Display(Protocol):
-    """Where a run tells what it is doing."""
+    """Shows what a run is doing."""
 
     def stage(self, text: str, share: float) -> None:
         """Something before training that takes a while, and how much of it is done (0 to 1)."""
@@ -135,7 +135,7 @@ class BarDisplay:
         self._console.print(text)
 
     def close(self) -> None:
-        """Let the terminal go."""
+        """Remove the bar from the terminal."""
         if self._open is not None:
             self._open.stop()
             self._open.remove_task(self._task)

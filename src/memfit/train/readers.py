@@ -22,7 +22,7 @@ Array = NDArray[Any]
 KINDS: Final = {".jsonl": ".jsonl", ".txt": ".txt", ".md": ".txt", ".npz": ".npz"}  # suffix -> how it is read
 
 
-class Line(NamedTuple):
+class JsonLine(NamedTuple):
     """A line's content and where it stands."""
 
     where: str
@@ -63,7 +63,7 @@ def text_lines(files: Iterable[Path]) -> Iterator[str]:
             raise InputError(f"{file} is empty")
 
 
-def json_lines(files: Iterable[Path]) -> Iterator[Line]:
+def json_lines(files: Iterable[Path]) -> Iterator[JsonLine]:
     """Objects of .jsonl files, blank lines left out.
 
     Raises:
@@ -82,7 +82,7 @@ def json_lines(files: Iterable[Path]) -> Iterator[Line]:
             if not isinstance(content, dict):
                 raise InputError(f"{where}: expected an object such as {{...}}, found {type(content).__name__}")
             empty = False
-            yield Line(where, content)
+            yield JsonLine(where, content)
         if empty:
             raise InputError(f"{file} is empty")
 
@@ -100,7 +100,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{file}: not UTF-8 after line {number} ({error.reason})") from error
 
 
-def numbers(lines: Iterable[Line]) -> dict[str, Array]:
+def numbers(lines: Iterable[JsonLine]) -> dict[str, Array]:
     """Fields that are numbers, or even lists of numbers, as arrays: int64 when all are whole, float32 otherwise.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A configured run from its start or from where it stopped: fit, train, save the model, write the report."""
+"""A configured run, from the start or resumed: fit, train, save the model, write the report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from memfit import api, trackers
 from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
-from memfit.integrations.deepspeed.training import Schedule
+from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.trackers import Tracker
 from memfit.train import log, snapshots
-from memfit.train.assemble import Assembly, assemble, open_door, without_bars
+from memfit.train.assemble import Assembly, assemble, read_deepspeed, without_bars
 from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
-from memfit.train.loop import MakeRates, Outcome, train
+from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
@@ -41,7 +41,7 @@ TRACKERS_NAME: Final = "trackers"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has left.
+    """The results of a run.
 
     Attributes:
         outcome: how the training ended.
@@ -51,7 +51,7 @@ class Result:
         report: the report's page, or its JSON when no page was asked for.
     """
 
-    outcome: Outcome
+    outcome: RunOutcome
     plan: Plan
     out: Path
     model: Path | None
@@ -63,7 +63,7 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
 
     Args:
         config: of the run.
-        display: where to tell about it.
+        display: shows progress.
         plan: to follow instead of making one.
 
     Raises:
@@ -85,14 +85,14 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
 
 
 def resume(path: Path, display: Display | None = None, settings: Iterable[str] = ()) -> Result:
-    """Go on with a run that stopped.
+    """Resume a run that stopped.
 
     The saved plan is followed again, so that the numbers are those of a run that never stopped; with another budget,
     batch or the like in `settings`, it is planned anew.
 
     Args:
         path: folder of the run, or one of its snapshots.
-        display: where to tell about it.
+        display: shows progress.
         settings: changes to the run's configuration, such as "fit.budget=4GiB".
 
     Raises:
@@ -154,15 +154,15 @@ def _again(plan: Plan, config: Config, assembly: Assembly, display: Display) -> 
 
 
 def check_budget(config: Config, plan: Plan | None = None) -> None:
-    """See that there is a number of bytes to stay inside, and that a plan made before does.
+    """Check that there is a budget, and that an existing plan fits into it.
 
     Raises:
-        ConfigError: there is none, or the plan takes more.
+        ConfigError: there is no budget, or the plan takes more.
     """
     budget = config.fit.budget
     if budget is None and plan is None:
         raise ConfigError('fit.budget is missing: the bytes that training may take, such as "8GiB" (or --budget 8GiB)')
-    # A share of the device ("80%") is checked by who knows the device, in planning.
+    # A share of the device ("80%") is checked in planning, where the device is known.
     if budget is None or plan is None or str(budget).strip().endswith("%"):
         return
     if plan.prediction.peak_bytes > parse_bytes(budget):
@@ -173,12 +173,12 @@ def check_budget(config: Config, plan: Plan | None = None) -> None:
 
 
 def assembled(config: Config, display: Display, device: str | None = None) -> Assembly:
-    """What a configuration describes, its notes told.
+    """What a configuration describes; its notes are shown.
 
     Args:
         config: of the run.
-        display: where to tell about it.
-        device: name of one that is not here, to plan for; then the weights are not needed, and a Hugging Face model gets none.
+        display: shows progress.
+        device: name of a device that this computer does not have, to plan for; then the weights of a Hugging Face model are not loaded.
 
     Raises:
         ConfigError, InputError: as for `assemble`.
@@ -193,7 +193,7 @@ def plan_arguments(config: Config, assembly: Assembly) -> dict[str, Any]:
     """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget.
 
     Raises:
-        ConfigError: the DeepSpeed configuration beside it has the optimizer's state lie elsewhere.
+        ConfigError: the DeepSpeed configuration offloads the optimizer's state to another place.
     """
     fit = config.fit
     return {
@@ -207,11 +207,13 @@ def plan_arguments(config: Config, assembly: Assembly) -> dict[str, Any]:
 
 
 def _fixed(config: Config, assembly: Assembly) -> dict[str, Any]:
-    """What is pinned. Where things lie that DeepSpeed moves off the device depends on the device, so it is known here and not earlier."""
+    """The pinned choices. Where DeepSpeed's offloading goes depends on the device, so it is known here and not earlier."""
     fixed = dict(config.fit.fixed)
-    if assembly.door is None:
+    if assembly.deepspeed is None:
         return fixed
-    said = assembly.door.config.arguments(streamed=assembly.door.streamed, device=assembly.batches.device.type)["fixed"]
+    said = assembly.deepspeed.config.arguments(
+        streamed=assembly.deepspeed.streamed, device=assembly.batches.device.type
+    )["fixed"]
     if "state_place" in said:
         place = said["state_place"]
         if fixed.get("state_place", place) != place:
@@ -234,34 +236,29 @@ def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Disp
 
 
 def _lower_tier(assembly: Assembly) -> dict[str, Any]:
-    folder = None if assembly.door is None else assembly.door.lower_tier
+    folder = None if assembly.deepspeed is None else assembly.deepspeed.lower_tier
     return {} if folder is None else {"lower_tier": folder}
 
 
 def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
     out = config.out
     snapshots.check_space(out, 0)
-    (out / PLAN_NAME).unlink(missing_ok=True)  # at no time may the plan of other settings lie beside these
+    (out / PLAN_NAME).unlink(missing_ok=True)  # The folder must never hold a plan that was made for other settings.
     _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
     _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
     if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again
         _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
-    if assembly.door is not None:
-        assembly.door.scale(engine)
+    if assembly.deepspeed is not None:
+        assembly.deepspeed.scale(engine)
     with _tracked(config, engine.plan, snapshot, display) as opened:
         outcome = train(
             engine,
             assembly.batches,
-            out,
+            RunOutput(out, config.to_json(), display, opened),
             config.train,
             schedule=_schedule(config, assembly),
-            validation=assembly.validation,
-            loss_fn=assembly.loss_fn,
-            weights=_weights(config, engine.plan),
+            validation=_validation(config, assembly, engine.plan),
             snapshot=snapshot,
-            config=config.to_json(),
-            display=display,
-            trackers=opened,
         )
         if outcome.signal is not None:
             for tracker in opened:
@@ -275,15 +272,15 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
 
 def _schedule(config: Config, assembly: Assembly) -> ScheduleConfig | MakeRates:
     """The run's own, or the one of the DeepSpeed configuration beside it."""
-    if assembly.door is None or assembly.door.config.scheduler is None:
+    if assembly.deepspeed is None or assembly.deepspeed.config.scheduler is None:
         return config.schedule
 
     def rates(optimizer: torch.optim.Optimizer, total_steps: int) -> MovedRates:
-        door = open_door(config, total_steps)
-        assert door is not None
+        deepspeed = read_deepspeed(config, total_steps)
+        assert deepspeed is not None
 
-        def make(optimizer: torch.optim.Optimizer) -> Schedule:
-            made = door.schedule(optimizer)
+        def make(optimizer: torch.optim.Optimizer) -> RateSchedule:
+            made = deepspeed.schedule(optimizer)
             assert made is not None
             return made
 
@@ -310,6 +307,13 @@ def _tracked(config: Config, plan: Plan, snapshot: Snapshot | None, display: Dis
             opened.append(stack.enter_context(tracker))
             display.note(f"tracked with {kind}; to look: {tracker.look}")
         yield tuple(opened)
+
+
+def _validation(config: Config, assembly: Assembly, plan: Plan) -> Validation | None:
+    """The validation data, with what its loss averages over."""
+    if assembly.validation is None:
+        return None
+    return Validation(assembly.validation, assembly.loss_fn, _weights(config, plan))
 
 
 def _weights(config: Config, plan: Plan) -> str:
@@ -352,7 +356,7 @@ def _save_model(config: Config, model: torch.nn.Module) -> Path:
         ) from error
 
 
-def _report(config: Config, assembly: Assembly, engine: Engine, outcome: Outcome, display: Display) -> Path:
+def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutcome, display: Display) -> Path:
     """Write the report; the page only when asked for."""
     facts = [("steps", str(outcome.step))]
     if outcome.loss is not None:

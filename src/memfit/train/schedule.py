@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.integrations.deepspeed.training import Schedule
+from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.train.config import ScheduleConfig
 
 
@@ -60,7 +60,7 @@ class MovedRates:
         make: the schedule on an optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, make: Callable[[torch.optim.Optimizer], Schedule]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, make: Callable[[torch.optim.Optimizer], RateSchedule]) -> None:
         self._optimizer, self._make = optimizer, make
         moved = ("lr", "betas", "momentum")
         self._full: list[dict[str, Any]] = [{k: g[k] for k in moved if k in g} for g in optimizer.param_groups]

@@ -235,7 +235,7 @@ def _no_space(out: Path, needed: int) -> SnapshotError:
     free = shutil.disk_usage(out).free
     return SnapshotError(
         f"no space for a snapshot in {out}: it takes {format_bytes(needed)} and {format_bytes(free)} are free. "
-        f"Make room, or lower train.keep. {_older(out)}"
+        f"Free space, or lower train.keep. {_older(out)}"
     )
 
 

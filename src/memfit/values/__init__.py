@@ -1,1 +1,1 @@
-"""The values that rooms hand each other: frozen, torch-free, JSON both ways."""
+"""The values that the folders of memfit exchange: frozen, torch-free, JSON both ways."""

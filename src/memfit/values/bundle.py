@@ -71,16 +71,16 @@ class TraceBundle:
     """One model and batch, as far as planning is concerned.
 
     Attributes:
-        request: what it was captured for. Budgets of lower tiers have shaped what could be offered; the device's budget is any.
+        request: what it was captured for. Budgets of lower tiers decided which candidates there are; the device's budget may be any.
         topology: the device that seconds are for, and the links from it that were measured.
         samples: in a batch.
-        candidates: ways to run the step that respect the request, each with one micro-batch; the first is the baseline, the step as the user has it.
-        refused: techniques that were asked for or allowed and cannot be had, each with its reason.
-        lower_tier: the nearest tier that may be offloaded to, with those below it and the free space of each; None for none.
-        state_bytes: of the optimizer in 32 bits, all of it.
-        layers: that some candidates stream, and last what is in no block; empty where none does.
+        candidates: sets of techniques that respect the request, each with one micro-batch; the first is the baseline, the step as the user has it.
+        refused: techniques that were asked for or allowed and cannot be used, each with its reason.
+        lower_tier: the link to the nearest tier that may be offloaded to, with those to further tiers and the capacity of each; None for none.
+        state_bytes: of the whole optimizer state in 32 bits.
+        layers: that some candidates stream, and last an entry for what is in no block; empty where no candidate streams.
         frozen: what the request freezes.
-        weighting: how micro-batches add up; None where nobody has asked yet.
+        weighting: how the losses of micro-batches add up; None where it has not been determined yet.
         traces: by the choices they were captured for.
         refusals: choices that could not be captured, and why.
     """
@@ -100,11 +100,11 @@ class TraceBundle:
 
     @classmethod
     def of(cls, trace: Trace, lower_tier: Link | None = None) -> TraceBundle:
-        """Of a single trace: plans keep to its choices.
+        """A bundle of a single trace; its plans use the choices of the trace.
 
         Args:
             trace: as captured.
-            lower_tier: where plans may offload to, with the free space there.
+            lower_tier: the link to the tier that plans may offload to, with its capacity.
         """
         how = trace.choices
         number = how.micro_batches
@@ -219,7 +219,7 @@ class TraceBundle:
 
 
 def candidate_of(choices: Choices) -> Choices:
-    """The way to run the step that these choices are, whatever the micro-batches and what followed from them."""
+    """The candidate that these choices belong to: the same techniques with one micro-batch."""
     return replace(choices, micro_batches=1, micro_batch_size=0, weights="whole", unforced=())
 
 

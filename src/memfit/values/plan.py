@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from memfit.values.prediction import (
 from memfit.values.script import Script
 
 FORMAT_VERSION: Final = 7
-MOST_PATHS: Final = 8  # of what is frozen, told in a sentence; `Plan.frozen` has them all
+MOST_PATHS: Final = 8  # of what is frozen, named in a sentence; `Plan.frozen` has them all
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
         return max(0.0, (self.prediction.step_seconds - self.prediction.bound_seconds) / self.prediction.step_seconds)
 
     def summary(self) -> dict[str, Any]:
-        """What a program wants to know of it: plain data, few."""
+        """The main figures as plain data, for programs."""
         p = self.prediction
         return {
             "budget_bytes": self.budget_bytes,
@@ -109,15 +109,15 @@ class Plan:
             exact = f"the same step as {reference} up to the order of additions{rounding}"
         lines = [
             (
-                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak; plainly it would take "
-                f"{format_bytes(p.plain_peak_bytes)} ({100 * p.peak_bytes / p.plain_peak_bytes:.1f} %)."
+                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak, "
+                f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that plain PyTorch would take."
             ),
             (
                 f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
                 f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes with as many micro-batches "
                 f"can be more than {100 * self.gap:.1f} % faster."
             ),
-            f"Numbers: {exact}.",
+            f"Results: {exact}.",
             f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",
         ]
         share = ", ".join(
@@ -126,7 +126,7 @@ class Plan:
             if n
         )
         if share:
-            lines.append(f"There: {share}.")
+            lines.append(f"At the peak: {share}.")
         if self.choices.micro_batches > 1:
             lines.append(f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights}.")
         if self.script.plain:
@@ -143,21 +143,22 @@ class Plan:
                 if m.dropped_bytes:
                     lines.append(
                         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
-                        f"{format_seconds(m.recompute_seconds)} again"
+                        f"{format_seconds(m.recompute_seconds)} of recomputation"
                     )
         if self.script.swaps:
-            swapped = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
-            where = "the tier below" if len(p.tiers) < 2 else "two tiers below"
-            lines.append(f"Swapped: {swapped} go to {where} and come back.")
+            offloaded = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
+            where = in_places({s.tier for s in self.script.swaps.values()})
+            lines.append(f"Offloaded: {offloaded} of activations, to {where} in forward and back in backward.")
         if p.copy_seconds:
-            where = "the tier below" if len(p.tiers) < 2 else "the tiers below"
             lines.append(
-                f"Copying to and from {where}: {format_seconds(p.copy_seconds)} a step, of which {100 * p.hidden_share:.0f} % hide behind computing."
+                f"Copying to and from {self._copied_to()}: {format_seconds(p.copy_seconds)} a step, of which "
+                f"{100 * p.hidden_share:.0f} % overlap with computing."
             )
         if len(p.tiers) > 1:
             lines += [
-                f"  the {tier.tier}: {format_bytes(tier.bytes)}, {format_seconds(tier.copy_seconds)} a step, of which {100 * tier.hidden_share:.0f} % hide"
-                for tier in p.tiers
+                f"  {in_places([use.tier])}: {format_bytes(use.bytes)}, {format_seconds(use.copy_seconds)} a step, of which "
+                f"{100 * use.hidden_share:.0f} % overlap"
+                for use in p.tiers
             ]
         if self.frozen:
             count = sum(part.parameters for part in self.frozen)
@@ -174,6 +175,13 @@ class Plan:
         lines += [f"Rejected: {text}" for text in self.rejected]
         lines += [f"Note: {text}" for text in self.notes]
         return "\n".join(lines)
+
+    def _copied_to(self) -> str:
+        """The lower tiers that a step copies to and from, in words."""
+        if self.choices.streamed:  # the tier is chosen by `memfit.apply`, from its device and `lower_tier=`
+            return "host memory or disk"
+        place = self.choices.state_place
+        return in_places({use.tier for use in self.prediction.tiers} | ({place} if place != "device" else set()))
 
     def to_json(self) -> dict[str, Any]:
         """Versioned JSON."""
@@ -272,3 +280,8 @@ class Plan:
         except ValueError as error:
             raise PlanFileError(f"{path} is not JSON ({error}): plan again") from error
         return cls.from_json(data)
+
+
+def in_places(tiers: Collection[str]) -> str:
+    """Lower tiers in words: "host memory", "disk", "host memory and disk"."""
+    return " and ".join({"host": "host memory"}.get(tier, tier) for tier in sorted(tiers, reverse=True))

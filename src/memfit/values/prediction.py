@@ -12,13 +12,13 @@ from memfit.values.script import TIERS
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What is swapped to one tier, and what that takes.
+    """Activation offloading to one tier.
 
     Attributes:
-        tier: which, "host" or "disk".
-        bytes: that lie there when forward ends.
-        copy_seconds: the link to it is busy with them in a step.
-        exposed_seconds: of these, computing waits.
+        tier: "host" or "disk".
+        bytes: on that tier when forward ends.
+        copy_seconds: in a step, in which the link to the tier is busy with these copies.
+        exposed_seconds: of these, in which computing waits.
     """
 
     tier: str
@@ -28,7 +28,7 @@ class TierUse:
 
     @property
     def hidden_share(self) -> float:
-        """The part of the copying that hides behind computing."""
+        """The part of the copying that overlaps with computing."""
         return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
 
 
@@ -39,7 +39,7 @@ class RankPrediction:
     Attributes:
         rank: position of the device in the plan's topology.
         peak_bytes: largest number of bytes held at once there.
-        step_seconds: it is busy in a step, waiting for others included.
+        step_seconds: of a step, waiting for other devices included.
         stage: of the pipeline, that it runs; 0 where there is none.
     """
 
@@ -62,9 +62,9 @@ class Prediction:
         peak_phase, peak_module, peak_operation: where the peak is.
         categories_at_peak: bytes by category there.
         curve: bytes by category at chosen moments of the step, under the plan; `moments` are their positions, `plain_curve` the plain totals there.
-        copy_seconds: links to lower tiers are busy in a step, each for itself.
-        exposed_seconds: of these, computing waits; the rest hides behind it.
-        tiers: of what is swapped, by tier.
+        copy_seconds: in a step, in which links to lower tiers are busy, added up over links.
+        exposed_seconds: of these, in which computing waits; the rest overlaps with it.
+        tiers: activation offloading, by tier.
         varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
             is kept free above it.
         ranks: of each of several devices; empty for one. The other fields are then those of the fullest rank, the seconds those of the slowest.
@@ -97,12 +97,12 @@ class Prediction:
 
     @property
     def slowdown(self) -> float:
-        """Seconds of a step against plain."""
+        """Seconds of a step divided by those of plain PyTorch."""
         return self.step_seconds / self.plain_step_seconds if self.plain_step_seconds else 1.0
 
     @property
     def hidden_share(self) -> float:
-        """Of the seconds of copying, those that hide behind computing; 1 where nothing is copied."""
+        """The share of copying seconds that overlap with computing; 1 where nothing is copied."""
         return 1 - self.exposed_seconds / self.copy_seconds if self.copy_seconds else 1.0
 
 
@@ -114,7 +114,7 @@ class ModuleSaving:
         module: path.
         kept_bytes, dropped_bytes: of what autograd saves there.
         recompute_seconds: spent running operations of this module again, per micro-batch.
-        swapped_bytes: copied to lower tiers and back.
+        swapped_bytes: offloaded to lower tiers and copied back.
     """
 
     module: str
@@ -126,7 +126,7 @@ class ModuleSaving:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What one technique takes off the peak of a step in which nothing is dropped, beside what is commonly said of it, and what it costs.
+    """What one technique takes off the peak of a step in which nothing is dropped, its cost, and the saving that is commonly claimed for it.
 
     Attributes:
         technique: its name, as in `allow=` or as the argument that asks for it.

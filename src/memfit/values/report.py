@@ -1,4 +1,4 @@
-"""What happened, beside what was predicted. Values: torch-free, JSON both ways."""
+"""What happened in training, to be compared with the prediction. Values: torch-free, JSON both ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepRecord:
         micro_batches: parts it ran in.
         peak_bytes: measured, when the step was metered.
         recomputations: operations run again.
-        divergences: where a forward differed from the plan and was kept plain; empty when all went as planned.
+        divergences: where a forward differed from the plan, so that from there on everything was kept; empty when there was no difference.
         skipped: scaled gradients overflowed (fp16), so the optimizer was not stepped.
     """
 
@@ -84,14 +84,14 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A plan and what came of it.
+    """A plan and the steps that were taken under it.
 
     Attributes:
         title: what was trained.
         plan: the plan followed.
-        rehearsal: None when none was held.
+        rehearsal: None when there was none.
         records: steps, in order.
-        frontier: points from plain down to the smallest budget; may be empty.
+        frontier: points from the peak of plain PyTorch down to the smallest budget; may be empty.
         facts: further lines for the reader (accuracy, versions), as (name, text).
     """
 

@@ -25,7 +25,7 @@ class TierBudget:
 
     Attributes:
         given: as the user wrote it: "8GiB", "80%", 1_000_000.
-        bytes: what that comes to on this computer; 0 where nothing may be moved there.
+        bytes: that number on this computer; 0 where nothing may be offloaded there.
     """
 
     given: Budget
@@ -38,14 +38,14 @@ class Request:
 
     Attributes:
         budget: bytes a step may hold on its device; None where budgets are given later, one after the other.
-        host_budget: bytes on the tier right below the device: the host's memory below a GPU, the disk below a CPU; None for what is usual there.
-        disk_budget: bytes on the disk below a GPU's host; None for none.
+        host_budget: bytes on the nearest lower tier: host memory for a GPU, the disk for a CPU; None for the default.
+        disk_budget: bytes on the disk of a computer with a GPU; None for none.
         allow: what may change results, by name.
         freeze: patterns of the modules that are not trained.
-        fixed: choices that are the user's, by name.
+        fixed: choices that the user pinned, by name.
         clip_norm: global gradient norm to clip to; None for no clipping.
-        device: name of a device that is not here; None for the one that the model is on.
-        folder: for what is offloaded to disk; None for the one that is set (MEMFIT_OFFLOAD_DIR).
+        device: name of a device that this computer does not have; None for the one that the model is on.
+        folder: for what is offloaded to disk; None for the default (MEMFIT_OFFLOAD_DIR).
     """
 
     budget: TierBudget | None = None
@@ -80,7 +80,7 @@ class Request:
         """From the arguments of a public function.
 
         Args:
-            capacity: bytes there are in all on "device", "host" (the tier right below it) and "disk", for budgets that are shares; called for budgets given.
+            capacity: total bytes of "device", "host" (the nearest lower tier) and "disk", to convert budgets that are shares; called only for budgets given.
             budget, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device: as for `memfit.plan`.
             folder: for what is offloaded to disk.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-TIERS: Final = ("host", "disk")  # below a device, the nearest first
+TIERS: Final = ("host", "disk")  # lower tiers, the nearest first
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
 
@@ -21,8 +21,8 @@ class Step:
         save: number of the save it asks for.
         runs: recipes to run first; each is the operations to run, in order, or `~storage` alone where the copy of that storage back from its lower
             tier begins.
-        releases: for each run, storages to let go after it.
-        after: storages to let go once the tensor has been handed over.
+        releases: for each run, storages to free after it.
+        after: storages to free once autograd has the tensor.
     """
 
     save: int
@@ -32,14 +32,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """How one storage goes to a lower tier.
+class OffloadedStorage:
+    """How one storage is offloaded to a lower tier in forward.
 
     Attributes:
-        offset, bytes: its place on that tier.
-        begin: forward operation after which its copy down begins.
-        gone_by: forward operation after which that copy is waited for and the storage let go.
-        tier: which, "host" or "disk".
+        offset, bytes: where it is on that tier.
+        begin: forward operation after which the copy to the tier begins.
+        gone_by: forward operation after which the engine waits for that copy and frees the storage on the device.
+        tier: "host" or "disk".
     """
 
     offset: int
@@ -59,11 +59,11 @@ class Script:
             the storages to know by number.
         held: storages the engine itself holds from when they are made.
         recorded: operations whose arguments are noted for recomputations -> storage of each tensor argument (-1: there anyway).
-        random: recorded operations that draw random numbers -> the step after which their generator state is let go.
+        random: recorded operations that draw random numbers -> the step after which their generator state is freed.
         saves: for each save in order, its storage when the engine answers for it, KEPT when autograd keeps the tensor.
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
         wanted: of each forward operation, whether one of its arguments needs a gradient.
-        swaps: storages that go to a lower tier.
+        swaps: storages that are offloaded to a lower tier.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
     """
 
@@ -75,7 +75,7 @@ class Script:
     saves: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
     wanted: tuple[bool, ...] = ()
-    swaps: Mapping[int, Swap] = field(default_factory=dict)
+    swaps: Mapping[int, OffloadedStorage] = field(default_factory=dict)
     writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -90,10 +90,10 @@ class Script:
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:
-        """Of each lower tier that is used, the bytes in which all places lie."""
+        """Bytes to reserve on each lower tier in use."""
         out: dict[str, int] = {}
-        for swap in self.swaps.values():
-            out[swap.tier] = max(out.get(swap.tier, 0), swap.offset + swap.bytes)
+        for place in self.swaps.values():
+            out[place.tier] = max(out.get(place.tier, 0), place.offset + place.bytes)
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +141,10 @@ class Script:
                 for save, runs, releases, after in data["steps"]
             ),
             tuple(w == "1" for w in data["wanted"]),
-            {int(k): Swap(int(a), int(b), int(c), int(d), tier) for k, (a, b, c, d, tier) in data["swaps"].items()},
+            {
+                int(k): OffloadedStorage(int(a), int(b), int(c), int(d), tier)
+                for k, (a, b, c, d, tier) in data["swaps"].items()
+            },
             {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
         )
         count = len(operations)
@@ -170,7 +173,7 @@ class Script:
                 raise ValueError(f"storage {storage} is made by no operation")
         if answered and not script.steps:
             raise ValueError("saves are answered for, but no step answers")
-        script._check_swaps()
+        script._check_offloads()
         rebuilt = {
             s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
         }
@@ -184,15 +187,15 @@ class Script:
             raise ValueError("operation names are words")
         return script
 
-    def _check_swaps(self) -> None:
-        """Raise ValueError where places on a lower tier overlap, or a storage goes before it is made, or to no tier there is."""
+    def _check_offloads(self) -> None:
+        """Raise ValueError where places on a lower tier overlap, a storage is offloaded before it is made, or a tier does not exist."""
         made_by = {s: operation for operation, made in self.makes.items() for _, s, _ in made}
         ends = dict.fromkeys(TIERS, 0)
-        for storage, swap in sorted(self.swaps.items(), key=lambda item: item[1].offset):
-            if swap.tier not in ends:
-                raise ValueError(f"storage {storage} is to go to {swap.tier!r}, tiers are {' and '.join(TIERS)}")
-            if swap.offset < ends[swap.tier] or swap.bytes < 0:
+        for storage, place in sorted(self.swaps.items(), key=lambda item: item[1].offset):
+            if place.tier not in ends:
+                raise ValueError(f"storage {storage} is to go to {place.tier!r}, tiers are {' and '.join(TIERS)}")
+            if place.offset < ends[place.tier] or place.bytes < 0:
                 raise ValueError(f"the place of storage {storage} on the lower tier overlaps another")
-            ends[swap.tier] = swap.offset + swap.bytes
-            if not made_by[storage] <= swap.begin <= swap.gone_by < len(self.operations):
-                raise ValueError(f"storage {storage} cannot be copied down by operation {swap.gone_by}")
+            ends[place.tier] = place.offset + place.bytes
+            if not made_by[storage] <= place.begin <= place.gone_by < len(self.operations):
+                raise ValueError(f"storage {storage} cannot be copied down by operation {place.gone_by}")

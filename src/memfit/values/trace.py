@@ -162,8 +162,8 @@ class Trace:
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
-        transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or state that lies there.
-        waited_seconds: of these, computing waits.
+        transfer_seconds: of a step, in which the link to the lower tier is busy with streamed layers or offloaded optimizer state.
+        waited_seconds: of these, in which computing waits.
         torch_version: with which it was captured.
         in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
@@ -196,7 +196,7 @@ class Trace:
 
     @property
     def sized_by_values(self) -> bool:
-        """Whether sizes of one batch or one draw say nothing certain about the next."""
+        """Whether sizes may differ from one batch, or one draw of random numbers, to the next."""
         return bool(self.drawn_bytes) or any(operation.by_values for operation in self.operations)
 
     @property
@@ -206,13 +206,13 @@ class Trace:
 
     @property
     def pass_seconds(self) -> float:
-        """Seconds of one micro-batch's forward and backward, run plainly."""
+        """Seconds of one micro-batch's forward and backward with nothing dropped."""
         operations = (self.operations[e] for e in self.events[: self.pass_events] if e >= 0)
         return sum(operation.seconds for operation in operations if operation.phase is not Phase.OPTIMIZER)
 
     @property
     def bytes_before_step(self) -> int:
-        """Of the storages that are there before the step: no plan can drop them."""
+        """Bytes of the storages that exist before the step: no plan can drop them."""
         return sum(s.bytes for s in self.storages if s.birth == BEFORE_STEP)
 
     @property
@@ -223,7 +223,7 @@ class Trace:
         return every + self.pass_seconds * (self.micro_batches - 1) + self.waited_seconds
 
     def bytes_of(self, *categories: Category) -> int:
-        """Of all storages of these kinds, whenever they are there."""
+        """Bytes of all storages of these categories, whenever they are alive."""
         return sum(s.bytes for s in self.storages if s.category in categories)
 
     @property

@@ -1,4 +1,4 @@
-"""What a person looks at: tables for the terminal, pictures, and the report as one page. Needs no torch."""
+"""Output for people: tables for the terminal, pictures, and the report as one page. Needs no torch."""
 
 from memfit.views.tables import frontier_table, modules_table, plan_table, records_table
 from memfit.views.verdict import Verdict, verdict

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from memfit import __version__
 from memfit.units import format_bytes, format_seconds
-from memfit.values.plan import Plan
+from memfit.values.plan import Plan, in_places
 from memfit.values.report import Report
 from memfit.views.drawing import TIMES, Drawing, counted
 from memfit.views.frontier_picture import frontier_picture
@@ -175,12 +175,12 @@ def _cards(report: Report) -> str:
 
 def _offloaded(plan: Plan) -> str:
     """What is offloaded to host memory or disk, for a remark."""
-    swapped = sum(place.bytes for place in plan.script.swaps.values())
-    parts = [f"{format_bytes(swapped)} swapped"] if swapped else []
+    activation_bytes = sum(place.bytes for place in plan.script.swaps.values())
+    parts = [f"{format_bytes(activation_bytes)} of activations"] if activation_bytes else []
     tiers = plan.prediction.tiers
     if len(tiers) > 1:
         parts = [
-            f"{format_bytes(use.bytes)} swapped to the {use.tier} ({100 * use.hidden_share:.0f} % hidden)"
+            f"{format_bytes(use.bytes)} of activations to {in_places([use.tier])} ({100 * use.hidden_share:.0f} % overlapped)"
             for use in tiers
         ]
     if plan.choices.state_place != "device":
@@ -289,7 +289,7 @@ def reproducing_call(plan: Plan) -> str:
     """The call that makes this plan again.
 
     It pins what the search was free to choose: a plan does not say which of its choices were, and pinning what was found finds it again. What the plan
-    does not hold (functions, the room below) is left as an ellipsis.
+    does not hold (functions, budgets of lower tiers) is left as an ellipsis.
     """
     lines = [
         "plan = memfit.plan(",

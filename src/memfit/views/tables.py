@@ -58,7 +58,7 @@ def plan_cells(plan: Plan) -> Cells:
     if in_words(c):
         rows.append(("techniques", in_words(c)))
     if p.copy_seconds:
-        rows.append(("copying below", copying(plan)))
+        rows.append(("offload copies", copying(plan)))
     return Cells("Plan", ("", "value"), tuple(rows), frozenset({0, 1}))
 
 
@@ -73,7 +73,7 @@ def _again(plan: Plan) -> str:
 def copying(plan: Plan) -> str:
     """How long the links to host memory and disk are busy in a step, and how much of that overlaps with computing."""
     p = plan.prediction
-    return f"{format_seconds(p.copy_seconds)}, {100 * p.hidden_share:.0f} % hides"
+    return f"{format_seconds(p.copy_seconds)}, {100 * p.hidden_share:.0f} % overlapped"
 
 
 def savings_cells(plan: Plan) -> Cells:
@@ -96,21 +96,21 @@ def savings_cells(plan: Plan) -> Cells:
 
 
 def modules_cells(plan: Plan) -> Cells:
-    """What is kept, dropped, swapped and run again in each module; most dropped first."""
+    """What is kept, dropped, offloaded and recomputed in each module; most dropped first."""
     modules = sorted(plan.by_module, key=lambda m: (-m.dropped_bytes, -m.swapped_bytes, -m.kept_bytes, m.module))
-    swaps = any(m.swapped_bytes for m in modules)
+    offloads = any(m.swapped_bytes for m in modules)
     rows = [
         (
             m.module or "(model)",
             format_bytes(m.kept_bytes),
             format_bytes(m.dropped_bytes),
-            *([format_bytes(m.swapped_bytes)] if swaps else []),
+            *([format_bytes(m.swapped_bytes)] if offloads else []),
             format_seconds(m.recompute_seconds),
         )
         for m in modules[:_MOST_ROWS]
     ]
     each = ", per micro-batch" if plan.choices.micro_batches > 1 else ""
-    columns = ("module", "kept", "dropped", *(["swapped"] if swaps else []), f"run again{each}")
+    columns = ("module", "kept", "dropped", *(["offloaded"] if offloads else []), f"run again{each}")
     rest = modules[_MOST_ROWS:]
     remark = ""
     if rest:

@@ -1,4 +1,4 @@
-"""What a report comes to, in a word and a sentence."""
+"""The verdict of a report, as a status and a sentence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memfit.values.report import Report
 from memfit.views.drawing import TIMES
 
 
-class Outcome(StrEnum):
-    """What is known about the budget."""
+class BudgetOutcome(StrEnum):
+    """Whether the budget was kept, as far as is known."""
 
     FITS = "fits"
     FITS_AS_PREDICTED_ONLY = "predicted"
@@ -22,7 +22,7 @@ class Outcome(StrEnum):
 class Verdict:
     """The outcome and the sentence that gives the numbers for it."""
 
-    outcome: Outcome
+    outcome: BudgetOutcome
     sentence: str
 
 
@@ -48,14 +48,14 @@ def verdict(report: Report) -> Verdict:
     peak = measured_peak(report)
     if peak is None:
         head = f"Predicted to fit, not measured yet: {format_bytes(prediction.peak_bytes)} of {budget} at the peak."
-        return Verdict(Outcome.FITS_AS_PREDICTED_ONLY, f"{head} {cost}")
+        return Verdict(BudgetOutcome.FITS_AS_PREDICTED_ONLY, f"{head} {cost}")
     if peak > plan.budget_bytes:
         excess = format_bytes(peak - plan.budget_bytes)
         head = f"Over budget: {format_bytes(peak)} measured, {excess} more than the {budget} allowed."
-        return Verdict(Outcome.OVER, f"{head} {cost}")
+        return Verdict(BudgetOutcome.OVER, f"{head} {cost}")
     share = 100 * peak / plan.budget_bytes
     head = f"Fits: {format_bytes(peak)} measured at the peak, {share:.1f} % of the {budget} allowed."
-    return Verdict(Outcome.FITS, f"{head} {cost}")
+    return Verdict(BudgetOutcome.FITS, f"{head} {cost}")
 
 
 def error_text(error: float) -> str:

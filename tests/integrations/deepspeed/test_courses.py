@@ -12,7 +12,7 @@ from integrations.deepspeed.courses import COURSES, optimizer, walked
 from integrations.deepspeed.record import WALKED, walk
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import VERSION, Scheduler
-from memfit.integrations.deepspeed.schedules import Schedule
+from memfit.integrations.deepspeed.schedules import DeepSpeedSchedule
 
 RECORDED: dict[str, Any] = json.loads(WALKED.read_text(encoding="utf-8"))
 KINDS = (torch.optim.AdamW, torch.optim.SGD)
@@ -21,7 +21,7 @@ KINDS = (torch.optim.AdamW, torch.optim.SGD)
 @pytest.mark.parametrize("name", COURSES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_is_taken_with_what_deepspeed_sets(name: str, kind: type[torch.optim.Optimizer]) -> None:
-    found = walked(lambda chosen: Schedule(Scheduler(*COURSES[name]), chosen), kind)
+    found = walked(lambda chosen: DeepSpeedSchedule(Scheduler(*COURSES[name]), chosen), kind)
 
     assert found == RECORDED[name][kind.__name__]
 
@@ -39,15 +39,15 @@ def test_deepspeed_itself_sets_what_was_recorded(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", COURSES)
 def test_a_schedule_goes_on_where_another_stopped(name: str) -> None:
     def broken(chosen: torch.optim.Optimizer) -> Any:
-        first = Schedule(Scheduler(*COURSES[name]), optimizer(torch.optim.AdamW))
+        first = DeepSpeedSchedule(Scheduler(*COURSES[name]), optimizer(torch.optim.AdamW))
         for _ in range(4):
             first.step()
-        second = Schedule(Scheduler(*COURSES[name]), chosen)
+        second = DeepSpeedSchedule(Scheduler(*COURSES[name]), chosen)
         second.load_state_dict(first.state_dict())
         second.set()
         return second
 
-    whole = walked(lambda chosen: Schedule(Scheduler(*COURSES[name]), chosen), torch.optim.AdamW)
+    whole = walked(lambda chosen: DeepSpeedSchedule(Scheduler(*COURSES[name]), chosen), torch.optim.AdamW)
 
     assert walked(broken, torch.optim.AdamW)[:-4] == whole[4:]
 
@@ -64,4 +64,4 @@ def test_a_schedule_goes_on_where_another_stopped(name: str) -> None:
 )
 def test_what_deepspeed_refuses_is_refused(kind: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Schedule(Scheduler(kind, params), optimizer(torch.optim.AdamW))
+        DeepSpeedSchedule(Scheduler(kind, params), optimizer(torch.optim.AdamW))

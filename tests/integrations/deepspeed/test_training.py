@@ -88,8 +88,8 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def nine_tenths(config: Config) -> int:
     """Of what a plain step of this configuration takes, with as many micro-batches."""
-    door = from_deepspeed(config)
-    plan = door.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
+    found = from_deepspeed(config)
+    plan = found.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
     return plan.prediction.plain_peak_bytes * 9 // 10
 
 
@@ -233,12 +233,12 @@ def test_the_plan_says_what_is_taken_otherwise() -> None:
 
 def test_a_plan_made_before_is_applied_with_schedule_and_scale() -> None:
     config = whole(optimizer=SGD, scheduler=WARMUP, fp16={"enabled": True, "initial_scale_power": 4})
-    door, model = from_deepspeed(config), trained.build()
-    plan = door.plan(model, trained.batches()[0], loss_fn, 1 << 40)
+    found, model = from_deepspeed(config), trained.build()
+    plan = found.plan(model, trained.batches()[0], loss_fn, 1 << 40)
     loaded = memfit.Plan.from_json(plan.to_json())
 
     for each in (plan, loaded):
-        engine = door.apply(each, trained.build(), loss_fn)
+        engine = found.apply(each, trained.build(), loss_fn)
         assert engine.optimizer is not None
         assert engine.optimizer.param_groups[0]["lr"] == 0
         assert engine.scaling is not None
@@ -250,19 +250,19 @@ def test_what_is_auto_is_the_callers() -> None:
 
     with pytest.raises(ConfigError, match='optimizer.params.lr is "auto", which a plan does not decide'):
         from_deepspeed(config).plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
-    door = from_deepspeed(config, auto={"optimizer.params.lr": 0.25})
-    plan = door.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
+    found = from_deepspeed(config, auto={"optimizer.params.lr": 0.25})
+    plan = found.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
     assert plan.choices.micro_batch_size == TB
-    assert door.optimizer([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.25
+    assert found.optimizer([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.25
 
 
 def test_one_micro_batch_more_would_be_a_contradiction() -> None:
-    door = from_deepspeed(whole(optimizer=SGD))
+    found = from_deepspeed(whole(optimizer=SGD))
 
     with pytest.raises(
         ConfigError, match=r"fixed micro_batches=2 contradicts the DeepSpeed configuration, which says 1"
     ):
-        door.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40, fixed={"micro_batches": 2})
+        found.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40, fixed={"micro_batches": 2})
 
 
 def test_another_batch_is_refused() -> None:
@@ -271,11 +271,11 @@ def test_another_batch_is_refused() -> None:
 
 
 def test_several_ranks_are_read_and_not_trained() -> None:
-    door = from_deepspeed({"train_batch_size": 2 * TB, "optimizer": SGD}, world_size=2)
+    found = from_deepspeed({"train_batch_size": 2 * TB, "optimizer": SGD}, world_size=2)
 
-    assert door.config.batch.micro == TB
+    assert found.config.batch.micro == TB
     with pytest.raises(ConfigError, match="world_size 2: memfit trains on one device for now"):
-        door.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
+        found.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
 
 
 def test_the_optimizer_is_the_configurations_or_the_callers() -> None:
@@ -342,9 +342,9 @@ def test_what_no_optimizer_can_do_is_refused(name: str, params: Config, words: s
 
 def test_groups_of_parameters_keep_their_own_settings() -> None:
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    door = from_deepspeed({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}})
+    found = from_deepspeed({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}})
 
-    optimizer = door.optimizer([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])  # type: ignore[arg-type]
+    optimizer = found.optimizer([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])  # type: ignore[arg-type]
 
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
@@ -352,10 +352,10 @@ def test_groups_of_parameters_keep_their_own_settings() -> None:
 def test_lion_is_deepspeeds_rule() -> None:
     """As in csrc/lion: the sign of the blend of momentum and gradient, decay times the rate, momentum after it."""
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-    door = from_deepspeed(
+    found = from_deepspeed(
         {"train_batch_size": 1, "optimizer": {"type": "Lion", "params": {"weight_decay": 0.5, "lr": 0.1}}}
     )
-    optimizer = door.optimizer([parameter])
+    optimizer = found.optimizer([parameter])
     wanted, momentum = parameter.detach().clone(), torch.zeros(3)
     for gradient in (torch.tensor([1.0, -1.0, 0.5]), torch.tensor([-30.0, 2.0, -0.1])):
         parameter.grad = gradient.clone()
@@ -387,20 +387,20 @@ def test_what_lies_on_nvme_counts_on_the_tier_where_the_disk_is(
 ) -> None:
     monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
     below = {"device": "nvme", "nvme_path": str(tmp_path)}
-    door = from_deepspeed(
+    found = from_deepspeed(
         whole(optimizer=torch_adam("AdamW"), zero_optimization={"stage": 2, "offload_optimizer": below})
     )
     given = trained.build(), trained.batches()[0], loss_fn, "1GiB"
     gpu: Any = {"device": "rtx4090", "host_budget": "17MiB"}
 
-    assert door.plan(*given, disk_budget="1MiB", **gpu).choices.state_place == "disk"
-    lying = "is less than the optimizer state that is to lie there"
-    with pytest.raises(InputError, match=f"disk_budget=100 {lying}"):
-        door.plan(*given, disk_budget=100, **gpu)
-    for plan_or_fit in (door.plan, door.fit):
-        with pytest.raises(InputError, match=f"host_budget=100 {lying}"):
+    assert found.plan(*given, disk_budget="1MiB", **gpu).choices.state_place == "disk"
+    too_small = "is less than the optimizer state to be offloaded"
+    with pytest.raises(InputError, match=f"disk_budget=100 {too_small}"):
+        found.plan(*given, disk_budget=100, **gpu)
+    for plan_or_fit in (found.plan, found.fit):
+        with pytest.raises(InputError, match=f"host_budget=100 {too_small}"):
             plan_or_fit(*given, host_budget=100)
-        with pytest.raises(InputError, match="disk_budget='1MiB' is room on the disk below a GPU's host"):
+        with pytest.raises(InputError, match="disk_budget='1MiB' is for the disk below a GPU's host memory"):
             plan_or_fit(*given, host_budget="1MiB", disk_budget="1MiB")
 
 
@@ -471,10 +471,10 @@ def test_the_schedule_stands_still_in_rehearsals_and_skipped_steps(one_thread: N
 @pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR"])
 def test_a_schedule_of_torchs_goes_on_where_another_stopped(kind: str) -> None:
     params: Any = {"StepLR": {"step_size": 2}, "OneCycleLR": {"max_lr": 0.5, "total_steps": 12}}[kind]
-    door = from_deepspeed(whole(optimizer=torch_adam("AdamW"), scheduler={"type": kind, "params": params}))
-    chosen = [door.optimizer([nn.Parameter(torch.zeros(1))]) for _ in range(3)]
+    found = from_deepspeed(whole(optimizer=torch_adam("AdamW"), scheduler={"type": kind, "params": params}))
+    chosen = [found.optimizer([nn.Parameter(torch.zeros(1))]) for _ in range(3)]
     plain = getattr(torch.optim.lr_scheduler, kind)(chosen[0], **params)
-    first, second = door.schedule(chosen[1]), door.schedule(chosen[2])
+    first, second = found.schedule(chosen[1]), found.schedule(chosen[2])
     assert first is not None
     assert second is not None
     for number in range(8):

@@ -17,7 +17,7 @@ from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
 from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
-from memfit.values.script import Script, Swap
+from memfit.values.script import OffloadedStorage, Script
 from train.fakes import plan as made
 
 ADAM = Optimizer("AdamW", {"lr": 1e-4, "torch_adam": True})
@@ -84,8 +84,8 @@ def test_deepspeed_itself_reads_the_batch(monkeypatch: pytest.MonkeyPatch) -> No
         (chosen(loss_chunks=4), "the loss head in 4 chunks"),
         (PLANS["streamed"], "that the layers of layers are what is moved"),
         (
-            replace(chosen(), script=Script(swaps={0: Swap(0, 8, 0, 0, "disk")})),
-            "swapping, 1 storages of each micro-batch",
+            replace(chosen(), script=Script(swaps={0: OffloadedStorage(0, 8, 0, 0, "disk")})),
+            "activation offloading, 1 storages of each micro-batch",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memfit.errors import ConfigError
-from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, convert
+from memfit.integrations.deepspeed.values import AUTO, Auto, ConfigReader, convert
 
 TRAIN: Final = "train_batch_size"
 MICRO: Final = "train_micro_batch_size_per_gpu"
@@ -92,7 +92,7 @@ def _written(sizes: dict[str, Count], world_size: int) -> str:
     return ", ".join(f"{name} {value}" for name, value in sizes.items()) + f", {world_size} ranks"
 
 
-def read_batch(given: Mapping[str, Any], reading: Reading, world_size: int) -> BatchSizes:
+def read_batch(given: Mapping[str, Any], reader: ConfigReader, world_size: int) -> BatchSizes:
     """The sizes that the file gives or leaves to be inferred.
 
     Raises:
@@ -110,7 +110,7 @@ def read_batch(given: Mapping[str, Any], reading: Reading, world_size: int) -> B
     )
     sizes = infer(train, micro, accumulation, world_size)
     if sizes.accumulation != 1:
-        reading.notices.append(
+        reader.notices.append(
             "gradient_accumulation_steps: micro-batches count for what the loss averages over (samples, or tokens that are not masked), where DeepSpeed "
             "counts each alike; the same where each holds as much"
         )

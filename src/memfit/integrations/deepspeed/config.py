@@ -21,7 +21,7 @@ from memfit.integrations.deepspeed.sections.precision import (
 )
 from memfit.integrations.deepspeed.sections.refused_or_harmless import check_harmless, check_switches
 from memfit.integrations.deepspeed.sections.zero import ZeroOptimization, read_zero
-from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, check_range, convert
+from memfit.integrations.deepspeed.values import AUTO, Auto, ConfigReader, check_range, convert
 
 GRADIENT_CLIPPING: Final = 1.0  # DeepSpeed's default
 
@@ -80,12 +80,12 @@ class DeepSpeedConfig:
 
         What is "auto" is not fixed, and so is the planner's. A gradient_clipping of "auto" is DeepSpeed's default: a plan may not choose results.
         The optimizer, the sample and the budgets are the caller's, and how fp16 scales its gradients (`scaling`) the engine's. Where the file moves
-        something off a CPU, so is a `host_budget`; off a GPU there is room without.
+        something off a CPU, so is a `host_budget`; a GPU may offload to host memory without one.
 
         Args:
-            streamed: path of the repeated blocks whose parameters lie on the lower tier, where zero_optimization.offload_param asks for that.
+            streamed: path of the repeated blocks whose parameters are offloaded, where zero_optimization.offload_param asks for that.
             samples: in the batch that is planned for; None where that is not known yet.
-            device: type of the device that trains. On "cpu" what is to lie in the host's memory lies there already.
+            device: type of the device that trains. On "cpu", host memory is the device's own, so nothing is offloaded to it.
 
         Raises:
             ConfigError: the configuration is for several ranks, for a batch of another size, or asks for what a plan cannot hold.
@@ -126,13 +126,13 @@ class DeepSpeedConfig:
         }
 
     def _placed(self, places: Mapping[str, str], streamed: str, device: str | None) -> dict[str, Any]:
-        """Where optimizer state lies, or that layers are streamed; of streamed layers the state goes where they go.
+        """Where optimizer state is offloaded, or which layers are streamed; the state of streamed layers is offloaded with them.
 
         Args:
             places: of `state_place` and `streamed`, where the file asks for one.
             streamed, device: as for `arguments`.
         """
-        # The host's memory is where everything on a CPU lies already.
+        # On a CPU everything is in host memory already.
         places = {name: "device" if (device, place) == ("cpu", "host") else place for name, place in places.items()}
         zero = self.zero_optimization
         if not zero.moves_parameters and streamed:
@@ -180,38 +180,38 @@ def read(
     if world_size < 1:
         raise ConfigError(f"world_size: {world_size} is less than 1")
     data = source.load(path_or_dict)
-    reading = Reading(keys.VERSION, strict, [])
+    reader = ConfigReader(keys.VERSION, strict, [])
     try:
         source.fill(data, auto or {})
-        return _config(data, world_size, reading)
+        return _config(data, world_size, reader)
     except ConfigError as error:
         if isinstance(path_or_dict, Mapping):
             raise
         raise ConfigError(f"{path_or_dict}: {error}") from None
 
 
-def _config(data: dict[str, Any], world_size: int, reading: Reading) -> DeepSpeedConfig:
-    given = reading.known(data, "", _TOP_LEVEL)
+def _config(data: dict[str, Any], world_size: int, reader: ConfigReader) -> DeepSpeedConfig:
+    given = reader.known(data, "", _TOP_LEVEL)
     for key in given:
         if key in keys.REMOVED:
             raise ConfigError(f"{key}: DeepSpeed {keys.VERSION} has it no longer, and refuses it: {keys.REMOVED[key]}")
     for key, names in (*keys.CLOSED.items(), *keys.OPEN.items()):
         if key in given and (key, given[key]) != ("aio", None):
-            reading.known(given[key], key, names, closed=key in keys.CLOSED)
+            reader.known(given[key], key, names, closed=key in keys.CLOSED)
     check_switches(given)
-    check_harmless(given, reading, world_size)
+    check_harmless(given, reader, world_size)
     read = DeepSpeedConfig(
-        batch=batch.read_batch(given, reading, world_size),
+        batch=batch.read_batch(given, reader, world_size),
         world_size=world_size,
-        optimizer=read_optimizer(given, reading),
-        scheduler=read_scheduler(given, reading),
-        gradient_clipping=_clipping(given, reading.notices),
-        **read_precisions(given, reading),
-        zero_optimization=read_zero(given, reading, world_size),
-        **read_checkpointing(given, reading),
+        optimizer=read_optimizer(given, reader),
+        scheduler=read_scheduler(given, reader),
+        gradient_clipping=_clipping(given, reader.notices),
+        **read_precisions(given, reader),
+        zero_optimization=read_zero(given, reader, world_size),
+        **read_checkpointing(given, reader),
     )
-    tell_of_no_stage(read.zero_optimization.stage, read.fp16, read.bf16, reading.notices)
-    return replace(read, notices=tuple(reading.notices))  # last: all above add to them
+    tell_of_no_stage(read.zero_optimization.stage, read.fp16, read.bf16, reader.notices)
+    return replace(read, notices=tuple(reader.notices))  # last: all above add to them
 
 
 def _clipping(given: Mapping[str, Any], notices: list[str]) -> float | Auto:

@@ -67,7 +67,7 @@ def settled(params: Mapping[str, Any], section: str = "scheduler") -> None:
             raise ConfigError(f'{path} is "auto", which a plan does not decide: give a value, auto={{"{path}": ...}}')
 
 
-class Schedule:
+class DeepSpeedSchedule:
     """One of DeepSpeed's schedules on an optimizer: the part of torch's schedulers that loops use.
 
     Args:

@@ -2,7 +2,7 @@
 
 The engine is memfit's own: one call is one optimizer step over the whole batch, after which the schedule has moved. It does not pose as DeepSpeed's
 (`engine(batch)`, `engine.backward(loss)`, `engine.step()`): between the first two the loss is computed outside, where a plan can neither drop nor
-rebuild anything, and the loss head is often the largest thing of a step. See docs/design/core.md, "Other libraries' front doors".
+recompute anything, and the loss head often holds the most memory of a step. See docs/design/core.md, "Integrations".
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from memfit.values.plan import Plan
 from memfit.values.request import Budget
 
 
-class Schedule(Protocol):
-    """Moves the rates of an optimizer: one of DeepSpeed's schedules or of torch's."""
+class RateSchedule(Protocol):
+    """A learning-rate schedule, one of DeepSpeed's or of torch's."""
 
     def set(self) -> None:
         """Write the rates of the next step into the optimizer."""
@@ -69,10 +69,10 @@ def from_deepspeed(
             sizes, precision and placement the planner decides.
         strict: an unknown key is an error; False ignores it with a notice, where DeepSpeed ignores it.
         world_size: ranks the configuration is for. More than one are read and checked, and refused when it comes to training.
-        streamed: path of the repeated blocks whose parameters lie off the device, where zero_optimization.offload_param asks for that.
+        streamed: path of the repeated blocks whose parameters are offloaded, where zero_optimization.offload_param asks for that.
 
     Raises:
-        ConfigError: what DeepSpeed refuses, what memfit cannot honour, or an "auto" that nobody decides; the message starts with the key.
+        ConfigError: what DeepSpeed refuses, what memfit cannot honour, or an "auto" for which there is no value; the message starts with the key.
         InputError: the file needs the hjson package, which is not installed.
     """
     return FromDeepSpeed(read(path_or_dict, strict=strict, world_size=world_size, auto=auto), streamed)
@@ -80,7 +80,7 @@ def from_deepspeed(
 
 @dataclass(frozen=True)
 class FromDeepSpeed:
-    """A configuration, and what becomes of it.
+    """A DeepSpeed configuration, ready to plan, apply and train.
 
     Attributes:
         config: as it was read; DeepSpeed's defaults are those of `memfit.integrations.deepspeed.VERSION`.
@@ -92,12 +92,12 @@ class FromDeepSpeed:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What is taken otherwise than the file may suggest. Plans made here have them among their notes."""
+        """Where memfit interprets the file differently from what it may suggest. Plans made here have these among their notes."""
         return self.config.notices
 
     @property
     def lower_tier(self) -> str | None:
-        """Folder for what lies on the disk, parameters or else optimizer state; None where none is named."""
+        """Folder for parameters, or otherwise optimizer state, that are offloaded to disk; None where none is named."""
         return self._folder("offload_param") or self._folder("offload_optimizer")
 
     def plan(
@@ -125,7 +125,7 @@ class FromDeepSpeed:
                 counts where the disk is: below a GPU's host `disk_budget`, right below a CPU `host_budget`.
 
         Raises:
-            ConfigError: the configuration is for another batch than the sample, contradicts an argument, or leaves open what nobody decides.
+            ConfigError: the configuration is for another batch than the sample, contradicts an argument, or leaves a required value open.
             InfeasibleError, BudgetError, InputError, CaptureError: as for `memfit.plan`.
         """
         factory = self._factory(model, optimizer)
@@ -199,11 +199,11 @@ class FromDeepSpeed:
             made: torch.optim.Optimizer = kind(parameters, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer.params: torch refuses what they say of {said.type}: {error}") from error
-        # The plan places the state; here it is only told on which disk. That of streamed layers goes where they go.
+        # The plan decides where the state is; here only the folder is set. The state of streamed layers is offloaded with them.
         folder = None if self.streamed else self._folder("offload_optimizer")
         return made if folder is None else ChunkedOptimizer(made, folder=folder)
 
-    def schedule(self, optimizer: torch.optim.Optimizer) -> Schedule | None:
+    def schedule(self, optimizer: torch.optim.Optimizer) -> RateSchedule | None:
         """The schedule of the configuration on an optimizer, whose rates it sets from here on; None where the configuration has none.
 
         Raises:
@@ -213,7 +213,7 @@ class FromDeepSpeed:
         if said is None:
             return None
         if said.type in SCHEDULES:
-            return own_schedules.Schedule(said, optimizer)
+            return own_schedules.DeepSpeedSchedule(said, optimizer)
         own_schedules.settled(said.params)
         return TorchSchedule(said, optimizer)
 
@@ -340,30 +340,30 @@ class TorchSchedule:
         self.set()
 
     def set(self) -> None:
-        """See `Schedule`."""
+        """See `RateSchedule`."""
         for group, shadow in zip(self.optimizer.param_groups, self._shadow.param_groups, strict=True):
             group.update({name: shadow[name] for name in ("lr", "betas", "momentum") if name in group})
 
     def step(self) -> None:
-        """See `Schedule`."""
+        """See `RateSchedule`."""
         self._shadow.step()
         self._inner.step()
         self.set()
 
     def get_last_lr(self) -> list[float]:
-        """See `Schedule`."""
+        """See `RateSchedule`."""
         return [float(group["lr"]) for group in self._shadow.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule`."""
+        """See `RateSchedule`."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._shadow.param_groups]
         return {"scheduler": self._inner.state_dict(), "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Schedule`."""
+        """See `RateSchedule`."""
         for group, known in zip(self._shadow.param_groups, state["groups"], strict=True):
             group.update(known)
         self._inner.load_state_dict(state["scheduler"])
 
 
-__all__ = ["FromDeepSpeed", "Schedule", "TorchSchedule", "from_deepspeed"]
+__all__ = ["FromDeepSpeed", "RateSchedule", "TorchSchedule", "from_deepspeed"]

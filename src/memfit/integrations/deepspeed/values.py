@@ -53,13 +53,13 @@ def within(*, least: float | None = None, most: float | None = None, name: str =
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One configuration while it is read.
+class ConfigReader:
+    """Reads the sections of one configuration, and collects notices for the user.
 
     Attributes:
         version: of DeepSpeed, for messages.
         strict: keys that DeepSpeed ignores are errors.
-        notices: grows with what the reader of the file should know.
+        notices: what the user should know, added to while reading.
     """
 
     version: str

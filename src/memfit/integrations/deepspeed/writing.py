@@ -1,4 +1,4 @@
-"""The other way: a plan written as a DeepSpeed configuration, with what DeepSpeed has no words for in a list beside it.
+"""Write a plan as a DeepSpeed configuration, and list what of the plan DeepSpeed has no keys for.
 
 Every key that is written is one that DeepSpeed acts on, and is read by DeepSpeed as by `read`. 16 bits become torch_autocast, which is the same on
 both sides; DeepSpeed's own fp16 and bf16 sections cast the model.
@@ -47,10 +47,10 @@ def write(
     Args:
         plan: any.
         optimizer, scheduler: go into the configuration as they are; a plan knows neither.
-        nvme_path: folder for what lies on the disk.
+        nvme_path: folder for what is offloaded to disk.
 
     Raises:
-        ConfigError: something lies on the disk, and no folder for it is named.
+        ConfigError: the plan offloads to disk, and no folder is named.
     """
     choices = plan.choices
     accumulation = choices.micro_batches
@@ -79,7 +79,7 @@ def _zero(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
     choices = plan.choices
     on_disk = choices.state_place == "disk" or (choices.streamed and plan.device.startswith("cpu"))
     if on_disk and nvme_path is None:
-        raise ConfigError("the plan has something lie on the disk: say in which folder, nvme_path=...")
+        raise ConfigError("the plan offloads to disk: name the folder, nvme_path=...")
     below: dict[str, Any] = {"device": "nvme", "nvme_path": nvme_path} if on_disk else {"device": "cpu"}
     if choices.streamed:
         return {"stage": 3, "offload_param": below, "offload_optimizer": below}
@@ -91,7 +91,7 @@ def _zero(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
 
 def _left_out(plan: Plan, optimizer: Optimizer | None) -> Iterator[str]:
     choices, script = plan.choices, plan.script
-    yield f"the budget of {plan.budget_bytes} bytes: DeepSpeed has no word for one"
+    yield f"the budget of {plan.budget_bytes} bytes: DeepSpeed has no key for a budget"
     if optimizer is None:
         yield "the optimizer: a plan holds no functions; give it to deepspeed.initialize, or to write()"
     if script.recomputations:
@@ -101,7 +101,7 @@ def _left_out(plan: Plan, optimizer: Optimizer | None) -> Iterator[str]:
         )
     if script.swaps:
         yield (
-            f"swapping, {len(script.swaps)} storages of each micro-batch: activation_checkpointing.cpu_checkpointing moves what the model's own "
+            f"activation offloading, {len(script.swaps)} storages of each micro-batch: activation_checkpointing.cpu_checkpointing moves what the model's own "
             "checkpoints keep, and nothing else"
         )
     if choices.micro_batches > 1:

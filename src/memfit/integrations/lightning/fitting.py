@@ -38,6 +38,8 @@ from memfit.values.request import Budget
 class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not followed by mypy
     """Keeps a Lightning Trainer inside a budget: one line in its callbacks.
 
+    The integration with transformers has a class of the same name on purpose: each is its trainer's callback for the same thing.
+
     Args:
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         sample: a batch of the loader's, of the largest shape that will come; None: the training data is looked through.
@@ -79,7 +81,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         """Plan for the step of this trainer and rehearse it. Parameters and generators are left as they were, metrics are reset.
 
         Raises:
-            InputError: the trainer does what a plan cannot stand beside.
+            InputError: a setting of the trainer is incompatible with a plan.
             InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
         """
         refuse(trainer, pl_module)
@@ -190,7 +192,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             self._end_step(trainer.global_step, divided_by=accumulated)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The module is the user's again."""
+        """Remove what was set on the module."""
         self._release(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -246,7 +248,7 @@ def _loss_in(output: Any) -> torch.Tensor:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of `optimizer_zero_grad`: gradients were let go before the forward, and there are those of a batch's first parts since."""
+    """In place of `optimizer_zero_grad`: gradients were freed before the forward, and there are those of a batch's first parts since."""
 
 
 def _left_whole(refused: InfeasibleError, why: str) -> InfeasibleError:

@@ -14,10 +14,10 @@ PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 
 
 def refuse(trainer: Any, module: Any) -> None:
-    """Look for what a plan cannot stand beside.
+    """Refuse settings that are incompatible with a plan.
 
     Raises:
-        InputError: there is one; says which, why, and what to do.
+        InputError: there is one; the message says which, why, and what to do.
     """
     if not module.automatic_optimization:
         raise InputError(

@@ -43,6 +43,8 @@ OF_TRAINER: Final[Mapping[str, str]] = {
 class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transformers has no types that mypy follows
     """Keeps a Trainer inside its budget; `fit` makes one, adds it to the trainer and attaches it.
 
+    The integration with Lightning has a class of the same name on purpose: each is its trainer's callback for the same thing.
+
     Args:
         budget, sample, host_budget, disk_budget, allow, fixed, meter, progress: as for `fit`.
 
@@ -73,7 +75,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         """Plan for this trainer's step, rehearse it, and set the trainer's arguments. Parameters and generators are left as they were.
 
         Raises:
-            InputError: the trainer does what a plan cannot stand beside, or is attached already.
+            InputError: a setting of the trainer is incompatible with a plan, or the trainer is attached already.
             InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
         """
         if self.engine is not None or "compute_loss" in vars(trainer):
@@ -186,7 +188,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
     # -- in training ---------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See that the trainer is as planned."""
+        """Check that the trainer's arguments are those that were planned for."""
         engine = self._planned
         have = args.per_device_train_batch_size, args.gradient_accumulation_steps
         if have != self._settled:
@@ -246,7 +248,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         return (loss, outputs) if return_outputs else loss
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock and the meter start."""
+        """Start the clock and the meter."""
         self._start_step(self._window)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -277,7 +279,7 @@ def fit(trainer: Any, budget: Budget = "80%", **named: Any) -> Any:
         The callback that was added: `.plan`, `.engine.rehearsal`, `.engine.records`, `.notes`. Of a model: the engine.
 
     Raises:
-        InputError: the trainer is set to do what a plan cannot stand beside; says what and why.
+        InputError: a setting of the trainer is incompatible with a plan; the message says which and why.
         InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
     """
     if isinstance(trainer, nn.Module):

@@ -8,10 +8,10 @@ from memfit.errors import InputError
 
 
 def refuse(trainer: Any) -> None:
-    """Look for settings that a plan cannot stand beside.
+    """Refuse settings that are incompatible with a plan.
 
     Raises:
-        InputError: there is one; says which, why, and what to do.
+        InputError: there is one; the message says which, why, and what to do.
     """
     args = trainer.args
     if args.auto_find_batch_size:

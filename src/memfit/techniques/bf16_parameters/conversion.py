@@ -16,7 +16,7 @@ def trains_any(model: nn.Module) -> bool:
 
 
 def convert(model: nn.Module) -> None:
-    """Round every fp32 parameter to the nearest in bf16; each stays the same object. Gradients are let go, buffers stay.
+    """Round every fp32 parameter to the nearest in bf16; each stays the same object. Gradients are freed, buffers stay.
 
     Parameters of layers that keep running statistics (batch norm) stay in fp32 with them: torch's kernels take both in one type, and an average in 16 bits
     would stand still.

@@ -297,15 +297,39 @@ def _cross_entropy(
         input.head.weight,
         input.head.bias,
         target,
-        input.head.chunks,
-        ignore_index,
-        label_smoothing,
-        input.head.product,
-        exact,
-        reduction == "mean",
-        input.requires_grad and torch.is_grad_enabled(),
+        _LossSettings(
+            input.head.chunks,
+            ignore_index,
+            label_smoothing,
+            input.head.product,
+            exact,
+            mean=reduction == "mean",
+            learns=input.requires_grad and torch.is_grad_enabled(),
+        ),
     )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _LossSettings:
+    """How a cross entropy is taken in chunks.
+
+    Attributes:
+        chunks: into which the rows are divided.
+        ignore_index, smoothing: as torch's `ignore_index` and `label_smoothing`.
+        product: dtype of the matrix products.
+        exact: dtype of the logarithms and of the loss.
+        mean: over the rows that count; else their sum.
+        learns: gradients are made.
+    """
+
+    chunks: int
+    ignore_index: int
+    smoothing: float
+    product: torch.dtype
+    exact: torch.dtype
+    mean: bool
+    learns: bool
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -318,25 +342,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        chunks: int,
-        ignore_index: int,
-        smoothing: float,
-        product: torch.dtype,
-        exact: torch.dtype,
-        mean: bool,  # noqa: FBT001 - autograd passes by position
-        learns: bool,  # noqa: FBT001
+        settings: _LossSettings,
     ) -> Tensor:
+        ignore_index, smoothing = settings.ignore_index, settings.smoothing
+        product, exact = settings.product, settings.exact
         with torch.autocast(rows.device.type, enabled=False):
             x, w = rows.to(product), weight.to(product)
             b = bias.to(product) if bias is not None else None
-            wanted = [learns and wants for wants in ctx.needs_input_grad[:3]]
+            wanted = [settings.learns and wants for wants in ctx.needs_input_grad[:3]]
             d_rows = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
             d_weight = torch.zeros_like(weight) if wanted[1] else None
             d_bias = torch.zeros_like(b) if wanted[2] and b is not None else None
             total = torch.zeros((), dtype=exact, device=rows.device)
-            count = (target != ignore_index).sum().to(exact) if mean else None
+            count = (target != ignore_index).sum().to(exact) if settings.mean else None
             # As many chunks for every batch, so that a smaller one runs the same operations.
-            bounds = [number * x.shape[0] // chunks for number in range(chunks + 1)]
+            bounds = [n * x.shape[0] // settings.chunks for n in range(settings.chunks + 1)]
             for start, stop in pairwise(bounds):
                 part, classes = x[start:stop], target[start:stop]
                 gone = classes == ignore_index
@@ -384,7 +404,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         if ctx.gradients is None:
             raise EngineError(
-                "backward runs a second time through a chunked loss head, whose gradients are let go the first time: for that, "
+                "backward runs a second time through a chunked loss head, whose gradients are freed the first time: for that, "
                 'plan with fixed={"loss_chunks": 1}'
             )
         gradients, ctx.gradients = ctx.gradients, None
@@ -392,4 +412,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scaled = [
             g.mul_(scale).to(dtype) if g is not None else None for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, *[None] * 8)
+        return (*scaled, None, None)

@@ -1,4 +1,4 @@
-"""Parts of a model that are not trained: which ones patterns mean, and freezing them for a while or for good.
+"""Parts of a model that are not trained: which ones patterns match, and freezing them temporarily or permanently.
 
 A frozen parameter gets no gradient and no optimizer state; below the lowest trained parameter there is no backward, so autograd saves nothing
 there. That is torch's own `requires_grad_(False)`, and the numbers are those it gives: frozen modules stay in the mode they are in (dropout drops,
@@ -51,7 +51,7 @@ def frozen_parts(model: nn.Module, patterns: Sequence[str]) -> tuple[FrozenPart,
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze what the patterns mean, for good, and let go of gradients it has.
+    """Freeze what the patterns match, permanently, and free the gradients of its parameters.
 
     Raises:
         InputError: as for `frozen_parts`.

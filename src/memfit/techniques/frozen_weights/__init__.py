@@ -67,7 +67,7 @@ class FrozenWeights(Technique):
         """Streaming moves parameters of its own."""
         del setting, clips
         if "streamed" in used:
-            return "streamed layers are kept below the device with their weights as they are, in full"
+            return "streamed layers are offloaded with their weights in full precision"
         return None
 
     def bound(self, facts: StepFacts) -> OptimisticBound:

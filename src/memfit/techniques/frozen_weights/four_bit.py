@@ -139,7 +139,7 @@ def converted(model: nn.Module) -> bool:
 
 
 def convert(model: nn.Module) -> None:
-    """Put a `FourBitLinear` in the place of each layer of `convertible`; each weight is let go of before the next is packed.
+    """Put a `FourBitLinear` in the place of each layer of `convertible`; each weight is freed before the next is packed.
 
     Raises:
         InputError: bitsandbytes is not here.

@@ -18,7 +18,7 @@ class LayerStreaming(Technique):
     baseline = ""
     page = "techniques/streaming.md"
     dialect_keys: ClassVar[Sequence[DialectKey]] = (
-        # Here the place; which blocks lie there DeepSpeed does not say.
+        # DeepSpeed's key names the place, not which blocks are streamed.
         DialectKey(
             "deepspeed", "zero_optimization.offload_param.device", {"none": "device", "cpu": "host", "nvme": "disk"}
         ),
@@ -45,7 +45,7 @@ class LayerStreaming(Technique):
         return lost, "parameters, gradients and state of all layers but two"
 
     def offer(self, subject: Subject) -> Offer:
-        """Where there are blocks, and a tier that is open has room for them."""
+        """Where there are repeated blocks, and they fit on a lower tier that may be used."""
         if not subject.streamed:
             return Offer()
         path = (subject.streamed,)

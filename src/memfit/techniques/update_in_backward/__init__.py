@@ -29,14 +29,14 @@ class UpdateInBackward(Technique):
         return without.gradient_bytes, "all gradients"
 
     def offer(self, subject: Subject) -> Offer:
-        """Where what a parameter becomes depends on no other parameter."""
+        """Where the optimizer updates each parameter independently of the others."""
         if subject.optimizer is None:
             return Offer(why_not="there is no optimizer")
         reason = self.why_no_optimizer(subject.optimizer, "in_backward")
         return Offer(("in_backward",)) if reason is None else Offer(why_not=reason)
 
     def conflict(self, setting: str, used: Mapping[str, Any], *, clips: bool) -> str | None:
-        """What must see all gradients before any parameter changes."""
+        """Clipping and gradient scaling need all gradients before any parameter changes."""
         del setting
         if clips:
             return "clipping needs the norm of all gradients before any parameter is updated, so nothing can be updated inside backward"

@@ -34,8 +34,8 @@ def why_not_in_backward(optimizer: torch.optim.Optimizer) -> str | None:
     if isinstance(optimizer, ChunkedOptimizer) or type(optimizer) in BY_PARAMETER:
         return None
     return (
-        f"of {type(optimizer).__name__} it is not known that each parameter is updated by itself, so it cannot be updated inside backward: "
-        f"that is there for {', '.join(sorted(kind.__name__ for kind in BY_PARAMETER))}"
+        f"{type(optimizer).__name__} is not known to update each parameter by itself, so it cannot be updated inside backward: "
+        f"supported are {', '.join(sorted(kind.__name__ for kind in BY_PARAMETER))}"
     )
 
 

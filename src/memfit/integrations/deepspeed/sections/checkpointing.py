@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memfit.integrations.deepspeed.values import Auto, Reading, convert, within
+from memfit.integrations.deepspeed.values import Auto, ConfigReader, convert, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,28 @@ class ActivationCheckpointing:
     profile: bool | Auto = False
 
 
-def read_checkpointing(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+def read_checkpointing(given: Mapping[str, Any], reader: ConfigReader) -> dict[str, Any]:
     """Both keys, as attributes of `DeepSpeedConfig`.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
 
     Raises:
         ConfigError: a value of a wrong type.
     """
     found: dict[str, Any] = {}
     if "activation_checkpointing" in given:
-        section = reading.section(
-            ActivationCheckpointing, given["activation_checkpointing"], "activation_checkpointing"
-        )
+        section = reader.section(ActivationCheckpointing, given["activation_checkpointing"], "activation_checkpointing")
         found["activation_checkpointing"] = section
-        reading.notices.append(
+        reader.notices.append(
             "activation_checkpointing switches nothing on, in DeepSpeed either: it is about how deepspeed.checkpointing keeps what it is called on; "
             "memfit chooses what to recompute, and what to keep in the host's memory"
         )
     if "gradient_checkpointing" in given:
         wanted = convert(bool, given["gradient_checkpointing"], "gradient_checkpointing", quoted=False)
         found["gradient_checkpointing"] = wanted
-        reading.notices.append(
+        reader.notices.append(
             "gradient_checkpointing is no key of DeepSpeed, which ignores it; memfit chooses which layers to recompute"
             + (
                 ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import keys
-from memfit.integrations.deepspeed.values import Auto, Reading, check_range, convert, nearest, shown
+from memfit.integrations.deepspeed.values import Auto, ConfigReader, check_range, convert, nearest, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ class Scheduler:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_optimizer(given: Mapping[str, Any], reading: Reading) -> Optimizer | None:
+def read_optimizer(given: Mapping[str, Any], reader: ConfigReader) -> Optimizer | None:
     """The optimizer; None where the file has none.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
 
     Raises:
         ConfigError: there is no such optimizer, it takes no such parameter, or memfit has no counterpart.
     """
     if given.get("optimizer", 0) == {} or "optimizer" not in given:
         return None
-    found = reading.section(Optimizer, given["optimizer"], "optimizer")
+    found = reader.section(Optimizer, given["optimizer"], "optimizer")
     name = found.type.lower() if found.type.lower() in keys.OWN_OPTIMIZERS else found.type
     if name in keys.REFUSED_OPTIMIZERS:
         raise ConfigError(f"optimizer.type: {found.type} cannot be honoured: {keys.REFUSED_OPTIMIZERS[name]}")
@@ -72,25 +72,25 @@ def read_optimizer(given: Mapping[str, Any], reading: Reading) -> Optimizer | No
                 None,
             )
     if name == "adam" and found.params.get("adam_w_mode", True) is True:
-        reading.notices.append(
+        reader.notices.append(
             'optimizer.type "Adam" is AdamW, in DeepSpeed as here; for Adam say adam_w_mode: false in its params'
         )
     return replace(found, type=name)
 
 
-def read_scheduler(given: Mapping[str, Any], reading: Reading) -> Scheduler | None:
+def read_scheduler(given: Mapping[str, Any], reader: ConfigReader) -> Scheduler | None:
     """The schedule of the learning rate; None where the file has none.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
 
     Raises:
         ConfigError: there is no such schedule, or its parameters are not those it takes.
     """
     if given.get("scheduler", 0) == {} or "scheduler" not in given:
         return None
-    found = reading.section(Scheduler, given["scheduler"], "scheduler")
+    found = reader.section(Scheduler, given["scheduler"], "scheduler")
     if found.type in keys.TORCH_SCHEDULES:
         return found
     if found.type not in keys.SCHEDULES:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import keys
-from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, check_range, nearest, shown, within
+from memfit.integrations.deepspeed.values import AUTO, Auto, ConfigReader, check_range, nearest, shown, within
 
 _DTYPES: Final = {
     **dict.fromkeys(("torch.float16", "fp16", "float16", "half"), "fp16"),
@@ -77,25 +77,25 @@ class TorchAutocast:
     lower_precision_safe_modules: tuple[str, ...] | None = None
 
 
-def read_precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+def read_precisions(given: Mapping[str, Any], reader: ConfigReader) -> dict[str, Any]:
     """The three sections, as attributes of `DeepSpeedConfig`.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
 
     Raises:
         ConfigError: two are enabled, or one asks for what memfit does not keep.
     """
-    fp16 = reading.section(Fp16, given.get("fp16", {}), "fp16", closed=True)
+    fp16 = reader.section(Fp16, given.get("fp16", {}), "fp16", closed=True)
     # DeepSpeed looks at the old name where the new one is not there, or says nothing.
     name = "bfloat16" if given.get("bf16") is None and "bfloat16" in given else "bf16"
-    bf16 = reading.section(
+    bf16 = reader.section(
         Bf16, given.get(name) if given.get(name) is not None or name == "bfloat16" else {}, name, closed=True
     )
     if name == "bf16" and "bfloat16" in given:
-        reading.notices.append("bfloat16 is ignored: it is the old name of bf16, which is there too")
-    autocast = reading.section(TorchAutocast, given.get("torch_autocast", {}), "torch_autocast")
+        reader.notices.append("bfloat16 is ignored: it is the old name of bf16, which is there too")
+    autocast = reader.section(TorchAutocast, given.get("torch_autocast", {}), "torch_autocast")
     enabled = [
         key for key, part in (("fp16", fp16), ("bf16", bf16), ("torch_autocast", autocast)) if part.enabled is True
     ]
@@ -115,7 +115,7 @@ def read_precisions(given: Mapping[str, Any], reading: Reading) -> dict[str, Any
             )
     for key in enabled:
         if key != "torch_autocast":  # which is the same on both sides
-            reading.notices.append(
+            reader.notices.append(
                 f"{key}: parameters stay as the model has them and operations run in {key} under autocast, where DeepSpeed casts the model and keeps "
                 f"fp32 copies; roundings differ"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import keys
-from memfit.integrations.deepspeed.values import Reading, shown
+from memfit.integrations.deepspeed.values import ConfigReader, shown
 
 
 def check_switches(given: Mapping[str, Any]) -> None:
@@ -36,12 +36,12 @@ def check_switches(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_harmless(given: Mapping[str, Any], reading: Reading, world_size: int) -> None:
+def check_harmless(given: Mapping[str, Any], reader: ConfigReader, world_size: int) -> None:
     """Tell of keys without effect here, checked as far as DeepSpeed checks them.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
         world_size: ranks that share the batch.
 
     Raises:
@@ -60,4 +60,4 @@ def check_harmless(given: Mapping[str, Any], reading: Reading, world_size: int) 
         raise ConfigError("gradient_allreduce_op: sum does not go with ZeRO stage 3")
     for key in given:
         if key in keys.HARMLESS and (world_size == 1 or keys.HARMLESS[key] != keys.ONE_RANK):
-            reading.notices.append(f"{key} has no effect: {keys.HARMLESS[key]}")
+            reader.notices.append(f"{key} has no effect: {keys.HARMLESS[key]}")

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import keys
-from memfit.integrations.deepspeed.values import AUTO, Auto, Reading, shown, within
+from memfit.integrations.deepspeed.values import AUTO, Auto, ConfigReader, shown, within
 
 Device = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadParam:
-    """Where parameters lie between uses; stage 3 only.
+    """Where parameters are between uses; stage 3 only.
 
     Attributes:
         device: "none" (where they are used), "cpu" or "nvme".
@@ -36,7 +36,7 @@ class OffloadParam:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
-    """Where the optimizer's state lies between updates; from stage 1 on.
+    """Where the optimizer's state is between updates; from stage 1 on.
 
     Attributes:
         device, nvme_path, buffer_count, pin_memory: as for parameters.
@@ -134,29 +134,29 @@ class ZeroOptimization:
 
     @property
     def moves_state(self) -> Device | Auto | None:
-        """Where the optimizer's state is to lie; None where nothing is said."""
+        """Where the optimizer's state is offloaded; None where nothing is said."""
         return None if self.offload_optimizer is None else self.offload_optimizer.device
 
     @property
     def moves_parameters(self) -> bool:
-        """Whether parameters are to lie off the device."""
+        """Whether parameters are offloaded."""
         return self.offload_param is not None and self.offload_param.device not in {"none", AUTO}
 
     @property
     def state_goes_with_parameters(self) -> bool:
-        """Whether optimizer state that is moved lies where parameters lie: on the same device, in the same folder."""
+        """Whether optimizer state is offloaded to where parameters are: the same device, the same folder."""
         state, parameters = self.offload_optimizer, self.offload_param
         if state is None or parameters is None or state.device not in {"cpu", "nvme"}:
             return True
         return (state.device, state.nvme_path) == (parameters.device, parameters.nvme_path)
 
 
-def read_zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> ZeroOptimization:
+def read_zero(given: Mapping[str, Any], reader: ConfigReader, world_size: int) -> ZeroOptimization:
     """The section, in its present form where the file has an old one.
 
     Args:
         given: the keys of the whole file.
-        reading: takes the notices.
+        reader: takes the notices.
         world_size: ranks that share the batch.
 
     Raises:
@@ -164,7 +164,7 @@ def read_zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> Ze
     """
     data = given.get("zero_optimization", {})
     if isinstance(data, bool):
-        reading.notices.append(f"zero_optimization: {shown(data)} is the old form of stage {int(data)}")
+        reader.notices.append(f"zero_optimization: {shown(data)} is the old form of stage {int(data)}")
         data = {"stage": int(data)}
     for key in data if isinstance(data, Mapping) else ():
         if key in keys.REMOVED_ZERO:
@@ -172,10 +172,8 @@ def read_zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> Ze
                 f"zero_optimization.{key}: DeepSpeed {keys.VERSION} has it no longer, and refuses it: {keys.REMOVED_ZERO[key]}"
             )
     if isinstance(data, Mapping) and "leaf_module" in data:
-        reading.known(data["leaf_module"], "zero_optimization.leaf_module", keys.LEAF_MODULE, closed=True)
-    zero = _without_old_names(
-        reading.section(ZeroOptimization, data, "zero_optimization", closed=True), reading.notices
-    )
+        reader.known(data["leaf_module"], "zero_optimization.leaf_module", keys.LEAF_MODULE, closed=True)
+    zero = _without_old_names(reader.section(ZeroOptimization, data, "zero_optimization", closed=True), reader.notices)
     _check_stage(zero)
     for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if getattr(zero, key) not in (None, False, AUTO):
@@ -183,7 +181,7 @@ def read_zero(given: Mapping[str, Any], reading: Reading, world_size: int) -> Ze
                 f"zero_optimization.{key}: cannot be honoured: it changes results, and memfit's plans do not"
             )
     if isinstance(zero.stage, int) and zero.stage > 0 and world_size == 1:
-        reading.notices.append(
+        reader.notices.append(
             f"zero_optimization.stage {zero.stage} holds as it is on one rank: what is shared out among one stays there"
         )
     return zero

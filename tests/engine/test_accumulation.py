@@ -209,7 +209,7 @@ def test_a_loss_that_sums_stays_a_sum() -> None:
 
 def test_a_plan_for_the_whole_batch_has_no_room_for_accumulation() -> None:
     engine = memfit.apply(memfit.plan(Tagger(), texts(), None, "1GiB", sgd, fixed={"micro_batches": 1}), Tagger())
-    with pytest.raises(InputError, match="this plan runs the batch whole"):
+    with pytest.raises(InputError, match="this plan runs the batch as a whole"):
         engine.accumulate([texts()])
 
 

@@ -76,10 +76,8 @@ def check(each: Case, choices: Sequence[Choice]) -> None:
         assert measured == pytest.approx(made.prediction.peak_bytes, rel=0.005)
 
 
-# Custom functions, views, autocast, dropout, running statistics, fused kernels, modules called twice; the others take minutes.
+# Custom functions, views, dropout, running statistics, fused kernels, modules called twice; the others take minutes.
 QUICK = {
-    "amp_gpt",
-    "bert_eager",
     "custom_function_ctx",
     "gpt_dropout",
     "lstm",

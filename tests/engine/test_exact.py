@@ -12,7 +12,6 @@ from memfit import batches
 from memfit.engine.accumulation import micro_batches_of
 from models import CASES, Case
 from models.outcome import measured_peak, outcome_of, plans_between, same
-from sweeps import at_night
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,8 +38,23 @@ def check(case: Case, fractions: tuple[float, ...]) -> None:
         assert measured <= made.budget_bytes, (measured, made.budget_bytes)
 
 
-@pytest.mark.parametrize("fractions", [(0.5, 0.0), pytest.param((1.0, 0.75, 0.25), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("case", at_night([c for c in CASES if not c.slow], LONGER))
+def budgets() -> list[Any]:
+    """Every model at one budget, the smallest or one half way, and at five budgets at night."""
+    cases = [case for case in CASES if not case.slow]
+    quick = [
+        pytest.param(
+            case,
+            (0.5,) if number % 2 else (0.0,),
+            id=case.name,
+            marks=pytest.mark.slow if case.name in LONGER else (),
+        )
+        for number, case in enumerate(cases)
+    ]
+    night = [pytest.param(c, (1.0, 0.75, 0.5, 0.25, 0.0), id=f"{c.name}, all", marks=pytest.mark.slow) for c in cases]
+    return quick + night
+
+
+@pytest.mark.parametrize(("case", "fractions"), budgets())
 def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case, fractions: tuple[float, ...]) -> None:
     check(case, fractions)
 

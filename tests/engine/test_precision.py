@@ -112,10 +112,7 @@ def test_steps_are_bit_equal_to_torchs_own_loop(precision: str, optimizer: Any, 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name not in {"gpt", "bert_sdpa", "frozen"} else ())
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name not in {"gpt", "frozen"} else ()) for name in MODELS],
 )
 def test_numbers_and_peak_are_as_promised_at_every_budget(name: str) -> None:
     model, sample, loss_fn = case(name).build()

@@ -106,7 +106,7 @@ def test_a_plan_that_recomputes_says_so() -> None:
 
 
 def test_what_lies_on_the_disk_lies_in_a_folder() -> None:
-    with pytest.raises(ConfigError, match="say in which folder, nvme_path="):
+    with pytest.raises(ConfigError, match="name the folder, nvme_path="):
         write(PLANS["state on the disk"])
 
 

@@ -9,12 +9,15 @@ tensors are exchanged inside the modules and put back at the end, together with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.dispatch import has_storage, storage_key, written
 
 
 @contextmanager
@@ -63,6 +66,54 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
             for table, original in ((module._parameters, parameters), (module._buffers, buffers)):
                 table.clear()
                 table.update(original)
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included.
+
+    Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for.
+    """
+    before = [(parameter, parameter.detach(), parameter._version) for parameter in model.parameters()]
+    watch = _CopiesAtWrite(storage_key(alias) for _, alias, _ in before if has_storage(alias))
+    try:
+        with watch:
+            yield
+    finally:
+        for parameter, alias, version in before:
+            if not has_storage(alias):
+                continue
+            if storage_key(parameter) != storage_key(alias):
+                parameter.data = alias
+            contents = watch.contents.get(storage_key(alias))
+            if contents is not None:
+                raw = torch.empty(0, dtype=torch.uint8, device=alias.device)
+                raw.set_(alias.untyped_storage())
+                raw.copy_(contents)
+            if parameter._version != version:
+                torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+
+
+class _CopiesAtWrite(TorchDispatchMode):
+    """Copies the bytes of storages before an operation first writes into them.
+
+    Attributes:
+        contents: by storage, the bytes that were in it.
+    """
+
+    def __init__(self, storages: Iterable[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = set(storages)
+        self.contents: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written(func, args, kwargs or {}):
+            key = storage_key(tensor) if has_storage(tensor) else None
+            if key is not None and key in self._storages and key not in self.contents:
+                raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                raw.set_(tensor.untyped_storage())
+                self.contents[key] = raw.clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> Any:

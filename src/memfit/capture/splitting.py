@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.isolation import lent
+from memfit.capture.isolation import lent, parameters_kept
 from memfit.capture.samples import rows_of, shortened
 from memfit.step.generators import forked_generators
 
@@ -196,7 +196,7 @@ def _gradient(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with lent(model, wide if in_float64 else own), watch, widening:
+    with parameters_kept(model), lent(model, wide if in_float64 else own), watch, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
         found = torch.autograd.grad(loss, compared, allow_unused=True)

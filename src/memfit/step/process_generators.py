@@ -33,6 +33,23 @@ def set_generators(states: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002 - as above
 
 
+def outside_torch() -> tuple[Any, ...]:
+    """States of Python's and numpy's global generators, to compare with and to set again."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - as above
+    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+
+
+@contextmanager
+def outside_torch_kept() -> Iterator[None]:
+    """Whatever is drawn inside from Python's and numpy's global generators, they go on as if nothing had been drawn."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002 - as above
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - as above
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever is drawn inside, the generators go on as if nothing had been drawn."""

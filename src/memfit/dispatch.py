@@ -6,7 +6,7 @@ Capture counts operations in fake runs and the engine counts them in real ones; 
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Self
 
@@ -174,10 +174,18 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 class ModulePaths:
-    """Follows which module is running, by global forward hooks that live as long as the `with` block."""
+    """Follows which module is running, by global forward hooks that live as long as the `with` block.
+
+    Attributes:
+        position: called where a module begins and ends; None for nothing. What it returns, where that is not None, is noted in `calls`.
+        calls: of each call of a module of the model, in the order in which they began: the module's path, the position at its begin and at its end.
+            Calls without gradients are left out: nothing is saved in them.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
+        self.position: Callable[[], tuple[int, int] | None] | None = None
+        self.calls: list[list[Any]] = []
         self._running = threading.local()  # micro-batches of a streamed step run in threads
         self._handles: list[Any] = []
 
@@ -194,6 +202,11 @@ class ModulePaths:
         """Path of the innermost running module of the model; "" outside."""
         return self._stack[-1] if self._stack else ""
 
+    @property
+    def depth(self) -> int:
+        """How many modules are running, one inside the other."""
+        return len(self._stack)
+
     def __enter__(self) -> Self:
         self._handles = [
             _hooks.register_module_forward_pre_hook(self._enter),
@@ -207,9 +220,18 @@ class ModulePaths:
         self._running = threading.local()
 
     def _enter(self, module: torch.nn.Module, _args: object) -> None:
-        self._stack.append(self._names.get(id(module), self.current))
+        name = self._names.get(id(module))
+        self._stack.append(self.current if name is None else name)
+        if name is not None and self.position is not None and torch.is_grad_enabled():
+            self.calls.append([name, self.position(), None, len(self._stack)])
 
-    def _leave(self, _module: torch.nn.Module, _args: object, _output: object) -> None:
+    def _leave(self, module: torch.nn.Module, _args: object, _output: object) -> None:
+        if self.position is not None and id(module) in self._names:
+            depth = len(self._stack)
+            for call in reversed(self.calls):
+                if call[2] is None and call[3] == depth:
+                    call[2] = self.position()
+                    break
         if self._stack:
             self._stack.pop()
 

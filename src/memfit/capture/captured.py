@@ -21,7 +21,8 @@ class Captured:
             Then a later capture needs no pass before the one it records.
         receiving: names of the parameters that got gradients.
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
-        steady: other random numbers gave the same operations and sizes.
+        repeats: the forward before it ran the same operations.
+        steady: other random numbers gave the same operations and sizes, or none that are drawn can decide any.
     """
 
     trace: Trace
@@ -31,3 +32,4 @@ class Captured:
     receiving: frozenset[str] = frozenset()
     forced: Forced | None = None
     steady: bool = False
+    repeats: bool = True

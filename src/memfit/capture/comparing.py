@@ -10,12 +10,18 @@ def forward_names(trace: Trace) -> list[str]:
     return [trace.operations[e].name for e in trace.events[: trace.forward_events] if e >= 0]
 
 
+def path_taken(trace: Trace) -> list[tuple[str, str]]:
+    """Operations of a captured forward and loss, each with the module that ran it: blocks that are alike are told apart."""
+    return [(o.name, o.module) for o in (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)]
+
+
 def same_operations(a: Trace, b: Trace) -> bool:
-    """Whether all events of two traces are alike, and as many storages are made; sizes may differ."""
+    """Whether all events of two traces are alike, in the same modules, and as many storages are made; sizes may differ."""
     return (
         a.events == b.events
         and len(a.storages) == len(b.storages)
         and [o.name for o in a.operations] == [o.name for o in b.operations]
+        and path_taken(a) == path_taken(b)
     )
 
 

@@ -19,11 +19,13 @@ from memfit.capture.capture import capture
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
 from memfit.capture.draws import with_other_draws
+from memfit.capture.extreme_draws import End, drawing, drawn_one_by_one
 from memfit.capture.real_forward import looked_at, on_few, real_forward_names, refused_by_torch
 from memfit.capture.samples import rows_of, shortened
 from memfit.capture.scaling import scaled
 from memfit.capture.source import StepSource
 from memfit.errors import CaptureError
+from memfit.step.process_generators import outside_torch, outside_torch_kept
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
 
@@ -53,11 +55,11 @@ def trustworthy(
         Exception: the user's own, when the step itself fails.
     """
 
-    def on_fakes(after: Captured | None) -> Captured:
-        return capture(source, choices, after=after, layouts=layouts)
+    def on_fakes(after: Captured | None, of: StepSource = source) -> Captured:
+        return capture(of, choices, after=after, layouts=layouts)
 
-    def for_real(why: str, known: Captured | None = None) -> Captured:
-        return scaled(source, choices, why=why, known=known)
+    def for_real(why: str, known: Captured | None = None, of: StepSource = source) -> Captured:
+        return scaled(of, choices, why=why, known=known)
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
@@ -65,10 +67,18 @@ def trustworthy(
         if all(other.trace.source == "fake" for other in others):
             return captured
         return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, NOT_AS_STREAMED)))
-    found = _confirmed(source, choices, on_fakes, believed)
-    captured = for_real(found) if isinstance(found, str) else found
-    again = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
-    captured = with_other_draws(captured, again, others)
+    with outside_torch_kept():
+        outside, one_by_one = outside_torch(), drawn_one_by_one()
+        found = _confirmed(source, choices, on_fakes, believed)
+        decides = drawn_one_by_one() > one_by_one or outside_torch() != outside
+        if isinstance(found, str) and decides:
+            # Fake operations draw nothing, so what decides the path was another number in the real forward: at an end of the range it is the same.
+            with drawing(End.HIGHEST):
+                at_the_end = _confirmed(source, choices, on_fakes, None)
+            found = at_the_end if isinstance(at_the_end, Captured) else found
+        captured = for_real(found) if isinstance(found, str) else found
+        as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
+        captured = with_other_draws(captured, lambda of: as_believed(of=of), source, others, decides=decides)
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))

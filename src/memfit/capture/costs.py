@@ -91,6 +91,17 @@ def with_costs(
         device=device,
         notes=tuple(notes),
         drawn_bytes=tuple(map(tuple, drawn)),
+        paths=tuple(
+            with_costs(
+                replace(captured, trace=path),
+                costs,
+                seconds_are=seconds_are,
+                device=device,
+                allocation_bytes=allocation_bytes,
+                other_bytes=other_bytes,
+            )
+            for path in trace.paths
+        ),
     )
 
 

@@ -1,68 +1,166 @@
-"""Other draws of the random numbers: where what is drawn in forward may decide sizes or operations, the step is captured under several."""
+"""Other draws of the random numbers: where what is drawn in forward may decide sizes or operations, the step is captured under several.
+
+Two kinds: draws at both ends of their range (`extreme_draws`), which run the most and the fewest blocks where each is left out by chance, and draws from
+other seeds. What ran the same operations in other sizes gives `Trace.drawn_bytes`; what ran other operations is another path, `Trace.paths`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import torch
 
+from memfit.capture import extreme_draws
 from memfit.capture.captured import Captured
-from memfit.capture.comparing import same_forward, same_operations
+from memfit.capture.comparing import path_taken, same_forward, same_operations
+from memfit.capture.source import StepSource
 from memfit.step.generators import forked_generators
+from memfit.step.process_generators import outside_torch_kept
 from memfit.values.trace import Trace
 
-OTHER_DRAWS: Final = 5  # of the random numbers are captured as well where they may decide sizes
+LATER_FORWARDS: Final = (
+    2,
+    3,
+)  # after so many is the step captured as well, where the first forward and the second differ
+OTHER_DRAWS: Final = (
+    5  # seeds under which the step is captured as well where random numbers may decide sizes or operations
+)
 
 
-def with_other_draws(captured: Captured, again: Callable[[], Captured], others: Iterable[Captured] = ()) -> Captured:
-    """The capture with the sizes that other random numbers give, where numbers drawn in forward may decide any; and what the user should know of it.
+def with_other_draws(
+    captured: Captured,
+    again: Callable[[StepSource], Captured],
+    source: StepSource,
+    others: Iterable[Captured] = (),
+    *,
+    decides: bool = False,
+) -> Captured:
+    """The capture with the sizes and the paths of other draws and of later forwards; and what the user should know of it.
 
     Args:
         captured: the step under one draw.
-        again: captures it in the same way, under the present state of the generators.
+        again: captures a step in the same way, under the present state of the generators.
+        source: the step.
         others: captures of the same step run in other ways.
+        decides: Python code may decide by what forward draws (numbers drawn one by one, or from Python's or numpy's generator).
     """
-    trace = captured.trace
+    draws = decides or _draws_before_it_looks(captured.trace)
+    if draws and any(c.steady and same_forward(c.trace, captured.trace) for c in others):
+        draws = False
+    seen, failed = _seen(captured, again, source, draws=draws)
+    longest = max(seen, key=lambda each: each.trace.forward_operations)
+    taken = _other_paths(longest, seen)
+    trained = frozenset().union(*(each.receiving for each in (longest, *taken)))
+    if taken and any(each.receiving != trained for each in (longest, *taken)):
+        # What one path does not train has optimizer state all the same, from the steps that took another.
+        seen, failed = _seen(captured, again, replace(source, trained_elsewhere=trained), draws=draws)
+        longest = max(seen, key=lambda each: each.trace.forward_operations)
+        taken = _other_paths(longest, seen)
+    trace = longest.trace
+    drawn = [
+        tuple(s.bytes for s in other.trace.storages)
+        for other in seen
+        if same_operations(trace, other.trace) and not _same_sizes(trace, other.trace)
+    ]
+    notes = [note for note in (_sized_by_values(trace), _paths(len(taken), failed, draws=draws)) if note]
+    paths = tuple(replace(each.trace, notes=()) for each in taken)
+    trace = replace(
+        trace,
+        drawn_bytes=tuple(drawn),
+        notes=(*trace.notes, *notes),
+        calls=trace.calls if paths else (),
+        paths=paths,
+    )
+    calls = {key: call for each in (*taken, longest) for key, call in each.calls.items()}
+    return replace(longest, trace=trace, calls=calls, steady=not drawn and not taken and not failed)
+
+
+def _seen(
+    captured: Captured, again: Callable[[StepSource], Captured], source: StepSource, *, draws: bool
+) -> tuple[list[Captured], int]:
+    """The step under other draws and after more forwards, this capture first; and how many could not be captured."""
+    seen = [again(source)] if source.trained_elsewhere else [captured]
+    failed = 0
+    if not captured.repeats:
+        for forwards in LATER_FORWARDS:
+            try:
+                seen.append(again(replace(source, forwards_before=forwards)))
+            except Exception:  # noqa: BLE001 - as below
+                failed += 1
+    for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
+        with _drawing(draw):
+            try:
+                other = again(source)
+            except Exception:  # noqa: BLE001 - what this draw runs cannot be captured, or is the user's own error: no step that was planned for
+                failed += 1
+                continue
+        if isinstance(draw, int) and all(_same_sizes(captured.trace, each.trace) for each in (*seen, other)):
+            break  # what is drawn decides values only
+        seen.append(other)
+    return seen, failed
+
+
+def _other_paths(longest: Captured, seen: Iterable[Captured]) -> list[Captured]:
+    """Those that take another path than the longest, each path once."""
+    known, taken = [path_taken(longest.trace)], []
+    for each in seen:
+        path = path_taken(each.trace)
+        if path not in known:
+            known.append(path)
+            taken.append(each)
+    return taken
+
+
+def _paths(others: int, failed: int, *, draws: bool) -> str:
+    """A note where forward takes several paths; empty where it takes one."""
+    if not others and not failed:
+        return ""
+    paths = f"{1 + others} paths were seen"
+    if draws:
+        tried = 1 + OTHER_DRAWS + len(extreme_draws.End)
+        why = f"random numbers, drawn anew in each step, decide which operations run: {paths} in {tried} draws"
+    else:
+        why = f"not every forward runs the same operations: {paths} in {1 + len(LATER_FORWARDS)} forwards, one after the other"
+    return why + (f"; {failed} more could not be captured" if failed else "")
+
+
+@contextmanager
+def _drawing(draw: extreme_draws.End | int) -> Iterator[None]:
+    """What is captured inside draws at an end, or from a seed; all generators are left as they were."""
+    with forked_generators(), outside_torch_kept():
+        if isinstance(draw, extreme_draws.End):
+            with extreme_draws.drawing(draw):
+                yield
+        else:
+            torch.manual_seed(draw)
+            random.seed(draw)
+            np.random.seed(draw)  # noqa: NPY002 - models draw from the global one
+            yield
+
+
+def _same_sizes(one: Trace, other: Trace) -> bool:
+    return same_operations(one, other) and [s.bytes for s in one.storages] == [s.bytes for s in other.storages]
+
+
+def _sized_by_values(trace: Trace) -> str:
+    """A note where values decide how large results are; empty where none do."""
     told: dict[str, str] = {}
     for operation in trace.operations:
         if operation.by_values:
             told.setdefault(operation.module, operation.name)
-    notes: list[str] = []
-    if told:
-        module, name = next(iter(told.items()))
-        more = f" and in {len(told) - 1} more modules" if len(told) > 1 else ""
-        notes.append(
-            f"values decide how large some results are ({name} in {module or 'the model'}{more}): bytes are those of this sample and these parameters, and "
-            "other batches or later steps may hold more"
-        )
-    drawn: list[tuple[int, ...]] = []
-    diverging = 0
-    if _draws_before_it_looks(trace) and not any(c.steady and same_forward(c.trace, trace) for c in others):
-        own = tuple(s.bytes for s in trace.storages)
-        for seed in range(1, OTHER_DRAWS + 1):
-            with forked_generators():
-                torch.manual_seed(seed)
-                try:
-                    other = again().trace
-                except Exception:  # noqa: BLE001 - what this draw runs cannot be captured, or is the user's own error: no step that was planned for
-                    diverging += 1
-                    continue
-            sizes = tuple(s.bytes for s in other.storages)
-            if not same_operations(trace, other):
-                diverging += 1
-            elif sizes != own:
-                drawn.append(sizes)
-            else:
-                break  # what is drawn decides values only
-    if diverging:
-        notes.append(
-            f"random numbers, drawn anew in each step, decide which operations run: {diverging} of {OTHER_DRAWS} other draws ran others than are planned for. "
-            "Such a step is kept plain from where it diverges"
-        )
-    trace = replace(trace, drawn_bytes=tuple(drawn), notes=(*trace.notes, *notes))
-    return replace(captured, trace=trace, steady=not drawn and not diverging)
+    if not told:
+        return ""
+    module, name = next(iter(told.items()))
+    more = f" and in {len(told) - 1} more modules" if len(told) > 1 else ""
+    return (
+        f"values decide how large some results are ({name} in {module or 'the model'}{more}): bytes are those of this sample and these parameters, and "
+        "other batches or later steps may hold more"
+    )
 
 
 def _draws_before_it_looks(trace: Trace) -> bool:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch
-from memfit.capture.isolation import lent
+from memfit.capture.extreme_draws import at_the_end
+from memfit.capture.isolation import lent, parameters_kept
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
 from memfit.step.generators import forked_generators
@@ -31,7 +32,7 @@ class _Names(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if dispatch.is_operation(func):
             self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return at_the_end(func, args, func(*args, **(kwargs or {})))
 
 
 def real_forward_names(
@@ -40,7 +41,11 @@ def real_forward_names(
     """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed."""
     names = _Names()
     program = StepProgram(source.model, source.loss_fn, choices=choices)
-    with forked_generators(), lent(source.model, _copied if converting(choices) else _private):
+    with (
+        forked_generators(),
+        parameters_kept(source.model),
+        lent(source.model, _copied if converting(choices) else _private),
+    ):
         convert(choices, source.model)
         for _ in range(2 if twice else 1):
             names.names.clear()
@@ -73,7 +78,7 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
     """
     few, _ = looked_at(source, choices)
     model = source.model
-    with forked_generators(), lent(model, _copied if converting(choices) else _private):
+    with forked_generators(), parameters_kept(model), lent(model, _copied if converting(choices) else _private):
         convert(choices, model)
         loss = StepProgram(model, source.loss_fn, choices=choices).loss(few)
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
@@ -84,5 +89,5 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    # Forward writes to buffers, and not to parameters.
+    # Forward writes to buffers; what it writes to parameters is undone (`parameters_kept`).
     return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()

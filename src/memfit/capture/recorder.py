@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
+from memfit.capture.extreme_draws import at_the_end
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
@@ -82,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, CallSpec] = {}
         self.notes: dict[str, None] = {}
         self.recording = True
+        paths.position = self._position
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_placeholder = False
         self.overwritten = False  # something autograd saved was written before backward read it
@@ -90,6 +92,10 @@ class Recorder(TorchDispatchMode):
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
         self._backward_module = ""
+
+    def _position(self) -> tuple[int, int] | None:
+        """Operations and saves of forward so far; None where forward is not being recorded."""
+        return (len(self.operations), len(self.saves)) if self.recording and self.phase is Phase.FORWARD else None
 
     # -- storages ------------------------------------------------------------------------------------------------------------
 
@@ -381,6 +387,10 @@ LARGEST_REAL_CONSTANT_BYTES: Final = 64 << 20
 def _run(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(t, FakeTensor) for t in inputs):
         return func(*args, **kwargs)
+    return at_the_end(func, args, _run_real(func, inputs, args, kwargs))
+
+
+def _run_real(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not inputs:
         result = func(*args, **kwargs)
         made = list(dispatch.tensors_in(result))

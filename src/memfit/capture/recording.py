@@ -6,6 +6,7 @@ What a model builds once and the optimizer's state are there before what is reco
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from memfit import batches, dispatch
 from memfit.batches import Batch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
+from memfit.capture.comparing import forward_names
 from memfit.capture.generator_states import following_generator_states
 from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource, model_digest
@@ -28,7 +30,7 @@ from memfit.step.device import device_of
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
-from memfit.values.trace import Category, Phase, Trace
+from memfit.values.trace import Category, ModuleCall, Phase, Trace
 
 
 def record(
@@ -81,8 +83,19 @@ def record(
         notes=tuple(recorder.notes),
         changed_buffers=tuple(step.changed),
         changed_buffer_bytes=sum(step.changed.values()),
+        calls=tuple(_module_calls(paths)),
     )
-    return Captured(trace, recorder.calls, recorder.overwritten, step.graded, step.receiving, step.forced)
+    once = step.once is None or step.once == forward_names(trace)
+    return Captured(trace, recorder.calls, recorder.overwritten, step.graded, step.receiving, step.forced, repeats=once)
+
+
+def _module_calls(paths: dispatch.ModulePaths) -> Iterator[ModuleCall]:
+    """The calls that began and ended while forward was recorded."""
+    numbers: Counter[str] = Counter()
+    for module, begin, end, _ in paths.calls:
+        if begin is not None and end is not None:
+            yield ModuleCall(module, numbers[module], (begin[0], end[0]), (begin[1], end[1]))
+            numbers[module] += 1
 
 
 class _StepRecording:
@@ -117,6 +130,11 @@ class _StepRecording:
         self._once: list[str] = []  # operations of the pass that is not recorded
 
     @property
+    def once(self) -> list[str] | None:
+        """Operations of the forward before the one that is recorded; None where none was run."""
+        return self._once if self._believed is None else None
+
+    @property
     def program(self) -> StepProgram:
         """The step; there until `finish`."""
         assert self._program is not None
@@ -135,6 +153,11 @@ class _StepRecording:
                 if (several or inside) and name in self.graded:
                     parameter.grad = _as_accumulated(parameter)
         else:
+            for _ in range(self._source.forwards_before - 1):
+                with recorder:
+                    loss = program.loss(self._micro_batches[0])
+                del loss
+                recorder.unrecorded.clear()
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
                 if several or inside:
                     program.forward_backward(self._micro_batches[0], self._weight, recorder)
@@ -142,6 +165,9 @@ class _StepRecording:
                     with recorder:
                         loss = program.loss(self._source.sample)
                     del loss
+            if several:
+                for parameter in self._elsewhere():
+                    parameter.grad = _as_accumulated(parameter)
         self._once = list(recorder.unrecorded)
         if inside:
             # What is updated inside the recorded backward has its state by then.
@@ -214,13 +240,23 @@ class _StepRecording:
         """Clipping and the optimizer twice: the first time makes its state, the second is the steady one."""
         program, recorder = self.program, self.recorder
         if not program.updates_in_backward:
+            elsewhere = self._elsewhere()
+            for parameter in elsewhere:
+                parameter.grad = _as_accumulated(parameter)
             _make_state(program, recorder)
+            for parameter in elsewhere:
+                parameter.grad = None
         recorder.phase = Phase.CLIP
         program.unscale()
         program.clip()
         recorder.phase = Phase.OPTIMIZER
         if program.optimizer is not None:
             program.optimizer.step()
+
+    def _elsewhere(self) -> list[nn.Parameter]:
+        """Parameters that this step gives no gradient, and others do."""
+        named = self._source.model.named_parameters()
+        return [p for name, p in named if name in self._source.trained_elsewhere and p.grad is None]
 
     def finish(self) -> None:
         """Let go of the optimizer, and see that the step may be run as it was.

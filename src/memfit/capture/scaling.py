@@ -83,7 +83,7 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
         signature=batches.signature(source.sample),
         notes=(*first.trace.notes, *notes),
     )
-    return Captured(trace, calls, receiving=first.receiving, forced=first.forced)
+    return Captured(trace, calls, receiving=first.receiving, forced=first.forced, repeats=first.repeats)
 
 
 def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bool:

@@ -27,6 +27,8 @@ class StepSource:
         optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
         clip_norm: as in `StepProgram`.
         loader_batches: batches like the sample that the step takes one after the other; one is there at a time. Each is split alike.
+        forwards_before: how many forwards are run before the one that is captured.
+        trained_elsewhere: names of parameters that get gradients in other steps: their optimizer state is there in this one, too.
     """
 
     model: nn.Module
@@ -35,6 +37,8 @@ class StepSource:
     optimizer: OptimizerFactory | None = None
     clip_norm: float | None = None
     loader_batches: int = 1
+    forwards_before: int = 1
+    trained_elsewhere: frozenset[str] = frozenset()
 
     @property
     def on_meta(self) -> bool:

@@ -24,6 +24,7 @@ from memfit.capture.splitting import Splitting, find_splitting
 from memfit.hardware.machine import Machine, known_machine
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
+from memfit.step.process_generators import outside_torch_kept
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, in_words, sizing_state
 from memfit.techniques.freezing.freeze import frozen
@@ -84,7 +85,8 @@ class TraceSource:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
         """
         if choices not in self._traces:
-            self._traces[choices] = self._captured(choices)
+            with outside_torch_kept():
+                self._traces[choices] = self._captured(choices)
         return self._traces[choices]
 
     def _captured(self, choices: Choices) -> Trace:
@@ -115,13 +117,18 @@ class TraceSource:
             allocation_bytes=self.machine.allocation_bytes,
             other_bytes=other_bytes(self.here, present) if self.device is None else 0,
         )
-        return replace(
-            trace,
-            rng_state_bytes=RNG_STATE_BYTES.get(self.here.type, 0),
-            dispatch_seconds=ENGINE_SECONDS,
-            clip_norm=self.clip_norm,
-            torch_version=torch.__version__,
-        )
+
+        def completed(path: Trace) -> Trace:
+            return replace(
+                path,
+                rng_state_bytes=RNG_STATE_BYTES.get(self.here.type, 0),
+                dispatch_seconds=ENGINE_SECONDS,
+                clip_norm=self.clip_norm,
+                torch_version=torch.__version__,
+                paths=tuple(map(completed, path.paths)),
+            )
+
+        return completed(trace)
 
     def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
         source = StepSource(self.model, self.sample, self.loss_fn, self.optimizer, self.clip_norm, self.loader_batches)
@@ -177,7 +184,7 @@ class TraceSource:
                     None, "the model is on the meta device, so it cannot be checked whether its batch splits"
                 )
             tell(self.progress, "checking whether the batch splits", 0.5)
-            with frozen(self.model, patterns):
+            with outside_torch_kept(), frozen(self.model, patterns):
                 self._splitting[patterns] = find_splitting(self.model, self.sample, self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)

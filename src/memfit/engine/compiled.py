@@ -21,6 +21,7 @@ class CompiledScript:
         gone: by operation, the storages that are on the other tier alone from it on.
         acts: whether anything is to be done at an operation but to run it.
         states_ending: (step, position among its runs) -> operations whose generator states nothing needs afterwards.
+        calls: by module and number of the call, where the script is one of calls.
         recipe_of: by storage, the operations that make it again.
     """
 
@@ -48,6 +49,9 @@ class CompiledScript:
         self.states_ending: dict[tuple[int, int], list[int]] = {}
         for operation, where in last.items():
             self.states_ending.setdefault(where, []).append(operation)
+        self.calls: dict[str, dict[int, CompiledScript]] = {}
+        for call in script.calls:
+            self.calls.setdefault(call.module, {})[call.number] = CompiledScript(call.script)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:

@@ -18,6 +18,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches
 from memfit.engine.activation_offloading import LowerTiers, Makers, arena_makers
+from memfit.engine.call_follower import CallFollower
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
@@ -94,7 +95,7 @@ class Engine:
         self._history = History()
         self._transactions = Transactions(model)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
-        self._executor = Executor(self._lower_tiers)
+        self._executor = Executor(self._lower_tiers, model)
         self.add(plan)
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Engine:
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *state_tensors(self.optimizer)]
 
     @contextmanager
-    def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | None]:
+    def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | CallFollower | None]:
         """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
         Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.

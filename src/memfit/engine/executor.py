@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from memfit.batches import Batch
 from memfit.engine.accumulation import Accumulated
 from memfit.engine.activation_offloading import LowerTiers
+from memfit.engine.call_follower import CallFollower
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.step.program import StepProgram
@@ -15,19 +18,25 @@ class Executor:
 
     Args:
         lower_tiers: where to offload to, for plans that do.
+        model: whose forward is followed.
     """
 
-    def __init__(self, lower_tiers: LowerTiers) -> None:
+    def __init__(self, lower_tiers: LowerTiers, model: nn.Module) -> None:
         self._lower_tiers = lower_tiers
+        self._model = model
 
-    def follower(self, compiled: CompiledScript, *, retain: bool = False) -> Follower | None:
+    def follower(self, compiled: CompiledScript, *, retain: bool = False) -> Follower | CallFollower | None:
         """What follows a script through a forward; None where the script drops nothing.
 
         Args:
             compiled: the script.
             retain: backward may run more than once.
         """
-        return None if compiled.script.plain else Follower(compiled, retain=retain, lower_tiers=self._lower_tiers)
+        if compiled.script.plain:
+            return None
+        if compiled.calls:
+            return CallFollower(compiled, self._model, retain=retain)
+        return Follower(compiled, retain=retain, lower_tiers=self._lower_tiers)
 
     def forward_backward(
         self,
@@ -62,10 +71,10 @@ class Executor:
             )
         finally:
             if follower is not None:
-                follower.tape.end()
+                follower.end()
         total.loss += float(total.last) * (1.0 if weight is None else weight)
         total.micro_batches += 1
         if follower is not None:
-            total.recomputations += follower.tape.recomputations
+            total.recomputations += follower.recomputations
             if follower.divergence is not None:
                 total.divergences.append(follower.divergence)

@@ -59,13 +59,26 @@ class Follower(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[Follower]:
         """Run forward and loss inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), self:
             yield self
+        self.finish()
+
+    def finish(self) -> None:
+        """What was followed has ended: see that nothing of it is missing, and that nobody writes into what is kept."""
         if self.divergence is None and self.index != self._count:
             self._diverge(f"forward ended after {self.index} operations, the plan has {self._count}")
         if self.divergence is None and self.save != len(self.compiled.script.saves):
             self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
         self.tape.storages.forward_ends()
+
+    @property
+    def recomputations(self) -> int:
+        """Operations run again so far."""
+        return self.tape.recomputations
+
+    def end(self) -> None:
+        """Nothing will be asked for any more."""
+        self.tape.end()
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -144,6 +157,7 @@ class Follower(TorchDispatchMode):
     ) -> bool:
         """Note the arguments that a recomputation would read; False where they are not those of the plan."""
         made = self.tape.storages.made
+        inputs = self.compiled.script.inputs
         position = 0
         as_planned = True
 
@@ -154,6 +168,10 @@ class Follower(TorchDispatchMode):
                 position += 1
                 if place >= 0:
                     known = made.get(place)
+                    if known is None and place in inputs:
+                        self.tape.storages.know(place, value.untyped_storage())
+                        self.tape.storages.keep(place, value)
+                        known = made[place]
                     if known is None or known() is not value.untyped_storage():
                         as_planned = False
                 return Argument(value, place)
@@ -177,7 +195,8 @@ class Follower(TorchDispatchMode):
 
     # -- what autograd saves -------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd is to hold in place of a tensor that it saves."""
         save = self.save
         self.save = save + 1
         if self.divergence is None:
@@ -191,16 +210,21 @@ class Follower(TorchDispatchMode):
                     if known is not None and tensor.layout is torch.strided and known() is tensor.untyped_storage():
                         return Handle(self.tape, save, tensor)
                     self._diverge(f"save {save} is not the tensor of the plan")
-        # With hooks on, autograd leaves the check for writes between forward and backward to them.
-        if tensor.is_leaf:
-            return tensor, tensor._version
-        if type(tensor) is not torch.Tensor:
-            return tensor.detach(), tensor._version
-        with torch._C._DisableTorchDispatch():  # else this very mode would be asked, in Python
-            return tensor.detach(), tensor._version
+        return kept_by_autograd(tensor)
 
 
-def _unpack(packed: Any) -> torch.Tensor:
+def kept_by_autograd(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A saved tensor that autograd keeps itself. With hooks on, autograd leaves the check for writes between forward and backward to them."""
+    if tensor.is_leaf:
+        return tensor, tensor._version
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach(), tensor._version
+    with torch._C._DisableTorchDispatch():  # else the mode that is on would be asked, in Python
+        return tensor.detach(), tensor._version
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor that autograd saved."""
     if type(packed) is Handle:
         return packed.tape.saved_tensor(packed)
     tensor, version = packed

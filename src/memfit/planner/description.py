@@ -9,7 +9,9 @@ from typing import Final
 
 from memfit.garbage import uncollected
 from memfit.planner.found import Found, Rejection
-from memfit.planner.script_compiler import compile_script
+from memfit.planner.script_compiler import compile_calls, compile_script
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
@@ -46,8 +48,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
     prediction = Prediction(
-        peak_bytes=evaluation.peak_bytes + solvers.extra_bytes,
-        plain_peak_bytes=baseline_evaluation.peak_bytes + solvers.extra_bytes,
+        peak_bytes=max(evaluation.peak_bytes, *_on_paths(solver, solution)) + solvers.extra_bytes,
+        plain_peak_bytes=max(baseline_evaluation.peak_bytes, *_on_paths(plain, plain.plain)) + solvers.extra_bytes,
         step_seconds=found.seconds,
         plain_step_seconds=plain.trace.plain_step_seconds,
         bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
@@ -79,7 +81,9 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     return Plan(
         budget_bytes=budget_bytes,
         choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
-        script=compile_script(recipes, solution.recomputations),
+        script=compile_calls(solver.draws, solution.recomputations)
+        if trace.paths
+        else compile_script(recipes, solution.recomputations),
         prediction=prediction,
         signature=trace.signature,
         model=trace.model,
@@ -88,11 +92,28 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         clip_norm=trace.clip_norm,
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
         rejected=tuple(map(str, rejected)),
-        notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1)),
+        notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1), *_several(trace, prediction)),
         source=trace.source,
         changed_buffers=trace.changed_buffers,
         frozen=solvers.bundle.frozen,
     )
+
+
+def _several(trace: Trace, prediction: Prediction) -> tuple[str, ...]:
+    """What the user should know where forward takes several paths."""
+    if not trace.paths:
+        return ()
+    note = (
+        f"what to recompute is decided within calls of modules that run the same operations on every path, and the peak is that of the largest of the "
+        f"{1 + len(trace.paths)} paths ({format_bytes(prediction.peak_bytes)}). A path that was not seen is followed wherever it makes these calls; what else "
+        "it makes is kept, so it may hold more"
+    )
+    return (note,)
+
+
+def _on_paths(solver: Solver, solution: Solution) -> list[int]:
+    """Peaks on every path that was seen; 0 where there is one alone."""
+    return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
 
 
 def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:

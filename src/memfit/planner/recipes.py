@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from memfit.hardware.machine import Link
+from memfit.planner.steady_calls import SteadyCalls
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 # Storages that no recorded operation makes (constants from Python) are held for recomputations when they are this small; larger ones rule recomputing out.
@@ -142,6 +143,8 @@ class Recipes:
             self._add(sorted(ops), managed, maker, last_write, lasting_write)
         if updated:
             self._stop_at_updates(updated)
+        if trace.paths:
+            self._stay_in_calls()
         self.reloads: dict[int, Reload] = {}
         self.reloads_of: dict[int, tuple[int, ...]] = {}
         self.clock: list[float] = [0.0]
@@ -152,6 +155,13 @@ class Recipes:
         # The recipes of nearer tiers have the same numbers whatever tiers follow.
         for tier in range(len(self.tiers)):
             self._add_reloads(tier, maker, last_write)
+
+    def _stay_in_calls(self) -> None:
+        """Rule out recipes that are not of one call alone, where forward takes several paths: what they read or are asked for may not be there on another."""
+        home = SteadyCalls(self.trace, (self.trace, *self.trace.paths)).home
+        for index, recipe in enumerate(self.recipes):
+            if not recipe.makes or any(s not in home for s in recipe.makes) or len({home[s] for s in recipe.makes}) > 1:
+                self.recipes[index] = replace(recipe, runnable=False)
 
     def _stop_at_updates(self, updated: dict[int, int]) -> None:
         """Rule out recipes that read a parameter and may be asked for after its update: what they made would not be what forward made."""
@@ -229,8 +239,8 @@ class Recipes:
     def _add_reloads(self, tier: int, maker: dict[int, int], last_write: dict[int, int]) -> None:
         """Reloads of whatever forward made and backward, or a recipe, reads: whether it can run again or draws random numbers does not matter here."""
         trace, link = self.trace, self.tiers[tier]
-        if trace.sized_by_values:
-            return  # the places on a lower tier are of fixed sizes
+        if trace.sized_by_values or trace.paths:
+            return  # the places on a lower tier are of fixed sizes, and copies are waited for at fixed operations
         events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
         ends = [self.clock[e + 1] for e in events]
         wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}

@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from memfit.planner.draws import Draws
 from memfit.planner.recipes import Recipes
+from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
-from memfit.values.script import KEPT, OffloadedStorage, Script, Step
+from memfit.values.script import KEPT, CallScript, OffloadedStorage, Script, Step
+from memfit.values.trace import ModuleCall
 
 
-def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
+def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
+    """A script for each call of a module in which something runs again, where forward takes several paths.
+
+    Args:
+        draws: all paths.
+        recomputations: the plan for the first of them; what it decides, it decides within calls.
+    """
+    decisions = draws.decisions(recomputations)
+    assert decisions is not None, "plans that decide across calls are not taken"
+    seen: dict[Form, set[tuple[int, ...]]] = defaultdict(set)
+    for path in draws.paths:
+        for call in path.calls.calls:
+            seen[path.calls.forms[call.module, call.number]].add(sizes(path.trace, call))
+    scripts: dict[Key, Script] = {}
+    for path in draws.paths:
+        own: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
+        for event, runs in path.recomputations(decisions).items():
+            own[path.calls.of_save(~path.trace.events[event])][event] = runs
+        for number, call in enumerate(path.calls.calls):
+            key = call.module, call.number
+            if own[number] and key not in scripts:
+                any_size = len(seen[path.calls.forms[key]]) > 1
+                scripts[key] = compile_script(path.timeline.recipes, own[number], call, any_size=any_size)
+    return Script(calls=tuple(CallScript(*key, script) for key, script in scripts.items() if not script.plain))
+
+
+def compile_script(
+    recipes: Recipes, recomputations: Recomputations, within: ModuleCall | None = None, *, any_size: bool = False
+) -> Script:
     """The script that holds, runs and releases exactly as the timeline says.
 
     Args:
         recipes: of the trace the plan is for.
         recomputations: the plan.
+        within: the call of a module that the plan is for; None for the whole forward.
+        any_size: what is made may be larger than in this trace.
     """
     recomputations = {event: tuple(runs) for event, runs in recomputations.items() if runs}
     if not recomputations:
         return Script()
     trace = recipes.trace
     forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+    saves = range(len(trace.saves))
+    if within is not None:
+        forward, saves = forward[slice(*within.operations)], saves[slice(*within.saves)]
     number = {
         op: i for i, op in enumerate(forward)
     }  # operations are counted in forward, which has no unpacks unless models nest backward
@@ -37,7 +73,8 @@ def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
     # The engine answers for what it makes again, and for what is asked for where recomputations start; autograd keeps the rest itself.
     answered = set(made) | {trace.saves[~trace.events[event]].storage for event in recomputations}
     unpacks: list[tuple[int, int]] = []  # (event, save) of storages the engine answers for
-    for index, save in enumerate(trace.saves):
+    for index in saves:
+        save = trace.saves[index]
         if save.storage in answered:
             for event, _ in save.unpacks:
                 unpacks.append((event, index))
@@ -74,7 +111,7 @@ def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
                     random[number[op]] = position
         steps.append(
             Step(
-                save_number,
+                save_number - saves.start,
                 tuple(
                     (~recipes.reloads[r].storage,)
                     if r in recipes.reloads
@@ -86,7 +123,7 @@ def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
             )
         )
     wanted = held | answered
-    largest = [-1] * len(trace.storages) if trace.sized_by_values else [s.bytes for s in trace.storages]
+    largest = [-1] * len(trace.storages) if any_size or trace.sized_by_values else [s.bytes for s in trace.storages]
     makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
     for op in forward:
         operation = trace.operations[op]
@@ -109,11 +146,12 @@ def compile_script(recipes: Recipes, recomputations: Recomputations) -> Script:
         frozenset(held),
         recorded,
         random,
-        tuple(save.storage if save.storage in answered else KEPT for save in trace.saves),
+        tuple(save.storage if save.storage in answered else KEPT for save in trace.saves[saves.start : saves.stop]),
         tuple(steps),
         tuple(trace.operations[op].wanted for op in forward),
         _offloads(recipes, recomputations, number),
         writes,
+        frozenset(s for s in held if s not in {made for op in forward for made in trace.operations[op].makes}),
     )
 
 

@@ -113,11 +113,11 @@ class Solver:
 
     def needed(self, solution: Solution) -> int:
         """Bytes that a plan needs: its peak, and more for other draws where random numbers decide sizes."""
-        return self.draws.needed(solution.recomputations) if self.trace.drawn_bytes else solution.peak
+        return self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
 
     def fitting(self, budget_bytes: int) -> Solution | None:
         """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
-        if not self.trace.drawn_bytes:
+        if not self.draws.several:
             return self.solve(budget_bytes)
         if budget_bytes not in self._fitting:
             self._fitting[budget_bytes] = self._fitting_all_draws(budget_bytes)
@@ -173,4 +173,4 @@ class Solver:
     def least(self) -> Solution:
         """`smallest`, by what plans need."""
         search = self.smallest_search()
-        return min(search.front, key=self.needed) if self.trace.drawn_bytes else search.front.smallest()
+        return min(search.front, key=self.needed) if self.draws.several else search.front.smallest()

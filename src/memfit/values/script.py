@@ -50,6 +50,21 @@ class OffloadedStorage:
 
 
 @dataclass(frozen=True, slots=True)
+class CallScript:
+    """What the engine follows in one call of a module, whatever runs before and after it.
+
+    Attributes:
+        module: its path in the model.
+        number: which call of the module in one forward; the last one serves all later calls, too.
+        script: counted from the first operation and the first save of the call.
+    """
+
+    module: str
+    number: int
+    script: Script
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """What the engine follows in one micro-batch.
 
@@ -64,6 +79,8 @@ class Script:
         steps: what to do at each unpack of a storage the engine answers for, in the order of the captured backward.
         wanted: of each forward operation, whether one of its arguments needs a gradient.
         swaps: storages that are offloaded to a lower tier.
+        inputs: storages that the first operation which reads them for a recomputation brings along: made before a call, and held for it.
+        calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
     """
 
@@ -77,16 +94,19 @@ class Script:
     wanted: tuple[bool, ...] = ()
     swaps: Mapping[int, OffloadedStorage] = field(default_factory=dict)
     writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    inputs: frozenset[int] = frozenset()
+    calls: tuple[CallScript, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether there is nothing to do: the step runs as PyTorch runs it."""
-        return not self.steps
+        return not self.steps and not self.calls
 
     @property
     def recomputations(self) -> int:
         """Operations run again in one micro-batch."""
-        return sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
+        own = sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
+        return own + sum(call.script.recomputations for call in self.calls)
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:
@@ -114,6 +134,8 @@ class Script:
             "wanted": "".join("01"[w] for w in self.wanted),
             "swaps": {str(k): [s.offset, s.bytes, s.begin, s.gone_by, s.tier] for k, s in self.swaps.items()},
             "writes": {str(k): list(v) for k, v in self.writes.items()},
+            "inputs": sorted(self.inputs),
+            "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
         }
 
     @classmethod
@@ -146,11 +168,15 @@ class Script:
                 for k, (a, b, c, d, tier) in data["swaps"].items()
             },
             {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
+            frozenset(int(s) for s in data["inputs"]),
+            tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
         )
         count = len(operations)
         if len(script.wanted) != count:
             raise ValueError(f"{len(script.wanted)} operations are told whether they need gradients, of {count}")
-        known = {s for made in script.makes.values() for _, s, _ in made}
+        known = {s for made in script.makes.values() for _, s, _ in made} | script.inputs
+        if script.calls and (script.operations or script.steps):
+            raise ValueError("a script of calls has no operations of its own")
         for operation in (*script.makes, *script.recorded, *script.random, *script.writes):
             if not 0 <= operation < count:
                 raise ValueError(f"operation {operation} of {count}")

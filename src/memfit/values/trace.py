@@ -19,7 +19,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 7
+FORMAT_VERSION: Final = 8
 BEFORE_STEP: Final = -1
 
 
@@ -140,6 +140,23 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module in forward.
+
+    Attributes:
+        module: its path in the model.
+        number: how many calls of this module came before it in this forward.
+        operations: the forward operations that ran in it, from the first up to, not including, the second.
+        saves: likewise, the tensors that autograd saved in it.
+    """
+
+    module: str
+    number: int
+    operations: tuple[int, int]
+    saves: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One micro-batch's forward and backward, followed by clipping and the optimizer.
 
@@ -166,6 +183,8 @@ class Trace:
         waited_seconds: of these, in which computing waits.
         torch_version: with which it was captured.
         in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
+        calls: of modules in forward, in the order in which they began; only where there are other paths.
+        paths: the same step where it ran other operations, under other random numbers; this trace is that with the most operations.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -192,6 +211,8 @@ class Trace:
     torch_version: str = ""
     drawn_bytes: tuple[tuple[int, ...], ...] = ()
     in_flight: int = 1
+    calls: tuple[ModuleCall, ...] = ()
+    paths: tuple[Trace, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -258,9 +279,13 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        apart = {"operations", "storages", "saves", "choices"}
+        apart = {"operations", "storages", "saves", "choices", "calls", "paths"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        return {**scalars, "choices": self.choices.to_json(), **rows, "names": list(names)}
+        paths = {
+            "calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.calls],
+            "paths": [path.to_json() for path in self.paths],
+        }
+        return {**scalars, "choices": self.choices.to_json(), **rows, **paths, "names": list(names)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
@@ -349,6 +374,8 @@ class Trace:
                     "notes",
                     "changed_buffers",
                     "drawn_bytes",
+                    "calls",
+                    "paths",
                 }
             }
             return cls(
@@ -360,6 +387,8 @@ class Trace:
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 drawn_bytes=drawn,
+                calls=tuple(ModuleCall(m, n, (a, b), (c, d)) for m, n, a, b, c, d in data["calls"]),
+                paths=tuple(cls.from_json(path) for path in data["paths"]),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

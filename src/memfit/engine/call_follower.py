@@ -1,0 +1,127 @@
+"""Follow scripts of single calls through a forward that may leave out, repeat or exchange calls.
+
+Each call of a module that has a script is followed by a `Follower` of its own, from its first operation to its last, whatever ran before it. What runs outside
+of such calls is kept as plain PyTorch keeps it. A call that runs other operations than its script has diverged, and no other call with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import dispatch
+from memfit.engine.compiled import CompiledScript
+from memfit.engine.follower import Follower, kept_by_autograd, unpack
+
+
+class CallFollower(TorchDispatchMode):
+    """The dispatch mode, saved-tensor hooks and module hooks of one forward.
+
+    Args:
+        compiled: the scripts of the calls.
+        model: whose modules they name.
+        retain: backward may run more than once.
+
+    Attributes:
+        divergence: of the first call that diverged; None where none did.
+    """
+
+    def __init__(self, compiled: CompiledScript, model: nn.Module, *, retain: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._retain = retain
+        self._scripts = compiled.calls
+        self._paths = _FollowedPaths(model, self)
+        self._numbers: Counter[str] = Counter()
+        self._inside: Follower | None = None
+        self._depth = 0
+        self._module = ""
+        self._done: list[Follower] = []
+
+    @contextmanager
+    def following(self) -> Iterator[CallFollower]:
+        """Run forward and loss inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self._paths, self:
+            yield self
+        if self._inside is not None:  # the forward ended inside a call: an exception that the user's code caught
+            self._leave()
+
+    def entered(self, module: str, depth: int) -> None:
+        """A module of the model begins."""
+        if self._inside is not None or module not in self._scripts or not torch.is_grad_enabled():
+            return
+        number = self._numbers[module]
+        self._numbers[module] += 1
+        scripts = self._scripts[module]
+        compiled = scripts.get(min(number, max(scripts)))
+        if compiled is not None:
+            self._inside, self._depth, self._module = Follower(compiled, retain=self._retain), depth, module
+
+    def left(self, depth: int) -> None:
+        """A module ends."""
+        if self._inside is not None and depth == self._depth:
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._inside is not None
+        self._inside.finish()
+        if self._inside.divergence is not None:
+            self._inside.divergence = f"in {self._module}: {self._inside.divergence}"
+        self._done.append(self._inside)
+        self._inside = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._done:
+            # What an earlier call keeps may be written now, though on the path that was planned for it is not: then a copy of its contents is kept.
+            for tensor in dispatch.written(func, args, kwargs or {}):
+                if tensor.layout is torch.strided:
+                    for follower in self._done:
+                        follower.tape.storages.preserve(tensor.untyped_storage())
+        if self._inside is not None:
+            return self._inside.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return kept_by_autograd(tensor) if self._inside is None else self._inside.pack(tensor)
+
+    # -- what became of it ---------------------------------------------------------------------------------------------------
+
+    @property
+    def divergence(self) -> str | None:
+        """Where and why the first call that diverged did."""
+        return next((follower.divergence for follower in self._done if follower.divergence is not None), None)
+
+    @property
+    def recomputations(self) -> int:
+        """Operations run again so far."""
+        return sum(follower.tape.recomputations for follower in self._done)
+
+    def end(self) -> None:
+        """Nothing will be asked for any more."""
+        for follower in self._done:
+            follower.tape.end()
+
+
+class _FollowedPaths(dispatch.ModulePaths):
+    """Tells a follower which module begins and ends."""
+
+    def __init__(self, model: nn.Module, follower: CallFollower) -> None:
+        super().__init__(model)
+        self._follower = follower
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        super()._enter(module, args)
+        if id(module) in self._names:
+            self._follower.entered(self.current, self.depth)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if id(module) in self._names:
+            self._follower.left(self.depth)
+        super()._leave(module, args, output)

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 TECHNIQUES = FOLDER.parent / "docs" / "techniques"
 QUESTIONS = (
     "exactness",
+    "paths",
     "reference_gpt",
     "planning",
     "growth",

@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Final
 
 from memfit.garbage import uncollected
+from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection
 from memfit.planner.script_compiler import compile_calls, compile_script
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
+from memfit.techniques.choices import Choices, in_words
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction, TierUse
+from memfit.values.script import TIERS
 from memfit.values.trace import Trace
 
 CURVE_POINTS: Final = 240
@@ -67,15 +70,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
         exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
         varies_bytes=solver.draws.varies(solution.recomputations),
-        tiers=tuple(
-            TierUse(
-                link.tier,
-                sum(trace.storages[s].bytes for s in link.offloaded),
-                trace.micro_batches * link.copy_seconds,
-                trace.micro_batches * link.exposed_seconds,
-            )
-            for link in copying.links
-        ),
+        tiers=_tiers(solvers, trace, copying),
+        plain_with=_fixed_for(plain.trace.choices),
     )
     names = sorted({*kept, *dropped, *below, *again})
     return Plan(
@@ -97,6 +93,38 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         changed_buffers=trace.changed_buffers,
         frozen=solvers.bundle.frozen,
     )
+
+
+def _fixed_for(baseline: Choices) -> str:
+    """What a baseline has that plain PyTorch has not, in words."""
+    words = in_words(baseline)
+    if baseline.micro_batches == 1:
+        return words
+    return f"{words}, {baseline.micro_batches} micro-batches" if words else f"{baseline.micro_batches} micro-batches"
+
+
+def _tiers(solvers: Solvers, trace: Trace, copying: Copying) -> tuple[TierUse, ...]:
+    """What is on each lower tier: activations, optimizer state, streamed layers; and the copying to and from it."""
+    found = {
+        link.tier: TierUse(
+            link.tier,
+            sum(trace.storages[s].bytes for s in link.offloaded),
+            trace.micro_batches * link.copy_seconds,
+            trace.micro_batches * link.exposed_seconds,
+        )
+        for link in copying.links
+    }
+    layers, state, tier = solvers.offloaded_bytes(trace.choices)
+    if tier:
+        own = found.get(tier, TierUse(tier, 0, 0.0, 0.0))
+        found[tier] = replace(
+            own,
+            copy_seconds=own.copy_seconds + trace.transfer_seconds,
+            exposed_seconds=own.exposed_seconds + trace.waited_seconds,
+            state_bytes=state,
+            layer_bytes=layers,
+        )
+    return tuple(found[tier] for tier in TIERS if tier in found)
 
 
 def _several(trace: Trace, prediction: Prediction) -> tuple[str, ...]:

@@ -131,6 +131,17 @@ class Solvers:
             return layer_transfers(trace, bundle.layers, link, clips=bundle.request.clip_norm is not None)
         return state_transfers(self._state_bytes(choices), bundle.topology.link_to(choices.state_place))
 
+    def offloaded_bytes(self, choices: Choices) -> tuple[int, int, str]:
+        """Of layers and of optimizer state that choices offload, and the tier they go to; empty where they offload nothing."""
+        bundle = self.bundle
+        if choices.streamed:
+            clips = bundle.request.clip_norm is not None
+            layers = sum(layer.weight_bytes + clips * layer.gradient_bytes for layer in bundle.layers)
+            return layers, sum(layer.state_bytes for layer in bundle.layers), bundle.topology.down[0][0].tier
+        if choices.state_place == "device":
+            return 0, 0, ""
+        return 0, self._state_bytes(choices), bundle.topology.link_to(choices.state_place).tier
+
     def _state_bytes(self, choices: Choices) -> int:
         """Bytes of the optimizer's state. Where it is and how the batch is split do not change them, so any known trace will do."""
         kept = sizing_state(choices)

@@ -110,7 +110,13 @@ class Plan:
         lines = [
             (
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak, "
-                f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that plain PyTorch would take."
+                f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that "
+                f"{f'the step takes with {p.plain_with} and nothing dropped' if p.plain_with else 'plain PyTorch would take'}."
+            ),
+            *(
+                f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides: {use.contents}."
+                for use in p.tiers
+                if use.all_bytes
             ),
             (
                 f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
@@ -130,7 +136,12 @@ class Plan:
         if self.choices.micro_batches > 1:
             lines.append(f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights}.")
         if self.script.plain:
-            lines.append("Nothing is dropped: the step runs as PyTorch runs it.")
+            alone = not self.choices.techniques and self.choices.micro_batches == 1
+            lines.append(
+                "Nothing is dropped: the step runs as PyTorch runs it."
+                if alone
+                else "Nothing that backward needs is dropped and recomputed, and no activations are offloaded."
+            )
         else:
             dropped = sum(m.dropped_bytes for m in self.by_module)
             kept = sum(m.kept_bytes for m in self.by_module)
@@ -156,7 +167,7 @@ class Plan:
             )
         if len(p.tiers) > 1:
             lines += [
-                f"  {in_places([use.tier])}: {format_bytes(use.bytes)}, {format_seconds(use.copy_seconds)} a step, of which "
+                f"  {in_places([use.tier])}: {format_bytes(use.all_bytes)}, {format_seconds(use.copy_seconds)} a step, of which "
                 f"{100 * use.hidden_share:.0f} % overlap"
                 for use in p.tiers
             ]
@@ -167,7 +178,7 @@ class Plan:
             more = f" and {len(self.frozen) - MOST_PATHS} more" if len(self.frozen) > MOST_PATHS else ""
             lines.append(f"Frozen: {count:,} parameters ({held}) in {paths}{more}.")
         lines += [
-            f"{saving.technique}: takes {format_bytes(saving.predicted_bytes)} off the peak before anything is dropped "
+            f"{saving.technique}: {_off_the_peak(saving.predicted_bytes)} before anything is dropped "
             f"({saving.claim or 'its formula'}: {format_bytes(saving.claimed_bytes)}), and {'adds' if saving.seconds >= 0 else 'takes off'} "
             f"{format_seconds(abs(saving.seconds))} a step."
             for saving in self.savings
@@ -178,10 +189,7 @@ class Plan:
 
     def _copied_to(self) -> str:
         """The lower tiers that a step copies to and from, in words."""
-        if self.choices.streamed:  # the tier is chosen by `memfit.apply`, from its device and `lower_tier=`
-            return "host memory or disk"
-        place = self.choices.state_place
-        return in_places({use.tier for use in self.prediction.tiers} | ({place} if place != "device" else set()))
+        return in_places({use.tier for use in self.prediction.tiers})
 
     def to_json(self) -> dict[str, Any]:
         """Versioned JSON."""
@@ -285,3 +293,12 @@ class Plan:
 def in_places(tiers: Collection[str]) -> str:
     """Lower tiers in words: "host memory", "disk", "host memory and disk"."""
     return " and ".join({"host": "host memory"}.get(tier, tier) for tier in sorted(tiers, reverse=True))
+
+
+def _off_the_peak(saved_bytes: int) -> str:
+    """What a technique does to the peak."""
+    return (
+        f"takes {format_bytes(saved_bytes)} off the peak"
+        if saved_bytes >= 0
+        else f"adds {format_bytes(-saved_bytes)} to the peak"
+    )

@@ -7,24 +7,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memfit.units import format_bytes
 from memfit.values.script import TIERS
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Activation offloading to one tier.
+    """What a plan needs of one lower tier.
 
     Attributes:
         tier: "host" or "disk".
-        bytes: on that tier when forward ends.
-        copy_seconds: in a step, in which the link to the tier is busy with these copies.
+        bytes: of activations, on that tier when forward ends.
+        copy_seconds: in a step, in which the link to the tier is busy.
         exposed_seconds: of these, in which computing waits.
+        state_bytes: of optimizer state that is offloaded to it.
+        layer_bytes: of streamed layers: their parameters, and their gradients where they wait there for the norm of all.
     """
 
     tier: str
     bytes: int
     copy_seconds: float
     exposed_seconds: float
+    state_bytes: int = 0
+    layer_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        """Everything that is on the tier at once."""
+        return self.bytes + self.state_bytes + self.layer_bytes
+
+    @property
+    def contents(self) -> str:
+        """What is on the tier, in words."""
+        parts = (("layers", self.layer_bytes), ("optimizer state", self.state_bytes), ("activations", self.bytes))
+        return ", ".join(f"{format_bytes(size)} of {what}" for what, size in parts if size)
 
     @property
     def hidden_share(self) -> float:
@@ -56,6 +72,7 @@ class Prediction:
     Attributes:
         peak_bytes: largest number of bytes held at once, of the budget's device.
         plain_peak_bytes: the same without a plan.
+        plain_with: what the figures without a plan have all the same, as it was fixed: techniques and micro-batches in words; empty for plain PyTorch.
         step_seconds, plain_step_seconds: one optimizer step, with and without the plan.
         bound_seconds: no plan in these bytes (with these micro-batches) takes less.
         seconds_are: "measured" (operation by operation, on this device) or "estimated" (from a device's data sheet).
@@ -88,6 +105,7 @@ class Prediction:
     exposed_seconds: float = 0.0
     varies_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
+    plain_with: str = ""
     ranks: tuple[RankPrediction, ...] = ()
 
     @property
@@ -161,7 +179,9 @@ def check_prediction(prediction: Prediction) -> None:
         if not is_number(value) or value < 0:
             raise ValueError(f"{name} is {value!r}")
     for use in prediction.tiers:
-        if use.tier not in TIERS or not all(is_number(n) for n in (use.bytes, use.copy_seconds, use.exposed_seconds)):
+        if use.tier not in TIERS or not all(
+            is_number(n) for n in (use.bytes, use.copy_seconds, use.exposed_seconds, use.state_bytes, use.layer_bytes)
+        ):
             raise ValueError(f"{use!r} is among its tiers")
     if not isinstance(prediction.categories_at_peak, Mapping) or not all(
         is_number(n) for n in prediction.categories_at_peak.values()

@@ -175,19 +175,11 @@ def _cards(report: Report) -> str:
 
 def _offloaded(plan: Plan) -> str:
     """What is offloaded to host memory or disk, for a remark."""
-    activation_bytes = sum(place.bytes for place in plan.script.swaps.values())
-    parts = [f"{format_bytes(activation_bytes)} of activations"] if activation_bytes else []
-    tiers = plan.prediction.tiers
-    if len(tiers) > 1:
-        parts = [
-            f"{format_bytes(use.bytes)} of activations to {in_places([use.tier])} ({100 * use.hidden_share:.0f} % overlapped)"
-            for use in tiers
-        ]
-    if plan.choices.state_place != "device":
-        parts.append("optimizer state")
-    if plan.choices.streamed:
-        parts.append(f"layers of {plan.choices.streamed}")
-    return ", ".join(parts)
+    return "; ".join(
+        f"{use.contents} on {in_places([use.tier])} ({100 * use.hidden_share:.0f} % overlapped)"
+        for use in plan.prediction.tiers
+        if use.all_bytes
+    )
 
 
 def _figure(drawing: Drawing, css: str = "") -> str:

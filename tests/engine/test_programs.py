@@ -695,7 +695,7 @@ def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None
 def test_what_was_saved_before_a_divergence_is_made_again_without_writes_that_were_planned(fraction: float) -> None:
     """Planned with a write into what layer norm makes; without it, nothing that layer norm had saved could be made again."""
     instructions = (step("layer_norm", 1, sizes=(8,)), *(step("linear", place, sizes=(8,)) for place in range(2, 8)))
-    program = Branching(instructions, 0, 0, "counter", "write")
+    program = Branching(instructions, 0, 0, "value", "write")
     recomputations, diverged = check_steps(
         (program, sample_of(0), program_loss), [4] * 4, OPTIMIZERS["sgd"], fraction, may_diverge=True
     )

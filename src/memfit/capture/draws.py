@@ -89,9 +89,12 @@ def _seen(
     if not captured.repeats:
         for forwards in LATER_FORWARDS:
             try:
-                seen.append(again(replace(source, forwards_before=forwards)))
+                other = again(replace(source, forwards_before=forwards))
             except Exception:  # noqa: BLE001 - as below
                 failed += 1
+                continue
+            if path_taken(other.trace) != path_taken(captured.trace):
+                seen.append(other)
     for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
         with _drawing(draw):
             try:

@@ -85,7 +85,8 @@ def record(
         changed_buffer_bytes=sum(step.changed.values()),
         calls=tuple(_module_calls(paths)),
     )
-    once = step.once is None or step.once == forward_names(trace)
+    names = forward_names(trace)
+    once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too
     return Captured(trace, recorder.calls, recorder.overwritten, step.graded, step.receiving, step.forced, repeats=once)
 
 

@@ -53,14 +53,22 @@ class CallFollower(TorchDispatchMode):
 
     def entered(self, module: str, depth: int) -> None:
         """A module of the model begins."""
-        if self._inside is not None or module not in self._scripts or not torch.is_grad_enabled():
+        self._leave_if_done()
+        if module not in self._scripts or not torch.is_grad_enabled():
             return
         number = self._numbers[module]
         self._numbers[module] += 1
+        if self._inside is not None:
+            return
         scripts = self._scripts[module]
         compiled = scripts.get(min(number, max(scripts)))
         if compiled is not None:
             self._inside, self._depth, self._module = Follower(compiled, retain=self._retain), depth, module
+
+    def _leave_if_done(self) -> None:
+        """A script may be of what a call begins with alone."""
+        if self._inside is not None and self._inside.exhausted:
+            self._leave()
 
     def left(self, depth: int) -> None:
         """A module ends."""
@@ -78,6 +86,7 @@ class CallFollower(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._leave_if_done()
         if self._done:
             # What an earlier call keeps may be written now, though on the path that was planned for it is not: then a copy of its contents is kept.
             for tensor in dispatch.written(func, args, kwargs or {}):
@@ -89,6 +98,7 @@ class CallFollower(TorchDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        self._leave_if_done()
         return kept_by_autograd(tensor) if self._inside is None else self._inside.pack(tensor)
 
     # -- what became of it ---------------------------------------------------------------------------------------------------

@@ -72,6 +72,11 @@ class Follower(TorchDispatchMode):
         self.tape.storages.forward_ends()
 
     @property
+    def exhausted(self) -> bool:
+        """Whether all operations and saves of the script have come, as planned."""
+        return self.index == self._count and self.save == len(self.compiled.script.saves) and self.divergence is None
+
+    @property
     def recomputations(self) -> int:
         """Operations run again so far."""
         return self.tape.recomputations
@@ -181,6 +186,7 @@ class Follower(TorchDispatchMode):
 
         noted_args = [noted(a) for a in args]
         noted_kwargs = {k: noted(v) for k, v in kwargs.items()} if kwargs else kwargs
+        del noted  # it names itself, and would keep this follower and all it holds until a garbage collection
         if not as_planned:
             return False
         for statistics in dispatch.batch_norm_statistics(func, args):

@@ -2,13 +2,15 @@
 
 A plan for one path says what to do at the n-th operation, and is of no use on another. Within a *steady* call (a block that a path runs as it is or leaves
 out) the n-th operation of the call is the same everywhere, so what is decided there, from what the call itself makes, holds on every path. The calls
-taken are the largest: a whole encoder where chance decides nothing inside, else each of its blocks, else what is in them.
+taken are the largest: a whole encoder where chance decides nothing inside, else each of its blocks, else what is in them. Of a call that is not the same
+everywhere, what it begins with on every path is taken.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from memfit.values.trace import ModuleCall, Trace
@@ -34,20 +36,20 @@ class SteadyCalls:
 
     def __init__(self, trace: Trace, everything: tuple[Trace, ...]) -> None:
         self.trace = trace
-        forms: dict[Key, set[Form]] = {}
+        happens: dict[Key, list[tuple[Trace, ModuleCall]]] = {}
         for path in everything:
             for call in path.calls:
-                forms.setdefault((call.module, call.number), set()).add(form(path, call))
+                happens.setdefault((call.module, call.number), []).append((path, call))
         found: list[ModuleCall] = []
         end = 0
         for call in trace.calls:  # an outer call begins before the inner ones
-            if (
-                call.operations[0] >= end
-                and len(forms[call.module, call.number]) == 1
-                and call.operations[1] > call.operations[0]
-            ):
-                found.append(call)
-                end = call.operations[1]
+            if call.operations[0] < end or call.operations[0] == call.operations[1]:
+                continue
+            paths = happens[call.module, call.number]
+            steady = call if len({form(*each) for each in paths}) == 1 else _beginning(trace, call, paths)
+            if steady is not None:
+                found.append(steady)
+                end = steady.operations[1]
         self.calls: tuple[ModuleCall, ...] = tuple(found)
 
     @cached_property
@@ -91,6 +93,33 @@ class SteadyCalls:
             if out.get(save.storage, here) != here:
                 del out[save.storage]
         return out
+
+
+def _beginning(trace: Trace, call: ModuleCall, paths: Sequence[tuple[Trace, ModuleCall]]) -> ModuleCall | None:
+    """The operations with which a call begins on every path, up to a call in it that is not the same on each; None where there are none."""
+    begin, end = call.operations
+    rows = [
+        [(op.name, op.wanted, op.module, len(op.makes)) for op in path.operations[slice(*each.operations)]]
+        for path, each in paths
+    ]
+    length = min(map(len, rows))
+    length = next((n for n in range(length) if len({row[n] for row in rows}) > 1), length)
+    for inner in trace.calls:
+        if begin <= inner.operations[0] < begin + length < inner.operations[1] <= end and inner != call:
+            length = inner.operations[0] - begin
+    forms = {form(path, _stretch(path, each, length)) for path, each in paths}
+    return _stretch(trace, call, length) if length and len(forms) == 1 else None
+
+
+def _stretch(trace: Trace, call: ModuleCall, length: int) -> ModuleCall:
+    """The first operations of a call, and the tensors that autograd saves for them."""
+    end = call.operations[0] + length
+    saves = 0
+    for save in trace.saves[slice(*call.saves)]:
+        if trace.events[save.by] >= end:
+            break
+        saves += 1
+    return replace(call, operations=(call.operations[0], end), saves=(call.saves[0], call.saves[0] + saves))
 
 
 def form(trace: Trace, call: ModuleCall) -> Form:

@@ -25,6 +25,40 @@ from memfit.values.script import KEPT
 _wants_gradient = dispatch.wants_gradient
 
 
+class _Noting:
+    """Arguments of one operation, noted for its recomputations. No inner function that calls itself: such a one is a cycle, and keeps what it closes over.
+
+    Attributes:
+        as_planned: whether each tensor argument so far is in the storage that the plan says.
+    """
+
+    __slots__ = ("_inputs", "_places", "_position", "_storages", "as_planned")
+
+    def __init__(self, tape: Tape, inputs: frozenset[int], places: tuple[int, ...]) -> None:
+        self.as_planned = True
+        self._storages, self._inputs, self._places = tape.storages, inputs, places
+        self._position = 0
+
+    def noted(self, value: Any) -> Any:
+        """An argument with every tensor in it replaced by an `Argument`."""
+        if isinstance(value, torch.Tensor):
+            place = self._places[self._position] if self._position < len(self._places) else -1
+            self._position += 1
+            if place >= 0:
+                made = self._storages.made
+                known = made.get(place)
+                if known is None and place in self._inputs:
+                    self._storages.know(place, value.untyped_storage())
+                    self._storages.keep(place, value)
+                    known = made[place]
+                if known is None or known() is not value.untyped_storage():
+                    self.as_planned = False
+            return Argument(value, place)
+        if type(value) in (list, tuple):
+            return type(value)(self.noted(v) for v in value)
+        return value
+
+
 class Follower(TorchDispatchMode):
     """The dispatch mode and saved-tensor hooks of one followed forward.
 
@@ -161,33 +195,10 @@ class Follower(TorchDispatchMode):
         self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]
     ) -> bool:
         """Note the arguments that a recomputation would read; False where they are not those of the plan."""
-        made = self.tape.storages.made
-        inputs = self.compiled.script.inputs
-        position = 0
-        as_planned = True
-
-        def noted(value: Any) -> Any:
-            nonlocal position, as_planned
-            if isinstance(value, torch.Tensor):
-                place = places[position] if position < len(places) else -1
-                position += 1
-                if place >= 0:
-                    known = made.get(place)
-                    if known is None and place in inputs:
-                        self.tape.storages.know(place, value.untyped_storage())
-                        self.tape.storages.keep(place, value)
-                        known = made[place]
-                    if known is None or known() is not value.untyped_storage():
-                        as_planned = False
-                return Argument(value, place)
-            if type(value) in (list, tuple):
-                return type(value)(noted(v) for v in value)
-            return value
-
-        noted_args = [noted(a) for a in args]
-        noted_kwargs = {k: noted(v) for k, v in kwargs.items()} if kwargs else kwargs
-        del noted  # it names itself, and would keep this follower and all it holds until a garbage collection
-        if not as_planned:
+        noting = _Noting(self.tape, self.compiled.script.inputs, places)
+        noted_args = [noting.noted(a) for a in args]
+        noted_kwargs = {k: noting.noted(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if not noting.as_planned:
             return False
         for statistics in dispatch.batch_norm_statistics(func, args):
             noted_args[statistics] = None  # a recomputation must not update the running statistics a second time

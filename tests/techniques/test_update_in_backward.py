@@ -77,7 +77,13 @@ def test_models_give_the_bits_of_an_update_after_backward(name: str) -> None:
     assert_same(both(INSIDE, case(name).build))
 
 
-@pytest.mark.parametrize("way", [INSIDE, Choices(update="in_backward", state_format="8bit", state_place="disk")])
+@pytest.mark.parametrize(
+    "way",
+    [
+        INSIDE,
+        pytest.param(Choices(update="in_backward", state_format="8bit", state_place="disk"), marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_reads_no_parameter_after_its_update(way: Choices) -> None:
     build = case("gpt_dropout").build
     model, sample, loss_fn = build()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.dispatch import has_storage, storage_key, written
+from memfit.storage.raw_bytes import flat_storage
 
 
 @contextmanager
@@ -87,9 +88,7 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
                 parameter.data = alias
             contents = watch.contents.get(storage_key(alias))
             if contents is not None:
-                raw = torch.empty(0, dtype=torch.uint8, device=alias.device)
-                raw.set_(alias.untyped_storage())
-                raw.copy_(contents)
+                flat_storage(alias.untyped_storage()).copy_(contents)
             if parameter._version != version:
                 torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 
@@ -110,9 +109,7 @@ class _CopiesAtWrite(TorchDispatchMode):
         for tensor in written(func, args, kwargs or {}):
             key = storage_key(tensor) if has_storage(tensor) else None
             if key is not None and key in self._storages and key not in self.contents:
-                raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                raw.set_(tensor.untyped_storage())
-                self.contents[key] = raw.clone()
+                self.contents[key] = flat_storage(tensor.untyped_storage()).clone()
         return func(*args, **(kwargs or {}))
 
 

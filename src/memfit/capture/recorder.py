@@ -28,6 +28,7 @@ from memfit.capture.extreme_draws import at_the_end
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
+from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
 
@@ -406,9 +407,7 @@ def _run_real(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     # UntypedStorage.clone goes through Python a byte at a time under some modes.
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    flat.set_(storage)
-    return flat.clone().untyped_storage()
+    return flat_storage(storage).clone().untyped_storage()
 
 
 class _Contents:

@@ -23,13 +23,10 @@ from memfit.step.generators import forked_generators
 from memfit.step.process_generators import outside_torch_kept
 from memfit.values.trace import Trace
 
-LATER_FORWARDS: Final = (
-    2,
-    3,
-)  # after so many is the step captured as well, where the first forward and the second differ
-OTHER_DRAWS: Final = (
-    5  # seeds under which the step is captured as well where random numbers may decide sizes or operations
-)
+# After so many forwards is the step captured as well, where the first one and the second differ.
+LATER_FORWARDS: Final = (2, 3)
+# From so many seeds is it captured as well, where random numbers may decide sizes or operations.
+OTHER_DRAWS: Final = 5
 
 
 def with_other_draws(

@@ -9,7 +9,7 @@ from typing import Final
 
 from memfit.garbage import uncollected
 from memfit.planner.copying import Copying
-from memfit.planner.found import Found, Rejection
+from memfit.planner.found import Found, Rejection, named
 from memfit.planner.script_compiler import compile_calls, compile_script
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -97,10 +97,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
 
 def _fixed_for(baseline: Choices) -> str:
     """What a baseline has that plain PyTorch has not, in words."""
-    words = in_words(baseline)
-    if baseline.micro_batches == 1:
-        return words
-    return f"{words}, {baseline.micro_batches} micro-batches" if words else f"{baseline.micro_batches} micro-batches"
+    number = baseline.micro_batches
+    return named(baseline, number) if number > 1 else in_words(baseline)
 
 
 def _tiers(solvers: Solvers, trace: Trace, copying: Copying) -> tuple[TierUse, ...]:

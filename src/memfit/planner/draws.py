@@ -10,7 +10,6 @@ the peaks lie apart. With six draws of a size that is about normal, that is near
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
@@ -18,9 +17,8 @@ from typing import Final
 from memfit.planner.problem import Problem
 from memfit.planner.recipes import Recipes
 from memfit.planner.smallest import SmallestSearch
-from memfit.planner.steady_calls import Decision, Form, Key, SteadyCalls
+from memfit.planner.steady_calls import Decision, Form, Key
 from memfit.planner.timeline import Recomputations, Timeline
-from memfit.values.trace import Trace
 
 NEVER: Final = 1 << 62  # bytes of a plan that cannot be carried over to other paths
 
@@ -48,14 +46,14 @@ class Draws:
         return self._first, *(Timeline(replace(trace, storages=storages)) for storages in tables)
 
     @cached_property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[ForwardPath, ...]:
         """The path that is planned for, and all others."""
         trace = self._first.trace
         everything = (trace, *trace.paths)
         others = (
             replace(path, paths=tuple(p for p in everything if p is not path), calls=path.calls) for path in trace.paths
         )
-        return Path(self._first, everything), *(Path(Timeline(path), everything) for path in others)
+        return ForwardPath(self._first), *(ForwardPath(Timeline(path)) for path in others)
 
     @cached_property
     def elsewhere(self) -> dict[Form, tuple[Decision, ...]]:
@@ -124,13 +122,14 @@ class Decisions:
         return self.by_call[key] if key in self.by_call else self.by_form.get(form, ())
 
 
-class Path:
-    """One path with its steady calls."""
+class ForwardPath:
+    """One of several paths, with its steady calls."""
 
-    def __init__(self, timeline: Timeline, everything: Sequence[Trace]) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        assert timeline.recipes.steady is not None, "a path has others beside it"
         self.timeline = timeline
         self.trace = timeline.trace
-        self.calls = SteadyCalls(self.trace, tuple(everything))
+        self.calls = timeline.recipes.steady
 
     @cached_property
     def _recipe_at(self) -> dict[int, int]:

@@ -89,6 +89,7 @@ class Recipes:
         tiers: all of these, the nearest first.
         reloads: of each recipe that is a reload, how.
         reloads_of: of each storage that may be offloaded, its reloads: one for each of `PREFETCH_DISTANCES` from the nearest tier, then from the next.
+        steady: where forward takes several paths, the calls within which recipes stay; None where it takes one.
         clock: seconds of the plain step before each event, the engine's own included.
     """
 
@@ -143,8 +144,9 @@ class Recipes:
             self._add(sorted(ops), managed, maker, last_write, lasting_write)
         if updated:
             self._stop_at_updates(updated)
-        if trace.paths:
-            self._stay_in_calls()
+        self.steady = SteadyCalls(trace, (trace, *trace.paths)) if trace.paths else None
+        if self.steady is not None:
+            self._stay_in_calls(self.steady.home)
         self.reloads: dict[int, Reload] = {}
         self.reloads_of: dict[int, tuple[int, ...]] = {}
         self.clock: list[float] = [0.0]
@@ -156,9 +158,8 @@ class Recipes:
         for tier in range(len(self.tiers)):
             self._add_reloads(tier, maker, last_write)
 
-    def _stay_in_calls(self) -> None:
+    def _stay_in_calls(self, home: Mapping[int, int]) -> None:
         """Rule out recipes that are not of one call alone, where forward takes several paths: what they read or are asked for may not be there on another."""
-        home = SteadyCalls(self.trace, (self.trace, *self.trace.paths)).home
         for index, recipe in enumerate(self.recipes):
             if not recipe.makes or any(s not in home for s in recipe.makes) or len({home[s] for s in recipe.makes}) > 1:
                 self.recipes[index] = replace(recipe, runnable=False)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from memfit import lightning as lightning
     from memfit import transformers as transformers
-    from memfit.api import apply, fit, frontier, measure, plan, recompute, record
+    from memfit.api import fit, frontier, measure, plan, recompute, record
+    from memfit.applying import apply
     from memfit.engine import Engine
     from memfit.errors import (
         BatchError,
@@ -80,11 +81,12 @@ __all__ = [
 ]
 
 _HOME: Final = {
-    **dict.fromkeys(("apply", "fit", "frontier", "measure", "plan", "recompute", "record"), "memfit.api"),
+    **dict.fromkeys(("fit", "frontier", "measure", "plan", "recompute", "record"), "memfit.api"),
     **dict.fromkeys(("replan", "smallest_budget"), "memfit.planning"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.optimizers.eight_bit"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
     "Engine": "memfit.engine",
+    "apply": "memfit.applying",
     "Lion": "memfit.optimizers.lion",
     "Machine": "memfit.hardware.machine",
     "Plan": "memfit.values.plan",

@@ -1,54 +1,38 @@
-"""The public functions that take a model: plan, recompute, record, frontier, apply, fit, measure. Those that take plans and bundles are in `planning`."""
+"""The public functions that take a model: plan, recompute, record, frontier, fit, measure. `apply` is in `applying`; what takes plans is in `planning`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from memfit import batches
+from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
-from memfit.errors import InfeasibleError, InputError, PlanFileError
+from memfit.errors import InputError
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
-from memfit.planning import changed, planning_of, replan, smallest_budget
+from memfit.planning import replan, smallest_budget
 from memfit.progress import Progress, tell
-from memfit.rehearsal import rehearse
-from memfit.step.arranging import arranged
+from memfit.rehearsal import rehearse, rehearsed
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
-from memfit.step.program import OptimizerFactory
-from memfit.storage.tiers import nearest_tier
-from memfit.streaming.initialisation import Fill, reset
-from memfit.streaming.stream import LayerStream
-from memfit.techniques.choices import Choices, convert, converting, lasting
-from memfit.techniques.conversions import conversion_of, remember
-from memfit.techniques.freezing.freeze import freeze as freeze_for_good
-from memfit.techniques.freezing.freeze import frozen
-from memfit.units import format_bytes, parse_bytes
+from memfit.step.program import OptimizerFactory, default_optimizer
+from memfit.techniques.choices import Choices
 from memfit.values.bundle import TraceBundle
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, StepRecord
-from memfit.values.request import Budget, Request, TierBudget
+from memfit.values.request import Budget, Request
 from memfit.values.script import Script
-
-REPAIR_ROUNDS: Final = 3
-
-
-def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with torch's defaults, fused: one kernel, no transient copies."""
-    return torch.optim.AdamW(parameters, fused=True)
 
 
 def plan(
@@ -164,7 +148,7 @@ def recompute(
         InfeasibleError: no plan holds as few bytes of activations.
         CaptureError: as for `plan`.
     """
-    placement = _placement(keep, every, activation_bytes)
+    placement = RecomputePlacement.of(keep, every, activation_bytes)
     if (fixed or {}).get("streamed"):
         raise InputError(
             f"fixed streamed={(fixed or {})['streamed']!r} cannot be honoured by recompute: streamed layers are computed again as wholes already, so there is "
@@ -177,30 +161,6 @@ def recompute(
     made = planning.plan_by_hand()
     tell(progress, "planned", 1.0)
     return made
-
-
-def _placement(
-    keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None
-) -> RecomputePlacement:
-    asked = {"keep": keep, "every": every, "activation_bytes": activation_bytes}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) != 1:
-        raise InputError(
-            f"recompute was given {' and '.join(given) or 'nothing to go by'}: exactly one of keep (module paths), every "
-            '("block", a number of blocks, "sqrt") and activation_bytes is needed'
-        )
-    if keep is not None:
-        patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
-        return RecomputePlacement(keep=patterns)
-    if every is not None:
-        number = 1 if every == "block" else every
-        if number != "sqrt" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
-        return RecomputePlacement(every=number)
-    assert activation_bytes is not None
-    return RecomputePlacement(activation_bytes=parse_bytes(activation_bytes))
 
 
 def record(
@@ -304,111 +264,6 @@ def frontier_points(plans: Iterable[Plan]) -> tuple[FrontierPoint, ...]:
     )
 
 
-def apply(
-    plan: Plan,
-    model: nn.Module,
-    loss_fn: LossFunction | None = None,
-    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
-    *,
-    fill: Fill | None = None,
-    lower_tier: str | Path | None = None,
-) -> Engine:
-    """An engine that trains this model as the plan says.
-
-    Parameters that the plan freezes stay frozen in the model (`requires_grad` becomes false, their gradients are freed), and an optimizer made here does
-    not get them.
-
-    Args:
-        plan: made in this process or loaded from a file.
-        model: of the structure that the plan was made for; this very object is trained.
-        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be an object or a function that makes it.
-        fill: for a plan that streams layers of a model on the meta device: gives the modules their values one by one, so the model is never in memory as a
-            whole.
-        lower_tier: folder for everything that the plan offloads to disk; with a GPU also for streamed layers, which are in host memory otherwise. None for
-            the default (`MEMFIT_OFFLOAD_DIR`). Pass the same folder to `plan`, whose predictions use the speed of its disk.
-
-    Raises:
-        PlanFileError: the plan is for another model.
-        InfeasibleError: a lower tier does not have the space for what is offloaded to it.
-        EngineError: no file can be created in the folder.
-    """
-    have = _digest(model, plan.choices.frozen)
-    conversion = conversion_of(model, have)
-    if conversion is not None and conversion.settings == converting(plan.choices):
-        have = plan.model if plan.model in {conversion.before, have} else have
-    if have != plan.model:
-        raise PlanFileError(
-            f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
-            "(train/eval). Plan again for this model"
-        )
-    planning = planning_of(plan)
-    source = planning.source if planning is not None else None
-    absent = any(p.device.type == "meta" for p in model.parameters())
-    if absent and not (plan.choices.streamed and fill is not None):
-        raise InputError(
-            "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
-            + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
-        )
-    freeze_for_good(model, plan.choices.frozen)
-    convert(plan.choices, model)
-    remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
-    chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
-    if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
-        chosen = chosen(p for p in model.parameters() if p.requires_grad)
-    if chosen is not None:
-        chosen = arranged(chosen, plan.choices, model, lower_tier)
-    loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
-    stream: LayerStream | None = None
-    if plan.choices.streamed:  # Only now, when the optimizer has the parameters: streaming empties those of the blocks.
-        stream = LayerStream(
-            model, plan.choices.streamed, nearest_tier(device_of(model), lower_tier), fill=fill or reset
-        )
-        if chosen is not None:
-            try:
-                stream.adopt(chosen)
-            except BaseException:
-                stream.close()  # Puts the layers back into the user's model: no engine is returned that could do it.
-                raise
-    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
-    if planning is not None and source is not None:
-        engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
-    return engine
-
-
-def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Digest of the model with these patterns frozen; of the model as it is where a pattern matches nothing."""
-    with suppress(InputError), frozen(model, patterns):
-        return model_digest(model)
-    return model_digest(model)
-
-
-def _planner_of(
-    engine: Engine, request: Request, placement: RecomputePlacement | None, make_optimizer: OptimizerFactory | None
-) -> Callable[[Batch], Plan]:
-    """A function that makes a plan for another batch, under the budget and the constraints of the engine's plan."""
-
-    def made(batch: Batch) -> Plan:
-        optimizer = None if engine.optimizer is None else (make_optimizer or default_optimizer)
-        first = engine.plan
-        # The gradient scaler and the optimizer are kept, so techniques that shaped them stay fixed; what was only allowed is decided by now.
-        asked = replace(
-            request.fixing(**lasting(first.choices)),
-            budget=TierBudget(first.budget_bytes, first.budget_bytes),
-            allow=(),
-            freeze=first.choices.frozen,
-            clip_norm=first.clip_norm,
-            device=None,
-            folder=None if engine.folder is None else str(engine.folder),
-        )
-        if placement is None:
-            return _planned(engine.model, batch, engine.loss_fn, optimizer, asked)
-        # Placed by hand, it stays so.
-        source = TraceSource(engine.model, batch, engine.loss_fn, optimizer, first.clip_norm)
-        return planning_for(source, asked, placement).plan_by_hand()
-
-    return made
-
-
 def fit(
     model: nn.Module,
     sample: Batch,
@@ -465,41 +320,6 @@ def fit(
     return engine
 
 
-def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
-    """Rehearse, and plan again for less where the measured peak exceeds the budget; raises what `fit` does. Arguments as for `rehearse`."""
-    made = engine.plan
-    planning = planning_of(made)
-    budget_bytes = made.budget_bytes
-    target = budget_bytes
-    for number in range(1, REPAIR_ROUNDS + 1):
-        tell(progress, "rehearsing one step", 0.0)
-        engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=number)
-        excess = engine.rehearsal.measured_peak_bytes - budget_bytes
-        if excess <= 0 or number == REPAIR_ROUNDS:
-            break
-        target -= excess + engine.rehearsal.measured_peak_bytes // 1000
-        assert planning is not None, "an engine whose plan was made here is rehearsed"
-        with engine.gathered():
-            again = planning.plan(target)
-        repaired = changed(
-            again,
-            budget_bytes=budget_bytes,
-            notes=(
-                *made.notes,
-                f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}",
-            ),
-        )
-        engine.replace_plan(repaired)
-    if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
-        measured = engine.rehearsal.measured_peak_bytes
-        raise InfeasibleError(
-            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(measured)}, above the budget of {format_bytes(budget_bytes)}: "
-            "the model's memory changes from run to run; allow for it with a larger budget",
-            budget_bytes=budget_bytes,
-            minimum_bytes=measured,
-        )
-
-
 def measure(
     model: nn.Module,
     sample: Batch,
@@ -530,6 +350,7 @@ __all__ = [
     "Budget",
     "Progress",
     "apply",
+    "default_optimizer",
     "fit",
     "frontier",
     "frontier_points",

@@ -1,4 +1,4 @@
-"""One real step under the meter, after which everything is restored."""
+"""One real step under the meter, after which everything is restored; and the plan repaired where the measured peak is above the budget."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +16,16 @@ from torch import nn
 from memfit import dispatch
 from memfit.batches import Batch
 from memfit.engine.engine import Engine
-from memfit.errors import SnapshotError
+from memfit.errors import InfeasibleError, SnapshotError
+from memfit.planning import changed, planning_of
+from memfit.progress import Progress, tell
 from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
+from memfit.units import format_bytes
 from memfit.values.report import Rehearsal, StepRecord
 
 CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
+REPAIR_ROUNDS: Final = 3
 
 
 def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:
@@ -54,6 +59,41 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
         record.divergences,
         () if reading is None else _curve(reading.base_bytes, reading.changes),
     )
+
+
+def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
+    """Rehearse, and plan again for less where the measured peak exceeds the budget; raises what `fit` does. Arguments as for `rehearse`."""
+    made = engine.plan
+    planning = planning_of(made)
+    budget_bytes = made.budget_bytes
+    target = budget_bytes
+    for number in range(1, REPAIR_ROUNDS + 1):
+        tell(progress, "rehearsing one step", 0.0)
+        engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=number)
+        excess = engine.rehearsal.measured_peak_bytes - budget_bytes
+        if excess <= 0 or number == REPAIR_ROUNDS:
+            break
+        target -= excess + engine.rehearsal.measured_peak_bytes // 1000
+        assert planning is not None, "an engine whose plan was made here is rehearsed"
+        with engine.gathered():
+            again = planning.plan(target)
+        repaired = changed(
+            again,
+            budget_bytes=budget_bytes,
+            notes=(
+                *made.notes,
+                f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}",
+            ),
+        )
+        engine.replace_plan(repaired)
+    if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
+        measured = engine.rehearsal.measured_peak_bytes
+        raise InfeasibleError(
+            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(measured)}, above the budget of {format_bytes(budget_bytes)}: "
+            "the model's memory changes from run to run; allow for it with a larger budget",
+            budget_bytes=budget_bytes,
+            minimum_bytes=measured,
+        )
 
 
 @contextmanager

@@ -31,8 +31,9 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import Solvers
 from memfit.planner.timeline import Timeline
-from memfit.units import format_bytes
+from memfit.units import format_bytes, parse_bytes
 from memfit.values.plan import Plan
+from memfit.values.request import Budget
 from memfit.values.trace import Trace
 
 NAMED: Final = 3  # modules named in a note
@@ -51,6 +52,35 @@ class RecomputePlacement:
     keep: tuple[str, ...] = ()
     every: int | str = 0
     activation_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, keep: str | Sequence[str] | None, every: int | str | None, activation_bytes: Budget | None
+    ) -> RecomputePlacement:
+        """From the arguments of `memfit.recompute`.
+
+        Raises:
+            InputError: not exactly one of the three, or one that means nothing.
+        """
+        asked = {"keep": keep, "every": every, "activation_bytes": activation_bytes}
+        given = [name for name, value in asked.items() if value is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"recompute was given {' and '.join(given) or 'nothing to go by'}: exactly one of keep (module paths), every "
+                '("block", a number of blocks, "sqrt") and activation_bytes is needed'
+            )
+        if keep is not None:
+            patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+            if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+                raise InputError(f'keep={keep!r}: module paths are needed, such as ["encoder.layer.*"]')
+            return cls(keep=patterns)
+        if every is not None:
+            number = 1 if every == "block" else every
+            if number != "sqrt" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise InputError(f'every={every!r}: "block", "sqrt" or a number of blocks from 1 on is needed')
+            return cls(every=number)
+        assert activation_bytes is not None
+        return cls(activation_bytes=parse_bytes(activation_bytes))
 
 
 @dataclass(frozen=True, slots=True)

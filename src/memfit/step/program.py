@@ -23,6 +23,11 @@ from memfit.techniques.update_in_backward import updating as in_backward
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
+def default_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with torch's defaults, fused: one kernel, no transient copies."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors an optimizer keeps from step to step; none before its first step."""
     return [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]

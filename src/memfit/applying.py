@@ -1,0 +1,136 @@
+"""From a plan to the engine that runs it: the model frozen and converted, the optimizer arranged, layers streamed, as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.batches import Batch, LossFunction
+from memfit.capture.source import model_digest
+from memfit.capture.trace_source import TraceSource
+from memfit.engine.engine import Engine
+from memfit.errors import InputError, PlanFileError
+from memfit.offers import planning_for
+from memfit.planner.by_hand import RecomputePlacement
+from memfit.planning import planning_of
+from memfit.step.arranging import arranged
+from memfit.step.device import device_of
+from memfit.step.program import OptimizerFactory, default_optimizer
+from memfit.storage.tiers import nearest_tier
+from memfit.streaming.initialisation import Fill, reset
+from memfit.streaming.stream import LayerStream
+from memfit.techniques.choices import convert, converting, lasting
+from memfit.techniques.conversions import conversion_of, remember
+from memfit.techniques.freezing.freeze import freeze as freeze_for_good
+from memfit.techniques.freezing.freeze import frozen
+from memfit.values.plan import Plan
+from memfit.values.request import Request, TierBudget
+
+
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    *,
+    fill: Fill | None = None,
+    lower_tier: str | Path | None = None,
+) -> Engine:
+    """An engine that trains this model as the plan says.
+
+    Parameters that the plan freezes stay frozen in the model (`requires_grad` becomes false, their gradients are freed), and an optimizer made here does
+    not get them.
+
+    Args:
+        plan: made in this process or loaded from a file.
+        model: of the structure that the plan was made for; this very object is trained.
+        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be an object or a function that makes it.
+        fill: for a plan that streams layers of a model on the meta device: gives the modules their values one by one, so the model is never in memory as a
+            whole.
+        lower_tier: folder for everything that the plan offloads to disk; with a GPU also for streamed layers, which are in host memory otherwise. None for
+            the default (`MEMFIT_OFFLOAD_DIR`). Pass the same folder to `plan`, whose predictions use the speed of its disk.
+
+    Raises:
+        PlanFileError: the plan is for another model.
+        InfeasibleError: a lower tier does not have the space for what is offloaded to it.
+        EngineError: no file can be created in the folder.
+    """
+    have = _digest(model, plan.choices.frozen)
+    conversion = conversion_of(model, have)
+    if conversion is not None and conversion.settings == converting(plan.choices):
+        have = plan.model if plan.model in {conversion.before, have} else have
+    if have != plan.model:
+        raise PlanFileError(
+            f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
+            "(train/eval). Plan again for this model"
+        )
+    planning = planning_of(plan)
+    source = planning.source if planning is not None else None
+    absent = any(p.device.type == "meta" for p in model.parameters())
+    if absent and not (plan.choices.streamed and fill is not None):
+        raise InputError(
+            "the model is on the meta device: it can be planned for, but to train it needs its tensors (model.to_empty, load weights)"
+            + ("; as its layers are streamed, fill= can give them one by one" if plan.choices.streamed else "")
+        )
+    freeze_for_good(model, plan.choices.frozen)
+    convert(plan.choices, model)
+    remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
+    chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
+    if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
+        chosen = chosen(p for p in model.parameters() if p.requires_grad)
+    if chosen is not None:
+        chosen = arranged(chosen, plan.choices, model, lower_tier)
+    loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
+    stream: LayerStream | None = None
+    if plan.choices.streamed:  # Only now, when the optimizer has the parameters: streaming empties those of the blocks.
+        stream = LayerStream(
+            model, plan.choices.streamed, nearest_tier(device_of(model), lower_tier), fill=fill or reset
+        )
+        if chosen is not None:
+            try:
+                stream.adopt(chosen)
+            except BaseException:
+                stream.close()  # Puts the layers back into the user's model: no engine is returned that could do it.
+                raise
+    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
+    if planning is not None and source is not None:
+        engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
+    return engine
+
+
+def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Digest of the model with these patterns frozen; of the model as it is where a pattern matches nothing."""
+    with suppress(InputError), frozen(model, patterns):
+        return model_digest(model)
+    return model_digest(model)
+
+
+def _planner_of(
+    engine: Engine, request: Request, placement: RecomputePlacement | None, make_optimizer: OptimizerFactory | None
+) -> Callable[[Batch], Plan]:
+    """A function that makes a plan for another batch, under the budget and the constraints of the engine's plan."""
+
+    def made(batch: Batch) -> Plan:
+        optimizer = None if engine.optimizer is None else (make_optimizer or default_optimizer)
+        first = engine.plan
+        # The gradient scaler and the optimizer are kept, so techniques that shaped them stay fixed; what was only allowed is decided by now.
+        asked = replace(
+            request.fixing(**lasting(first.choices)),
+            budget=TierBudget(first.budget_bytes, first.budget_bytes),
+            allow=(),
+            freeze=first.choices.frozen,
+            clip_norm=first.clip_norm,
+            device=None,
+            folder=None if engine.folder is None else str(engine.folder),
+        )
+        source = TraceSource(engine.model, batch, engine.loss_fn, optimizer, first.clip_norm)
+        planning = planning_for(source, asked, placement)
+        return planning.plan() if placement is None else planning.plan_by_hand()  # Placed by hand, it stays so.
+
+    return made

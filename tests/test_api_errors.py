@@ -315,7 +315,7 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(loss_fn: Any, sentence: str
 
 
 def test_parts_of_what_does_not_split_are_refused() -> None:
-    reasons = "(gradients of parts do not add up|a part of the batch cannot be run alone)"
+    reasons = "(gradients of micro-batches do not add up|a part of the batch cannot be run alone)"
     with pytest.raises(SplitError, match=rf'fixed=\{{"micro_batches": 2\}} cannot be honoured: {reasons}'):
         memfit.plan(chain(1, batch_norm=True), rows(16), squared_error, "1GiB", fixed={"micro_batches": 2})
 

@@ -18,7 +18,7 @@ from memfit import batches
 from memfit.capture.trace_source import RNG_STATE_BYTES
 from memfit.meter import metered
 from memfit.planner.baselines.segment_rules import sqrt_segments
-from memfit.planner.modules import flowing_out, module_calls, repeated_blocks
+from memfit.planner.modules import module_calls, outputs_read_later, repeated_blocks
 from memfit.planning import planning_of
 from memfit.step.program import state_tensors
 from models import build_gpt, case
@@ -157,7 +157,7 @@ def test_the_outputs_of_named_modules_are_kept_and_what_lies_between_is_rebuilt(
     solver = planning_of(made).solver(1)
     recipes, trace = solver.recipes, solver.trace
     calls = module_calls(trace)
-    kept = {s for n in range(5) for call in calls[f"blocks.{n}.attention"] for s in flowing_out(recipes, call)}
+    kept = {s for n in range(5) for call in calls[f"blocks.{n}.attention"] for s in outputs_read_later(recipes, call)}
     number = {op: i for i, op in enumerate(e for e in trace.events[: trace.forward_events] if e >= 0)}
     rerun = {operation for step in made.script.steps for run in step.runs for operation in run}
     remade = {s for op, i in number.items() if i in rerun for s in trace.operations[op].makes}

@@ -268,13 +268,13 @@ def test_products_are_predicted(name: str) -> None:
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that are measured."""
     names: list[str] = []
-    repeated = timing.KernelTimer._repeated
+    repeated = timing.KernelTimer._warm_seconds
 
     def noted(self: timing.KernelTimer, call: CallSpec, *arguments: Any) -> float:
         names.append(str(call.func))
         return repeated(self, call, *arguments)
 
-    monkeypatch.setattr(timing.KernelTimer, "_repeated", noted)
+    monkeypatch.setattr(timing.KernelTimer, "_warm_seconds", noted)
     return names
 
 

@@ -109,7 +109,7 @@ def product(model: nn.Module, batch: Any) -> Tensor:
 
 def in_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing ran in float64."""
-    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: None)
+    monkeypatch.setattr(splitting, "_differences_in_float64", lambda *_: None)
 
 
 @pytest.mark.parametrize("strength", [2e-5, 5e-5, 1e-4])
@@ -144,7 +144,7 @@ def test_an_ill_conditioned_program_that_splits_is_accepted(monkeypatch: pytest.
     in_own_precision(monkeypatch)
     alone = find_splitting(model, sample, product)
     assert alone.weights is None
-    assert alone.error > splitting.TOLERANCE_UNTOLD
+    assert alone.error > splitting.FP32_TOLERANCE
 
 
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -217,13 +217,13 @@ def test_what_cannot_run_in_float64_is_held_to_the_promise() -> None:
 
 def test_of_large_models_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "LARGE_MODEL_PARAMETERS", 1000)
-    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: pytest.fail("a copy in float64"))
+    monkeypatch.setattr(splitting, "_differences_in_float64", lambda *_: pytest.fail("a copy in float64"))
     assert find_splitting(Looking(0.0), small.rows(8), small.squared_error).weights == "samples"
     assert find_splitting(Looking(5e-5), small.rows(8), small.squared_error).weights is None
 
 
 def test_without_doubt_nothing_is_compared_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_errors_in_float64", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr(splitting, "_differences_in_float64", lambda *_: pytest.fail("compared again"))
     assert find_splitting(small.chain(2), small.rows(8), small.squared_error).weights == "samples"
     assert find_splitting(small.chain(2, batch_norm=True), small.rows(8), small.squared_error).weights is None
 

@@ -115,7 +115,7 @@ def test_cut_is_the_smallest_of_all_minimum_cuts(network: Network, plain_searche
     costs = {sides: network.cost(list(sides)) for sides in product((False, True), repeat=len(network.source))}
     lowest = min(costs.values())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mincut, "_PLAIN_SEARCHES", plain_searches)
+        patch.setattr(mincut, "_UNSCALED_SEARCHES", plain_searches)
         if isinf(lowest):
             with pytest.raises(ValueError, match=r"Every cut is infinite: node \d is forced to both"):
                 network.cut()

@@ -75,10 +75,10 @@ def test_a_move_that_is_remembered_is_what_it_would_be_now(seed: int) -> None:
                 known = replay._moves.get(group)
                 move = replay.move(group)
                 remembered += move is known
-                assert move.gone == replay.with_needless(group)
-                assert move.changes == replay.changes(move.gone)
+                assert move.removed == replay.with_needless(group)
+                assert move.changes == replay.changes(move.removed)
             move = replay.move(chance.choice(groups))
-            replay.remove(move.gone, move.changes)
+            replay.remove(move.removed, move.changes)
     assert remembered or len(groups) < 2
 
 

@@ -31,7 +31,7 @@ from memfit.views.drawing import (
     wrapped,
 )
 from memfit.views.frontier_picture import bounds_of, efficient, frontier_picture, ratios
-from memfit.views.labels import Area, area_of, beside
+from memfit.views.labels import Area, area_of, place_label
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import svg
 from memfit.views.timeline_picture import timeline_picture
@@ -222,28 +222,28 @@ def test_no_text_of_the_timeline_covers_another_wherever_the_peaks_lie(share: fl
 
 def test_a_name_goes_where_no_text_is_and_lines_are_few() -> None:
     room, name = Area(0, 0, 200, 100), Text(0, 0, "name")
-    first = beside(name, [(100, 50)], room, [])
+    first = place_label(name, [(100, 50)], room, [])
     assert first is not None
-    assert room.holds(area_of(first))
-    other = beside(name, [(100, 50)], room, [first])
+    assert room.contains(area_of(first))
+    other = place_label(name, [(100, 50)], room, [first])
     assert other is not None
-    assert not area_of(other).meets(area_of(first))
+    assert not area_of(other).overlaps(area_of(first))
     across = [(0.0, first.y), (200.0, first.y)]
-    away = beside(name, [(100, 50)], room, [], lines=[across])
+    away = place_label(name, [(100, 50)], room, [], lines=[across])
     assert away is not None
-    assert not area_of(away).crossed(across[0], across[1])
-    assert beside(name, [(100, 50)], Area(0, 0, 10, 10), []) is None
+    assert not area_of(away).intersects(across[0], across[1])
+    assert place_label(name, [(100, 50)], Area(0, 0, 10, 10), []) is None
 
 
 def test_a_line_crosses_an_area_or_passes_it() -> None:
     area = Area(10, 10, 20, 20)
 
-    assert area.crossed((0, 15), (30, 15))
-    assert area.crossed((12, 12), (14, 14))
-    assert area.crossed((15, 0), (15, 30))
-    assert not area.crossed((0, 25), (30, 25))
-    assert not area.crossed((0, 0), (9, 30))
-    assert not area.crossed((15, 0), (15, 9))
+    assert area.intersects((0, 15), (30, 15))
+    assert area.intersects((12, 12), (14, 14))
+    assert area.intersects((15, 0), (15, 30))
+    assert not area.intersects((0, 25), (30, 25))
+    assert not area.intersects((0, 0), (9, 30))
+    assert not area.intersects((15, 0), (15, 9))
 
 
 def test_the_plain_curve_is_named_and_so_is_that_of_a_part() -> None:

@@ -31,7 +31,7 @@ def following_generator_states(recorder: Recorder, *, as_operations: bool = Fals
     States that other threads ask for meanwhile are not written down.
 
     Args:
-        recorder: books the states while it records.
+        recorder: records the states while it is recording.
         as_operations: write each down as an operation of its own, so that one which is freed before the next kernel counts too. Only where nobody
             follows the operations by number, as an engine's dispatch mode would not see these.
     """
@@ -40,7 +40,7 @@ def following_generator_states(recorder: Recorder, *, as_operations: bool = Fals
     def seen() -> torch.Tensor:
         state = ask()
         if recorder.recording and recorder in _get_current_dispatch_mode_stack():
-            recorder.book_state(state, GENERATOR_STATE if as_operations else None)
+            recorder.record_state(state, GENERATOR_STATE if as_operations else None)
         return state
 
     torch.get_rng_state = seen

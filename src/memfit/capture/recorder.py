@@ -1,12 +1,12 @@
 """Record a step, operation by operation and storage by storage.
 
-A dispatch mode sees every kernel of forward, backward and optimizer; weak references on storages tell when each dies; saved-tensor hooks tell what
-autograd keeps. torch has a memory tracker too (`torch.distributed._tools.MemTracker`), which adds bytes up by module; a planner needs the single
-storages, with the two deaths of each: with and without autograd holding it.
+A dispatch mode sees every kernel of forward, backward and optimizer; weak references to storages tell when each is freed; saved-tensor hooks tell what
+autograd saves. torch has a memory tracker too (`torch.distributed._tools.MemTracker`), which adds bytes up by module; a planner needs each storage, and when
+it is freed both with and without autograd holding it.
 
-To learn both from one run the hooks give autograd nothing to hold. [1] At pack the tensor is replaced by a `_Placeholder` (its geometry, and for real
-runs a private copy of its contents). [2] The storage then dies its transient death. [3] At unpack a fresh tensor is handed to the backward node,
-under the identity of the old storage. [4] The death of that fresh tensor tells when the node lets go.
+To learn both from one run, the hooks give autograd nothing to hold. [1] At pack the tensor is replaced by a `_Placeholder` (its geometry, and in real
+runs a private copy of its contents). [2] The storage is then freed as if autograd had not saved it: its transient death. [3] At unpack the backward node
+gets a fresh tensor, which is recorded as the same storage. [4] The death of that fresh tensor tells when the node releases it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Placeholder:
     """What autograd holds in place of a saved tensor."""
 
     save: int
-    tensor: torch.Tensor | None  # parameters and other lasting tensors are handed back as they are
+    tensor: torch.Tensor | None  # parameters and others from before the step are handed back as they are
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -61,13 +61,13 @@ class _Placeholder:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that writes the step down.
+    """Dispatch mode that records the step.
 
     Args:
-        paths: tells the module that is running.
-        layouts: by call, how real kernels lay out what they return where the fake ones are known to do it otherwise.
+        paths: tells which module is running.
+        layouts: by call, the layouts of what real kernels return, where fake kernels are known to return others.
 
-    In a fake run, operations on tensors that are all real (the batch and what is computed from it alone) are really run, so that branches on their
+    In a fake run, operations whose tensors are all real (the batch and what is computed from it alone) run for real, so that branches on their
     values are taken as in training.
     """
 
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self.recording = True
         paths.position = self._position
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
-        self._making_placeholder = False
+        self._making_fresh_tensor = False
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
         self._unwatched = UnwatchedBackward(self.lifetimes)
@@ -103,30 +103,30 @@ class Recorder(TorchDispatchMode):
     def register(
         self, tensors: Iterable[torch.Tensor], category: Category, module: str = "", *, counts: bool = True
     ) -> None:
-        """Note storages that exist before the step; the first category given to a storage stays. Storages on other devices do not count."""
+        """Add storages that exist before the step; a storage keeps its first category. Those that are not to count (on another device) get zero bytes."""
         for tensor in tensors:
             if dispatch.has_storage(tensor) and self.lifetimes.id_of(tensor) is None:
                 sid = self.lifetimes.add(tensor, category, module, BEFORE_STEP)
                 self.lifetimes.storages[sid].bytes *= counts
 
     def recategorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
-        """Change the category of storages already known."""
+        """Change the category of storages that the step has made."""
         for tensor in tensors:
             sid = self.lifetimes.id_of(tensor) if dispatch.has_storage(tensor) else None
             if sid is not None and self.lifetimes.storages[sid].birth != BEFORE_STEP:
                 self.lifetimes.storages[sid].category = category
 
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's storage; one never seen before was not made by a recorded operation (a constant, another library)."""
+        """Number of the tensor's storage. One not seen before was made by no recorded operation (a constant, another library) and counts as there before."""
         sid = self.lifetimes.id_of(tensor)
         return self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP) if sid is None else sid
 
-    def book_state(self, state: torch.Tensor, operation: str | None) -> None:
-        """Follow what was made between two operations, by no kernel.
+    def record_state(self, state: torch.Tensor, operation: str | None) -> None:
+        """Record a tensor that was made between two operations, by no kernel.
 
         Args:
-            state: what was made.
-            operation: name of an operation to write down as its maker; None for none, then it is there from the next operation on.
+            state: the tensor.
+            operation: name of an operation to record as its maker; None for none, then it is born at the next operation.
         """
         event = len(self.events)
         made = self.lifetimes.add(state, Category.OTHER, self.module, event)
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def module(self) -> str:
-        """Path of the module to which the present operation belongs."""
+        """Path of the module to which the current operation belongs."""
         return self.paths.current if self.phase is Phase.FORWARD else self._backward_module
 
     def __torch_dispatch__(
@@ -153,19 +153,19 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operation and note what it reads, writes and makes."""
         kwargs = kwargs or {}
-        if self._making_placeholder:
+        if self._making_fresh_tensor:
             return func(*args, **kwargs)
-        counts = dispatch.is_operation(func)
-        if not self.recording or not counts:
-            if counts:
+        is_operation = dispatch.is_operation(func)
+        if not self.recording or not is_operation:
+            if is_operation:
                 self.unrecorded.append(str(func))
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
-            self.notes[f"{func} takes a tensor that has no plain storage (sparse or opaque); it is kept"] = None
+            self.notes[f"{func} takes a sparse or opaque tensor, which has no storage to record; it is kept"] = None
             inputs = [t for t in inputs if dispatch.has_storage(t)]
-        instead = self._in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
-        target = None if instead is None else self.storage_id(args[0])
+        in_place_func = self._in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
+        target = None if in_place_func is None else self.storage_id(args[0])
         reads = tuple(self.storage_id(t) for t in inputs)
         writes = tuple(
             dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
@@ -174,11 +174,11 @@ class Recorder(TorchDispatchMode):
         for position in dispatch.batch_norm_statistics(func, args):
             if isinstance(args[position], torch.Tensor):
                 self.changed.add(self.storage_id(args[position]))
-        described = instead or func
-        key, call = describe(described, args, kwargs)
+        recorded_func = in_place_func or func
+        key, call = describe(recorded_func, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=REPEATABLE)
-        wanted = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
+        needs_gradient = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)
         self.events.append(index)
@@ -190,19 +190,19 @@ class Recorder(TorchDispatchMode):
         layouts: list[TensorLayout | None] = []
         outputs: list[int] = []
         category = Category.ACTIVATION if self.phase is Phase.FORWARD else Category.TEMPORARY
-        in_place = _returns_what_it_writes(func)
+        in_place = _returns_written_argument(func)
         for out in dispatch.tensors_in(result):
             layouts.append(None)
             known = self.lifetimes.id_of(out) if dispatch.has_storage(out) else None
             if in_place and dispatch.has_storage(out) and known is None:
-                # A fake value written into a real tensor (one computed from the batch alone): torch returns a fake copy, the step makes none.
+                # A fake value was written into a real tensor (one computed from the batch alone): torch returns a fake copy, which a real step does not make.
                 outputs.append(-1)
                 continue
             if not dispatch.has_storage(out):
                 rerunnable = False
                 continue
             if target is not None and known is None:
-                # Without a dispatch mode this very result lies where its first argument was.
+                # Without a dispatch mode the result is in the storage of the first argument.
                 self.lifetimes.move(target, out)
                 writes = (target,)
                 outputs.append(-1)
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
             self.calls[key] = call
         self.operations.append(
             Operation(
-                str(described),
+                str(recorded_func),
                 self.phase,
                 self.module,
                 reads,
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
                 rerunnable,
                 key,
                 tuple(outputs),
-                wanted,
+                needs_gradient,
                 dispatch.is_sized_by_values(func, args),
                 call.shape,
                 call.same_layout,
@@ -250,15 +250,15 @@ class Recorder(TorchDispatchMode):
     def _enter_node(self) -> None:
         if self._unwatched.enter_node():
             self.notes[
-                f"backward of a product in {self._backward_module or 'the model'}: autograd takes a formula by whether its input holds a zero, and another "
-                "one while it is watched, so what it holds meanwhile is not known exactly; a rehearsal measures it"
+                f"backward of a product in {self._backward_module or 'the model'}: autograd takes one formula where the input has a zero, another where it "
+                "has none, and a third during capture, so the memory of this backward is not known exactly; a rehearsal measures it"
             ] = None
 
     # -- autograd's saved tensors --------------------------------------------------------------------------------------------
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Forward and loss run inside."""
+        """Inside, where forward and loss run, the saves of autograd are recorded."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -267,12 +267,12 @@ class Recorder(TorchDispatchMode):
             return _Placeholder(-1, tensor.detach())
         sid = self.storage_id(tensor)
         save = len(self.saves)
-        # What an operation saves of its inputs is packed before it runs, of its outputs after; only inputs still know where they come from.
-        upcoming = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
-        self.saves.append(_SavedTensor(sid, len(self.events) - (not upcoming), self.paths.current))
+        # Inputs are packed before their operation runs; outputs after it, and detached. So what has a grad_fn, or is a leaf that requires grad, is an input.
+        is_input = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
+        self.saves.append(_SavedTensor(sid, len(self.events) - (not is_input), self.paths.current))
         if self.lifetimes.storages[sid].birth == BEFORE_STEP:
-            return self._watch(_Placeholder(save, tensor if tensor.is_leaf else tensor.detach()))
-        placeholder = self._watch(
+            return self._tracked(_Placeholder(save, tensor if tensor.is_leaf else tensor.detach()))
+        placeholder = self._tracked(
             _Placeholder(
                 save,
                 None,
@@ -286,11 +286,11 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             placeholder.contents = self._copy_of(sid, tensor)
         elif tensor.is_conj() or tensor.is_neg():
-            return self._watch(_Placeholder(save, tensor.detach()))
+            return self._tracked(_Placeholder(save, tensor.detach()))
         return placeholder
 
-    def _watch(self, placeholder: _Placeholder) -> _Placeholder:
-        # Autograd lets go of what it packed only when the node is done, after checking its results; what was unpacked goes a little earlier.
+    def _tracked(self, placeholder: _Placeholder) -> _Placeholder:
+        # Autograd frees what it packed only when the node is done and its results are checked, a little after the unpacked tensor is released.
         number = placeholder.save
         save = self.saves[number]
         placeholder.packed_after = len(self.events) - 1
@@ -335,11 +335,11 @@ class Recorder(TorchDispatchMode):
                 tensor = torch.empty(0, dtype=placeholder.dtype, device=placeholder.device)
                 tensor.set_(storage, placeholder.offset, placeholder.shape, placeholder.stride)
         else:
-            self._making_placeholder = True  # its making is not part of the step, and it must be fake
+            self._making_fresh_tensor = True  # making it is not part of the step, and it must be fake
             tensor = torch.empty_strided(
                 placeholder.shape, placeholder.stride, dtype=placeholder.dtype, device=placeholder.device
             )
-            self._making_placeholder = False
+            self._making_fresh_tensor = False
 
         def released(event: int) -> None:
             unpack[1] = event
@@ -350,7 +350,7 @@ class Recorder(TorchDispatchMode):
     # -- the result ----------------------------------------------------------------------------------------------------------
 
     def tables(self) -> tuple[tuple[Operation, ...], tuple[Storage, ...], tuple[Save, ...]]:
-        """What was written down, with everything still alive outliving the step."""
+        """What was recorded; whatever is still live outlives the step."""
         end = len(self.events)
         saved = {save.storage for save in self.saves}
         storages = tuple(
@@ -376,12 +376,12 @@ class Recorder(TorchDispatchMode):
 
 
 @cache
-def _returns_what_it_writes(func: OpOverload) -> bool:
+def _returns_written_argument(func: OpOverload) -> bool:
     returns = func._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and bool(returns[0].alias_info.is_write)
 
 
-# Results of operations that take no tensor (arange, zeros, ...) are made for real in a fake run up to this size.
+# In a fake run, operations that take no tensor (arange, zeros, ...) run for real where their results are at most this large.
 LARGEST_REAL_CONSTANT_BYTES: Final = 64 << 20
 
 
@@ -406,7 +406,7 @@ def _run_real(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    # UntypedStorage.clone goes through Python a byte at a time under some modes.
+    # UntypedStorage.clone copies byte by byte in Python under some modes.
     return flat_storage(storage).clone().untyped_storage()
 
 

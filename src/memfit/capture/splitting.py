@@ -1,11 +1,11 @@
-"""Does a batch split? Compare, on a few real samples, the gradient of the whole with the weighted sum of its parts.
+"""Whether a batch can be split into micro-batches: on a few real samples, its gradient is compared with the weighted sum of the micro-batches' gradients.
 
 Layers that see the whole batch (batch norm) and losses that compare samples (contrastive) do not split; a mean over unmasked tokens splits by token counts,
 not by samples. None of this is guessed from names of layers: the gradients decide.
 
-Where rounding hides the answer (an ill-conditioned program that splits, a batch norm of little effect, 16-bit operations) the comparison is made once
-more in float64: there what splits agrees far more closely, and what does not differs as before. It costs more than the first one, so it is made only in
-doubt, and not for large models, of which no second copy is made.
+Where rounding hides the answer (an ill-conditioned program that splits, a batch norm of little effect, 16-bit operations), the comparison is repeated in
+float64: there, what splits agrees far more closely, and what does not differs as before. That costs more, so it is done only in doubt, and not for large
+models, which are not copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from memfit.capture.samples import rows_of, shortened
 from memfit.step.generators import forked_generators
 
 SAMPLES: Final = 4
-# Above this many parameters a comparison takes seconds, and copies in float64 gigabytes.
+# Above this many parameters a comparison takes seconds, and a copy in float64 gigabytes.
 SAMPLES_OF_LARGE_MODELS: Final = 2
 LARGE_MODEL_PARAMETERS: Final = 50_000_000
-# Relative differences, of the gradient's norm.
-# Rounding and no more: in fp32 most models show 1e-7 to 1e-6, in float64 all that split far less.
+# Differences of gradients, relative to the gradient's norm.
+# Rounding and no more: in fp32 most models show 1e-7 to 1e-6; in float64 all that split show far less.
 TOLERANCE: Final = 3e-6
-DOUBTFUL: Final = 0.1  # up to here it may be rounding (ill-conditioned in fp32, 16-bit operations): float64 tells
-# Where float64 cannot tell:
-TOLERANCE_UNTOLD: Final = 1e-5  # what accumulation promises in fp32
+DOUBTFUL: Final = 0.1  # below this it may be rounding (ill-conditioned in fp32, 16-bit operations): float64 decides
+# Where float64 cannot decide:
+FP32_TOLERANCE: Final = 1e-5  # what accumulation promises in fp32
 LOW_PRECISION_TOLERANCE: Final = 3e-2  # where 16-bit operations run; wrong weights are off by tenths
 
 _WIDER: Final = {
@@ -51,9 +51,9 @@ class Splitting:
     """What the comparison found.
 
     Attributes:
-        weights: how parts are weighted (`batches.weigh`), or None when the batch does not split.
-        error: relative difference of the gradients with these weights (or the best ones tried), in float64 where that decided.
-        reason: in words, when it does not split.
+        weights: how the micro-batches' losses are weighted, one of `batches.weightings`; None when the batch does not split.
+        error: relative difference of the gradients with these weights, or with the best ones tried; in float64 where that decided.
+        reason: why the batch does not split.
     """
 
     weights: str | None
@@ -62,7 +62,7 @@ class Splitting:
 
 
 class _Deterministic(TorchDispatchMode):
-    """Makes random operations deterministic, so that parts and whole can be compared; notes whether 16-bit operations run."""
+    """Makes random operations deterministic, so that gradients can be compared; notes whether 16-bit operations run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,23 +94,24 @@ class _Deterministic(TorchDispatchMode):
 class _InFloat64(TorchDispatchMode):
     """Runs every operation in float64, whatever the program asks for: casts, constants, autocast, tensors a loss function closes over.
 
-    Parameters, buffers and inputs have to be float64 already, so that autograd expects gradients of that type. A cast that is none here copies nothing;
-    where the program then writes in place, autograd may refuse, and float64 cannot tell.
+    Parameters, buffers and inputs have to be float64 already, so that autograd expects gradients of that dtype. Casts become no-ops that copy nothing;
+    where the program then writes in place, autograd may refuse, and float64 cannot decide.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         if func is torch.ops.aten.view.dtype:
-            raise NotImplementedError("the bits of a float64 are not those of the float that was asked for")
-        places = {a.name: a for a in schema.arguments}
-        # What is written, or looked at by a view, has to stay the tensor it is.
+            raise NotImplementedError("the bits of a float64 are not those of the dtype that the program views")
+        by_name = {a.name: a for a in schema.arguments}
+        # An argument that is written or that the result is a view of has to stay the same tensor.
         args = [v if a.alias_info else _widened(v) for v, a in zip(args, schema.arguments, strict=False)]
-        kwargs = {n: v if places[n].alias_info else _widened(v) for n, v in (kwargs or {}).items()}
+        kwargs = {n: v if by_name[n].alias_info else _widened(v) for n, v in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         return result if any(r.alias_info for r in schema.returns) else _widened(result)
 
 
 def _widened(value: Any) -> Any:
+    """The same in float64: tensors, dtypes, lists and tuples of them."""
     if isinstance(value, torch.Tensor):
         return value.to(_WIDER[value.dtype]) if value.dtype in _WIDER else value
     if isinstance(value, torch.dtype):
@@ -119,25 +120,25 @@ def _widened(value: Any) -> Any:
 
 
 def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
-    """Whether gradients of parts add up to the gradient of the whole, and with which weights.
+    """Whether the gradients of micro-batches add up to the gradient of the batch, and with which weights.
 
-    The model's parameters, buffers, gradients and the generators are left as they were.
+    The model's parameters, buffers and gradients and the random generators are left as they were.
     """
     total = batches.size(sample)
     if total < 2:
         return Splitting(None, 0.0, "there is only one sample")
     short = shortened(sample) if _is_large(model) else None
     if short is not None:
-        with suppress(Exception):  # a model of fixed length gets whole samples
+        with suppress(Exception):  # a model that takes one length only gets its samples at full length
             return _compare(model, short, loss_fn)
     try:
         return _compare(model, sample, loss_fn)
-    except Exception as refusal:  # noqa: BLE001 - the step itself has been run: it is fewer samples that the model does not take
-        return _refused(refusal)
+    except Exception as error:  # noqa: BLE001 - the step itself has run before, so it is fewer samples that the model does not take
+        return _failed(error)
 
 
-def _refused(refusal: Exception) -> Splitting:
-    why = f"{type(refusal).__name__}: {refusal}"
+def _failed(error: Exception) -> Splitting:
+    why = f"{type(error).__name__}: {error}"
     return Splitting(None, float("inf"), f"a part of the batch cannot be run alone ({why})")
 
 
@@ -147,98 +148,99 @@ def _is_large(model: nn.Module) -> bool:
 
 def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
     count = min(SAMPLES_OF_LARGE_MODELS if _is_large(model) else SAMPLES, batches.size(sample))
-    few = _varied(rows_of(sample, count))
-    watch = _Deterministic()
+    few = _with_masked_labels(rows_of(sample, count))
+    mode = _Deterministic()
     with forked_generators():
         try:
-            whole = _gradient(model, few, loss_fn, watch)
-        except Exception:  # noqa: BLE001 - the variation may be what the model does not like
+            whole = _gradients(model, few, loss_fn, mode)
+        except Exception:  # noqa: BLE001 - the model may not take the masked labels
             few = rows_of(sample, count)
-            whole = _gradient(model, few, loss_fn, watch)
-        parts = batches.split(few, [count - 1, 1])
+            whole = _gradients(model, few, loss_fn, mode)
+        micro_batches = batches.split(few, [count - 1, 1])
         try:
-            pieces = [_gradient(model, part, loss_fn, watch) for part in parts]
-        except Exception as refusal:  # noqa: BLE001 - e.g. batch norm over one value
-            return _refused(refusal)
+            of_each = [_gradients(model, micro_batch, loss_fn, mode) for micro_batch in micro_batches]
+        except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
+            return _failed(error)
         norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
         if not norm > 0 or norm == float("inf"):
             return Splitting(None, float("nan"), f"the gradient of a few samples is {norm}, so nothing can be compared")
-        errors = _errors(few, parts, whole, pieces)
-        del whole, pieces
+        differences = _differences(few, micro_batches, whole, of_each)
+        del whole, of_each
         tolerance = TOLERANCE
-        if TOLERANCE <= min(errors.values()) < DOUBTFUL:
-            exact = None if _is_large(model) else _errors_in_float64(model, few, parts, loss_fn)
+        if TOLERANCE <= min(differences.values()) < DOUBTFUL:
+            exact = None if _is_large(model) else _differences_in_float64(model, few, micro_batches, loss_fn)
             if exact is not None:
-                errors = exact
+                differences = exact
             else:
-                tolerance = LOW_PRECISION_TOLERANCE if watch.low_precision else TOLERANCE_UNTOLD
-    for how, error in errors.items():
-        if error < tolerance:
-            return Splitting(how, error)
-    best = min(errors.values())
+                tolerance = LOW_PRECISION_TOLERANCE if mode.low_precision else FP32_TOLERANCE
+    for weighting, difference in differences.items():
+        if difference < tolerance:
+            return Splitting(weighting, difference)
+    best = min(differences.values())
     return Splitting(
         None,
         best,
-        f"gradients of parts do not add up to the whole batch's (relative difference {best:.2g} with the best weights): "
+        f"gradients of micro-batches do not add up to the batch's (relative difference {best:.2g} with the best weights): "
         "a layer or the loss sees the whole batch, as batch norm and contrastive losses do",
     )
 
 
-def _gradient(
-    model: nn.Module, part: Batch, loss_fn: LossFunction | None, watch: _Deterministic, *, in_float64: bool = False
+def _gradients(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, mode: _Deterministic, *, in_float64: bool = False
 ) -> list[torch.Tensor]:
     """Gradients of the parameters that are compared, always the same ones in the same order."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
+    def float64_copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with parameters_kept(model), lent(model, wide if in_float64 else own), watch, widening:
+    with parameters_kept(model), lent(model, float64_copy if in_float64 else own), mode, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
-        loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
+        loss = batches.loss_of(model, batches.map_tensors(float64_copy, batch) if in_float64 else batch, loss_fn)
         found = torch.autograd.grad(loss, compared, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)]
 
 
-def _errors_in_float64(
-    model: nn.Module, few: Batch, parts: list[Batch], loss_fn: LossFunction | None
+def _differences_in_float64(
+    model: nn.Module, few: Batch, micro_batches: list[Batch], loss_fn: LossFunction | None
 ) -> dict[str, float] | None:
-    """The differences without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
-    watch = _Deterministic()
+    """The same without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
+    mode = _Deterministic()
     try:
-        whole = _gradient(model, few, loss_fn, watch, in_float64=True)
-        errors = _errors(few, parts, whole, [_gradient(model, part, loss_fn, watch, in_float64=True) for part in parts])
-    except Exception:  # noqa: BLE001 - kernels for one type only, tensors made out of the dispatcher's sight
+        whole = _gradients(model, few, loss_fn, mode, in_float64=True)
+        of_each = [_gradients(model, each, loss_fn, mode, in_float64=True) for each in micro_batches]
+        differences = _differences(few, micro_batches, whole, of_each)
+    except Exception:  # noqa: BLE001 - kernels for one dtype only, tensors that the dispatcher does not see
         return None
-    return errors if all(math.isfinite(e) for e in errors.values()) else None
+    return differences if all(math.isfinite(d) for d in differences.values()) else None
 
 
-def _errors(
-    few: Batch, parts: list[Batch], whole: list[torch.Tensor], pieces: list[list[torch.Tensor]]
+def _differences(
+    few: Batch, micro_batches: list[Batch], whole: list[torch.Tensor], of_each: list[list[torch.Tensor]]
 ) -> dict[str, float]:
-    """Relative difference of whole and added parts, for each way to weight them."""
+    """Relative difference of the batch's gradient and the sum of the micro-batches' gradients, by weighting."""
     norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
-    errors: dict[str, float] = {}
-    for how in batches.weightings(few):
-        shares = batches.shares(parts, how)
+    differences: dict[str, float] = {}
+    for weighting in batches.weightings(few):
+        shares = batches.shares(micro_batches, weighting)
         if shares is None:
             continue
-        difference = 0.0
+        squared = 0.0
         for index, g in enumerate(whole):
             dtype = torch.promote_types(g.dtype, torch.float32)
-            added = sum(share * piece[index].to(dtype) for share, piece in zip(shares, pieces, strict=True))
-            difference += _norm(g.to(dtype) - added) ** 2
-        errors[how] = difference**0.5 / norm if norm else float("inf")
-    return errors
+            added = sum(share * gradients[index].to(dtype) for share, gradients in zip(shares, of_each, strict=True))
+            squared += _norm(g.to(dtype) - added) ** 2
+        differences[weighting] = squared**0.5 / norm if norm else float("inf")
+    return differences
 
 
 def _compared(trainable: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters whose gradients are compared: all, or of a large model the smaller ones, which every layer has (norms, biases).
+    """The parameters whose gradients are compared: all, or in a large model the smallest ones, which every layer has (norms, biases).
 
-    What sees the whole batch changes the gradient that flows back through everything before it, so no layer's large matrices are needed to notice.
+    A layer that sees the whole batch changes the gradients of all layers before it, so their large matrices are not needed to notice.
     """
     chosen: list[nn.Parameter] = []
     total = 0
@@ -257,11 +259,11 @@ def _norm(tensor: torch.Tensor) -> float:
 _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
-def _varied(batch: Batch) -> Batch:
+def _with_masked_labels(batch: Batch) -> Batch:
     """The batch with some labels masked in one sample, so that token counts differ between samples.
 
-    Labels are integers with a second dimension that are not what the model reads: not the first tensor, not one of the usual inputs. Where the guess is
-    wrong the model refuses the masked values, and the samples are compared as they are.
+    A tensor is taken for labels if it has integers and a second dimension and is not an input: not one of the usual names, and not the first tensor, unless
+    that is called a label. Where this is wrong, the model fails on the masked values, and the samples are compared as they are.
     """
     first = next(iter(batches.named_leaves(batch)))
 

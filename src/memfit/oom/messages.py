@@ -1,7 +1,7 @@
-"""Out-of-memory messages, as PyTorch, its libraries and the system write them.
+"""Parses out-of-memory messages of PyTorch, its libraries and the operating system.
 
-The wording of each allocator is its own and has changed over the years, so each has a pattern of its own here, the ones that tell most first. Where a
-log holds several, the last of the kind that tells most is taken: what came before it was survived.
+Each allocator has its own wording, which has changed over the years, so each wording has a pattern here, the most informative first. The first pattern that
+matches decides; of several matches in a log the last is taken, as the program survived those before it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final
 from memfit.oom.failure import CONTEXT_BYTES, Failure
 from memfit.oom.stacks import stage, traceback_before, where
 
-# torch writes two digits behind the point, "0 bytes" and "512 bytes". Its GB (old versions, MPS) are 1024 MB of 1024 KB too.
+# torch writes sizes as "1.50 GiB" or "512 bytes". Its GB (old versions, MPS) are binary too.
 _SIZE: Final = r"(?P<{0}>\d+(?:\.\d+)?\s*(?:[KMGTPE]i?B|B|bytes?))"
-_NOTHING: Final = 20  # a twentieth of a device may be the driver's own
+_DRIVER_SHARE: Final = 20  # up to a twentieth of a device may be the driver's own
 _POWERS: Final = {letter: power for power, letter in enumerate("KMGTPE", start=1)}
 
 
@@ -30,7 +30,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Named sizes stand as {name}; any white space will do between words, since logs break lines."""
+    """A pattern in which {name} stands for a size, and a space for any white space, since logs break lines."""
     text = re.sub(r"\{(\w+)\}", lambda m: _SIZE.format(m[1]), text)
     return re.compile(text.replace(" ", r"\s+"))
 
@@ -50,7 +50,7 @@ _DEVICE: Final = r"(?P<kind>CUDA|HIP|XPU) out of memory\."
 _IN_USE: Final = (
     r"(?:Including non-PyTorch memory, this process|Process \d+) has [\d.]+ (?:[KMGTPE]i?B|bytes) memory in use\."
 )
-_NOW: Final = _pattern(
+_DEVICE_MESSAGE: Final = _pattern(
     _DEVICE
     + r" Tried to allocate {wanted}\. GPU (?P<index>\d+) has a total capacit(?:y|ty) of {total} of which {free} is free\."
     + rf"(?P<processes>(?: {_IN_USE})*)"
@@ -61,7 +61,7 @@ _NOW: Final = _pattern(
 _PROCESS: Final = _pattern(r"(?P<who>this process|Process \d+) has {size}")
 
 # Until 2.0: "(GPU 0; 7.93 GiB total capacity; 130.35 MiB already allocated; 47.06 MiB free; 188.00 MiB reserved in total by PyTorch)"
-_BEFORE: Final = _pattern(
+_DEVICE_MESSAGE_UNTIL_2_0: Final = _pattern(
     r"(?P<kind>CUDA|HIP) out of memory\. Tried to allocate {wanted} \(GPU (?P<index>\d+); {total} total capacity; {allocated} already allocated; {free} free;"
     r"(?: {allowed} allowed;)? (?:{reserved} reserved in total by PyTorch|{cached} cached)"
 )
@@ -73,10 +73,10 @@ _ASYNC: Final = _pattern(
 )
 
 _MPS: Final = _pattern(
-    r"MPS backend out of memory \(MPS allocated: {allocated}, other allocations: {beside}, max allowed: {total}\)\. Tried to allocate {wanted}"
+    r"MPS backend out of memory \(MPS allocated: {allocated}, other allocations: {other}, max allowed: {total}\)\. Tried to allocate {wanted}"
 )
 
-_WITHOUT_NUMBERS: Final = re.compile(
+_WITHOUT_SIZES: Final = re.compile(
     r"(?P<kind>CUDA|HIP|XPU|MPS)(?: backend| error:| driver error:)? out of memory|(?P<error>cudaErrorMemoryAllocation)"
 )
 _LIBRARY: Final = re.compile(
@@ -89,8 +89,8 @@ _HOST: Final = re.compile(
 _NUMPY: Final = _pattern(r"Unable to allocate {wanted} for an array")
 _ERRNO: Final = re.compile(r"\[Errno 12\] Cannot allocate memory|std::bad_alloc|^MemoryError\b", re.MULTILINE)
 
-# The kernel's own words, in kilobytes of 1024: "Out of memory: Killed process 42 (python) total-vm:...kB, anon-rss:5021kB, file-rss:..."
-_KERNEL: Final = re.compile(
+# The Linux kernel's log, whose kB are 1024 bytes: "Out of memory: Killed process 42 (python) total-vm:...kB, anon-rss:5021kB, file-rss:..."
+_KERNEL_LOG: Final = re.compile(
     r"(?:Out of memory|out of memory|oom-kill|oom_kill)[^\n]*?[Kk]ill(?:ed)? process (?P<pid>\d+)[^\n]*?anon-rss:(?P<rss>\d+)kB"
 )
 _KILLED: Final = re.compile(
@@ -101,7 +101,7 @@ _KILLED: Final = re.compile(
 
 
 def _of_device(match: re.Match[str]) -> Failure:
-    """What all messages with numbers of a GPU have in common."""
+    """What all messages with sizes of a GPU have in common."""
     return Failure(
         "message",
         device=f"{match.groupdict().get('kind', 'CUDA').lower()}:{match['index']}",
@@ -113,63 +113,63 @@ def _of_device(match: re.Match[str]) -> Failure:
     )
 
 
-def _now(match: re.Match[str]) -> Failure:
-    mine = others = None
-    unnamed: list[int] = []
+def _device_message(match: re.Match[str]) -> Failure:
+    own = others = None
+    listed: list[int] = []
     for process in _PROCESS.finditer(match["processes"]):
         size = _bytes(process["size"]) or 0
         if process["who"] == "this process":
-            mine = size
+            own = size
         else:
-            unnamed.append(size)
+            listed.append(size)
     allocated, unallocated = _group(match, "allocated"), _group(match, "unallocated")
     reserved = _sum(allocated, unallocated)
-    if mine is None and unnamed and reserved is not None and max(unnamed) >= reserved:
-        # In a container the driver's number of this process is not the one it knows itself by.
-        mine = max(unnamed)
-        unnamed.remove(mine)
+    if own is None and listed and reserved is not None and max(listed) >= reserved:
+        # In a container the driver knows this process by another process id.
+        own = max(listed)
+        listed.remove(own)
     total, free = _group(match, "total"), _group(match, "free")
-    if mine is not None and total is not None and free is not None:
-        # Processes of other containers may not be listed at all; what nobody lists and is not free, the driver keeps or they hold.
-        others = max(sum(unnamed), total - free - mine)
-        others = others if others > total // _NOTHING or unnamed else 0
-    elif unnamed:
-        others = sum(unnamed)
+    if own is not None and total is not None and free is not None:
+        # Processes of other containers may not be listed at all: memory that is neither free nor listed is theirs or the driver's.
+        others = max(sum(listed), total - free - own)
+        others = others if others > total // _DRIVER_SHARE or listed else 0
+    elif listed:
+        others = sum(listed)
     private = _group(match, "private")
     return replace(
-        _of_device(match), unallocated_bytes=unallocated, private_bytes=private, process_bytes=mine, other_bytes=others
+        _of_device(match), unallocated_bytes=unallocated, private_bytes=private, process_bytes=own, other_bytes=others
     )
 
 
-def _before(match: re.Match[str]) -> Failure:
+def _device_message_until_2_0(match: re.Match[str]) -> Failure:
     allocated, reserved = _group(match, "allocated"), _group(match, "reserved")
-    unallocated = _group(match, "cached")  # what is cached beside what is allocated
+    unallocated = _group(match, "cached")  # cached but not allocated
     if reserved is not None and allocated is not None:
         unallocated = max(0, reserved - allocated)
     total, free = _group(match, "total"), _group(match, "free")
     others = None
     if None not in (total, free, allocated, unallocated):
-        # These versions do not tell processes apart; what is neither free nor the allocator's is theirs, but for this one's context.
+        # These versions do not list processes: what is neither free nor the allocator's is other processes', but for this one's CUDA context.
         others = (total or 0) - (free or 0) - (allocated or 0) - (unallocated or 0) - CONTEXT_BYTES
-        others = others if others > (total or 0) // _NOTHING else 0
+        others = others if others > (total or 0) // _DRIVER_SHARE else 0
     return replace(_of_device(match), unallocated_bytes=unallocated, other_bytes=others)
 
 
 def _mps(match: re.Match[str]) -> Failure:
-    allocated, beside, total = (_group(match, name) or 0 for name in ("allocated", "beside", "total"))
+    allocated, other, total = (_group(match, name) or 0 for name in ("allocated", "other", "total"))
     return Failure(
         "message",
         device="mps",
         wanted_bytes=_group(match, "wanted"),
         total_bytes=total,
-        free_bytes=max(0, total - allocated - beside),
+        free_bytes=max(0, total - allocated - other),
         allocated_bytes=allocated,
         unallocated_bytes=0,
-        process_bytes=allocated + beside,
+        process_bytes=allocated + other,
     )
 
 
-def _without_numbers(match: re.Match[str]) -> Failure:
+def _without_sizes(match: re.Match[str]) -> Failure:
     return Failure("message", device=(match["kind"] or "cuda").lower())
 
 
@@ -189,7 +189,7 @@ def _errno(_: re.Match[str]) -> Failure:
     return Failure("message", device="host")
 
 
-def _kernel(match: re.Match[str]) -> Failure:
+def _kernel_log(match: re.Match[str]) -> Failure:
     return Failure("message", device="host", kind="killed", process_bytes=1024 * int(match["rss"]))
 
 
@@ -197,30 +197,30 @@ def _killed(_: re.Match[str]) -> Failure:
     return Failure("message", device="host", kind="killed")
 
 
-# Those that tell most come first. What the system says of a killed process is asked last: a launcher kills the others when one fails.
-_KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Failure]], ...]] = (
-    (_NOW, _now),
-    (_BEFORE, _before),
+# The most informative first. Killed processes come last: when one fails, a launcher kills the others.
+_PATTERNS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Failure]], ...]] = (
+    (_DEVICE_MESSAGE, _device_message),
+    (_DEVICE_MESSAGE_UNTIL_2_0, _device_message_until_2_0),
     (_ASYNC, _of_device),
     (_MPS, _mps),
     (_HOST, _host),
     (_NUMPY, _numpy),
-    (_WITHOUT_NUMBERS, _without_numbers),
+    (_WITHOUT_SIZES, _without_sizes),
     (_LIBRARY, _library),
-    (_KERNEL, _kernel),
+    (_KERNEL_LOG, _kernel_log),
     (_ERRNO, _errno),
     (_KILLED, _killed),
 )
 
 
 def find(text: str) -> Failure | None:
-    """What a text tells of running out of memory; None when it does not."""
-    for pattern, made in _KINDS:
+    """The failure that a text reports; None where it reports no lack of memory."""
+    for pattern, parse in _PATTERNS:
         matches = list(pattern.finditer(text))
         if not matches:
             continue
         frames = traceback_before(text, matches[-1].start())
-        failure = made(matches[-1])
+        failure = parse(matches[-1])
         return _with(failure, matches[-1].group(), stage(frames), where(frames), len(matches))
     return None
 

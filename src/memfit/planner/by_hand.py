@@ -23,7 +23,7 @@ from memfit.garbage import uncollected
 from memfit.planner.baselines.segment_rules import sqrt_segments
 from memfit.planner.description import describe, where
 from memfit.planner.found import Found
-from memfit.planner.modules import flowing_out, matcher, module_calls, repeated_blocks, repeats
+from memfit.planner.modules import matcher, module_calls, outputs_read_later, repeated_blocks, repeats
 from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.segments import boundaries_after, windows
@@ -162,7 +162,7 @@ def _kept_outputs(recipes: Recipes, patterns: Sequence[str]) -> _Windows:
         if not found:
             raise InputError(f"keep={pattern!r} matches no module that runs in forward; {_nearest(pattern, calls)}")
         for path in found:
-            made = [call for run in calls[path] for call in repeats(trace, run) if flowing_out(recipes, call)]
+            made = [call for run in calls[path] for call in repeats(trace, run) if outputs_read_later(recipes, call)]
             ends |= {call.last: path for call in made}
             if not made:
                 unseen.append(path)

@@ -26,8 +26,8 @@ def trim(timeline: Timeline, recomputations: Recomputations, budget: int, tries:
     """
     replay = Replay(timeline, recomputations)
     groups: list[tuple[int, ...]] = [(slot,) for slot in replay.recipe_at]
-    groups += [tuple(slots) for slots in replay.runs_by_recipe() if len(slots) > 1]
-    groups += [tuple(slots) for slots in replay.runs_by_event() if len(slots) > 1]
+    groups += [tuple(slots) for slots in replay.slots_by_recipe() if len(slots) > 1]
+    groups += [tuple(slots) for slots in replay.slots_by_event() if len(slots) > 1]
     while tries > 0:
         scored = []
         for number, group in enumerate(groups[: max(tries, 1)]):
@@ -45,8 +45,8 @@ def trim(timeline: Timeline, recomputations: Recomputations, budget: int, tries:
                 if not still_there:
                     continue
                 now = replay.move(still_there)
-            if replay.fits(now.changes, now.gone, budget):
-                replay.remove(now.gone, now.changes)
+            if replay.fits(now.changes, now.removed, budget):
+                replay.remove(now.removed, now.changes)
                 taken = True
         if not taken:
             break
@@ -56,7 +56,9 @@ def trim(timeline: Timeline, recomputations: Recomputations, budget: int, tries:
     return replay.recomputations()
 
 
-def with_rerun(timeline: Timeline, recomputations: Recomputations, event: int, recipe: int) -> dict[int, list[int]]:
+def with_recomputation(
+    timeline: Timeline, recomputations: Recomputations, event: int, recipe: int
+) -> dict[int, list[int]]:
     """The plan in which a recipe is also run before this event; recipes run in the order of forward."""
     more = {e: list(rs) for e, rs in recomputations.items()}
     more[event] = sorted([*recomputations.get(event, ()), recipe], key=timeline.recipes.last_operation.__getitem__)
@@ -85,7 +87,7 @@ def one_more(timeline: Timeline, recomputations: Recomputations) -> Iterator[dic
     for event, recipe in wanted:
         if recipe in recomputations.get(event, ()):
             continue
-        yield with_rerun(timeline, recomputations, event, recipe)
+        yield with_recomputation(timeline, recomputations, event, recipe)
 
 
 def exchange(timeline: Timeline, recomputations: Recomputations, budget: int, tries: int) -> dict[int, list[int]]:
@@ -145,7 +147,7 @@ def shake(timeline: Timeline, recomputations: Recomputations, budget: int, round
 
 
 def shrink(timeline: Timeline, recomputations: Recomputations, tries: int) -> dict[int, list[int]]:
-    """Lower the peak, moment by moment: take out a rerun that holds much there, or put one in so that less is held over it."""
+    """Lower the peak, moment by moment: remove a recomputation that holds bytes there, or add one that frees a copy over it."""
     current = {e: list(rs) for e, rs in recomputations.items()}
     while tries > 0:
         replay = Replay(timeline, current)
@@ -154,20 +156,20 @@ def shrink(timeline: Timeline, recomputations: Recomputations, tries: int) -> di
             top = int(replay.totals.argmax())
             lower = None
             groups = [(slot,) for slot in sorted(replay.recipe_at)]
-            for group in [*groups, *map(tuple, replay.runs_by_event())]:
+            for group in [*groups, *map(tuple, replay.slots_by_event())]:
                 tries -= 1
                 move = replay.move(group)
                 there = sum(size for a, b, size in move.changes if a <= top < b)
-                if (there < 0 or top in move.gone) and replay.fits(move.changes, move.gone, peak - 1):
+                if (there < 0 or top in move.removed) and replay.fits(move.changes, move.removed, peak - 1):
                     lower = move
                     break
             if lower is None:
                 break
-            replay.remove(lower.gone, lower.changes)
+            replay.remove(lower.removed, lower.changes)
         current = replay.recomputations()
-        for event, recipe in replay.held_over(top):
+        for event, recipe in replay.additions_that_free(top):
             tries -= 1
-            more = with_rerun(timeline, current, event, recipe)
+            more = with_recomputation(timeline, current, event, recipe)
             if timeline.peak(more) < peak and timeline.fits_lower_tiers(more):
                 current = more
                 break

@@ -1,44 +1,45 @@
-"""Minimum cut for project selection: which storages to recompute, when what they need may have to be recomputed too.
+"""Minimum cut for project selection: which storages to recompute, when their inputs may have to be recomputed too.
 
 Every node pays for one of two sides: its source capacity if it ends on the sink side, its sink capacity if it ends on
 the source side; an arc (u, v) is paid when u ends on the source side and v on the sink side, so an infinite arc says
-"u implies v". Here the source side is what gets recomputed, and capacities are seconds.
+"u implies v". Here storages on the source side must be available in backward, recipes there run again, and capacities
+are seconds.
 
 networkx has minimum cuts too, but keeps a dictionary for each arc and takes about 30 times as long on our graphs.
 
-Method (sources below): nodes whose side is forced by infinite capacities are taken out first, with which the graph of a
-training step falls apart into many small ones. What is left is solved by augmenting paths, source by source: a
-depth-first search from one source leaves flow at every sink it meets without going back to the start. When a search
-places nothing, no arc with capacity left leads out of what it visited, and none ever will, since later paths end at sinks
-and so never enter; the visited nodes are on the source side for good and are **buried**. Each source so searches only
-what is left, and components need not be separated first: a search never leaves its own.
+Method (sources below): nodes whose side is forced by infinite capacities are removed first, which divides the graph of a
+training step into many small components. The rest is solved by augmenting paths, one source after another: a
+depth-first search from a source leaves flow at every sink it meets without going back to the start. When a search
+pushes nothing, no arc with residual capacity leads out of the nodes it visited, and none ever will, since later paths
+end at sinks and so never enter; these nodes are on the source side for good, and later searches skip them: they are
+**buried**. Components need not be separated: a search never leaves its own.
 
 Measured on chains of 24 transformer-like blocks (2,660 nodes, 3,710 arcs, from a tenth to nine tenths of the storages
-read by backward, low to high prices; milliseconds on one core, the flow alone with its lists built, prototypes alike):
+read by backward, low to high prices; milliseconds on one core, the flow alone with its lists built, all as prototypes):
 this 0.8 to 4, Boykov-Kolmogorov 1.4 to 10, Dinic 1 to 19, Hochbaum's pseudoflow 1 to 22. Push-relabel with global
 relabelling took 40 to 570 where the others took 1 to 50. `minimum_cut` as a whole, checks included: 4 to 9; a chain
-ten times as long, 50 to 160. Known limit: when thousands of sources share one far sink across a long stretch
-without others, each walks the whole way, and time grows with the square of the length (8,000 nodes: 9 s). An operation
-whose storage backward reads ends every path, and every operation costs seconds, so our graphs have no such stretches;
+ten times as long, 50 to 160. Known limit: when thousands of sources share one far sink across a long path
+without others, each walks the whole path, and time grows with the square of its length (8,000 nodes: 9 s). An operation
+whose storage backward reads ends every path, and every operation costs seconds, so our graphs have no such paths;
 the nearest to one, a recurrence of 5,000 steps that is not read itself but whose every branch is, took 0.2 s.
 
-Numbers: seconds are rounded up to integers of 2**-51 of an upper bound on the cut. With floats, `x + y - y` leaves
-specks of capacity behind; searches run after them, a speck lost to rounding can bury nodes that still have a way out (a
-float prototype did), and which of two equally good cuts comes out depends on the order of the arcs. Integers leave
-none, so the smallest source side is unique. The price is an error of at most 2**-51 of that bound for each capacity
+Arithmetic: seconds are rounded up to integer multiples of 2**-51 of an upper bound on the cut. With floats, `x + y - y`
+leaves tiny residual capacities; searches follow them, one that is lost to rounding can bury nodes that still reach a sink
+(a float prototype did), and which of two equally good cuts is found depends on the order of the arcs. Integers leave
+none, so the smallest source side is unique. The cost is an error of at most 2**-51 of that bound for each capacity
 cut. The value returned is summed from the capacities as given, along the cut returned.
 
-`priced_network` cuts one graph again and again at other prices.
+`priced_network` cuts one graph repeatedly, at different prices.
 
-Not here, as measurements gave no reason: a warm start from the flow of the last prices, which could save the flow (half of the time) but not the checks and
+Not here, as measurements gave no reason: a warm start from the flow at the last prices, which could save the flow (half of the time) but not the checks and
 lists (the other half).
 
 Sources: Picard, "Maximal closure of a graph and applications to combinatorial problems", Management Science 22 (1976),
 for the model; Ford and Fulkerson, "Maximal flow through a network", Canadian Journal of Mathematics 8 (1956), for
 augmenting paths; Ahuja, Magnanti and Orlin, "Network flows" (1993), section 7.3, for capacity scaling, the fallback
-that keeps the worst case polynomial. Rivals measured: Boykov and Kolmogorov, IEEE TPAMI 26 (2004); Dinic, Soviet
+that keeps the worst case polynomial. Also measured: Boykov and Kolmogorov, IEEE TPAMI 26 (2004); Dinic, Soviet
 Mathematics Doklady 11 (1970); Hochbaum, "The pseudoflow algorithm", Operations Research 56 (2008); Goldberg and Tarjan,
-Journal of the ACM 35 (1988). Burying exhausted sets is folklore; we know no paper to cite.
+Journal of the ACM 35 (1988). Burying exhausted nodes is folklore; we know no paper to cite.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ FREE, SOURCE_SIDE, SINK_SIDE = 0, 1, 2  # which side a node is forced to
 
 _BURIED = 1 << 62  # As a mark: more than the number of any search.
 
-# Searches from one source before they turn to wide arcs first. Two or three are usual, so this is seldom reached.
-_PLAIN_SEARCHES = 12
+# Searches from one source before capacity scaling begins. Two or three are usual, so this is seldom reached.
+_UNSCALED_SEARCHES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def minimum_cut(source: Sequence[float], sink: Sequence[float], arcs: Sequence[A
         The cut; its value is exactly what its sides cost, and exceeds the minimum by rounding only.
 
     Raises:
-        ValueError: every cut is infinite, a capacity is negative or not a number, or an arc names a node there is not.
+        ValueError: every cut is infinite, a capacity is negative or not a number, or an arc names a node that does not exist.
     """
     check_network(source, sink, arcs)
     forced = forced_sides(source, sink, arcs)
@@ -100,11 +101,11 @@ def minimum_cut(source: Sequence[float], sink: Sequence[float], arcs: Sequence[A
         )
         if 0 < bound < inf
     ]
-    # What exceeds an upper bound on the minimum is never cut, however large: twice the bound stands for all such.
+    # A capacity above an upper bound on the minimum is never cut, however large: twice the bound stands for all such.
     limit = 2 * min(bounds, default=1.0)
     residual = _Residual(source, sink, arcs, forced, limit)
-    residual.saturate()
-    sides = residual.reached(pinned)
+    residual.push_flow()
+    sides = residual.source_side(pinned)
     value = _cut_value(source, sink, arcs, sides)
     assert not isinf(value), "an infinite capacity was cut although a finite cut exists"
     return Cut(value, sides)
@@ -127,7 +128,7 @@ def check_network(source: Sequence[float], sink: Sequence[float], arcs: Sequence
 
 
 def forced_sides(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc]) -> list[int]:
-    """Which side each node is forced to by infinite capacities, its own or through a path of infinite arcs."""
+    """The side each node is forced to by infinite capacities, its own or along a path of infinite arcs."""
     num_nodes = len(source)
     forced = [FREE] * num_nodes
     from_source = [v for v, a in enumerate(source) if a == inf]
@@ -154,12 +155,12 @@ def forced_sides(source: Sequence[float], sink: Sequence[float], arcs: Sequence[
 
 
 class _Residual:
-    """What is left of a network between the nodes of no forced side, in integers.
+    """The residual network between the nodes that no infinite capacity forces, in integers.
 
     Attributes:
-        excess: per node, flow to be passed on (positive), or what it would still take (negative).
-        head: arc k leads to node head[k]; arc k ^ 1 is arc k reversed, and shares flow with it.
-        residual: what arc k can still carry.
+        excess: per node, flow to be pushed on (positive), or what it can still absorb (negative).
+        head: arc k leads to node head[k]; arc k ^ 1 is its reverse.
+        residual: residual capacity of arc k.
         arcs: per node, the arcs that leave it.
     """
 
@@ -176,7 +177,7 @@ class _Residual:
         self.residual: list[int] = []
         self.arcs: list[list[int]] = [[] for _ in forced]
         self.mark = [0] * len(forced)  # The last search that visited the node.
-        self.cursor = [0] * len(forced)  # Where among its arcs that search has got to.
+        self.cursor = [0] * len(forced)  # How far among its arcs that search is.
         for u, v, c in arcs:
             u_side, v_side = forced[u], forced[v]
             if u_side == v_side == FREE:
@@ -189,21 +190,21 @@ class _Residual:
             elif u_side == SOURCE_SIDE and v_side == FREE:
                 self.excess[v] += ceil(min(c, limit) * scale)
 
-    def saturate(self) -> None:
-        """Push excess along arcs with capacity left until none reaches a node that would take it."""
+    def push_flow(self) -> None:
+        """Push excess along arcs with residual capacity until none reaches a node that can absorb it: the maximum flow."""
         num_searches = 0
         for origin in range(len(self.excess)):
             if self.excess[origin] <= 0 or self.mark[origin] == _BURIED:
                 continue
             floor = 0
-            plain_searches_left = _PLAIN_SEARCHES
+            unscaled_searches_left = _UNSCALED_SEARCHES
             while before := self.excess[origin]:
                 num_searches += 1
                 visited = self.search(origin, floor, num_searches)
                 if self.excess[origin] < before:
-                    plain_searches_left -= 1
-                    if plain_searches_left == 0:
-                        # Capacity scaling: arcs wider than the floor first; the floor halves when they are used up.
+                    unscaled_searches_left -= 1
+                    if unscaled_searches_left == 0:
+                        # Capacity scaling: arcs above the floor first; the floor halves when they are used up.
                         floor = self.excess[origin]
                 elif floor:
                     floor >>= 1
@@ -213,23 +214,23 @@ class _Residual:
                     break
 
     def search(self, origin: int, floor: int, number: int) -> list[int]:
-        """One depth-first search along arcs wider than `floor`, leaving flow at every node that takes it.
+        """One depth-first search along arcs with residual capacity above `floor`, leaving flow at every node that absorbs it.
 
-        Flow is entered on an arc when the search comes back over it, so no path is walked again to find its narrowest
-        arc. A node at which flow ran out is unmarked, as more may come along another path; one whose arcs ran out stays
-        marked.
+        An arc's flow is updated when the search comes back over it, so no path is walked again to find its
+        bottleneck. A node at which flow ran out is unmarked, as more may come along another path; one whose arcs ran out
+        stays marked.
 
         Returns:
-            The nodes visited. If nothing was pushed and the floor is zero, arcs with capacity left lead from them to each other
-            and to buried nodes only.
+            The nodes visited. If nothing was pushed and the floor is zero, arcs with residual capacity lead from them to each
+            other and to buried nodes only.
         """
         excess, head, residual, mark, cursor = self.excess, self.head, self.residual, self.mark, self.cursor
-        # u: node the search is at; left: flow to be placed from here on; lent: how much of it came with the arc into u.
-        u, left, lent = origin, excess[origin], 0
+        # u: node the search is at; left: flow still to be placed; inflow: what came along the arc into u.
+        u, left, inflow = origin, excess[origin], 0
         mark[u] = number
         cursor[u] = 0
         visited = [u]
-        path: list[tuple[int, int, int, int]] = []  # (u, arc taken out of it, left, lent) of the nodes before u.
+        path: list[tuple[int, int, int, int]] = []  # (u, arc taken out of it, left, inflow) of the nodes before u.
         while True:
             arcs = self.arcs[u]
             for i in range(cursor[u], len(arcs)):
@@ -242,8 +243,8 @@ class _Residual:
                 # [1] No arc is left: go back with what could not be placed.
                 if not path:
                     break
-                placed = lent - left
-                u, k, left, lent = path.pop()
+                placed = inflow - left
+                u, k, left, inflow = path.pop()
                 residual[k] -= placed
                 residual[k ^ 1] += placed
                 left -= placed
@@ -252,29 +253,29 @@ class _Residual:
                 k = -1
             if k >= 0:
                 cursor[u] = i
-                passed = min(left, residual[k])
-                wanted = -excess[v]
-                if passed > wanted or wanted <= 0:
-                    # [2] Go on to v with what it does not take.
-                    path.append((u, k, left, lent))
-                    u, left, lent = v, passed, passed
-                    if wanted > 0:
+                pushed = min(left, residual[k])
+                demand = -excess[v]
+                if pushed > demand or demand <= 0:
+                    # [2] Go on to v with what it does not absorb.
+                    path.append((u, k, left, inflow))
+                    u, left, inflow = v, pushed, pushed
+                    if demand > 0:
                         excess[v] = 0
-                        left -= wanted
+                        left -= demand
                     mark[v] = number
                     cursor[v] = 0
                     visited.append(v)
                     continue
-                # [3] v takes all that comes.
-                excess[v] += passed
-                residual[k] -= passed
-                residual[k ^ 1] += passed
-                left -= passed
+                # [3] v absorbs all that comes.
+                excess[v] += pushed
+                residual[k] -= pushed
+                residual[k ^ 1] += pushed
+                left -= pushed
             # [4] Nothing is left to place from here: go back until something is.
             while not left and path:
                 mark[u] = 0
-                placed = lent
-                u, k, left, lent = path.pop()
+                placed = inflow
+                u, k, left, inflow = path.pop()
                 residual[k] -= placed
                 residual[k ^ 1] += placed
                 left -= placed
@@ -283,8 +284,8 @@ class _Residual:
         excess[origin] = left
         return visited
 
-    def reached(self, pinned: list[bool]) -> list[bool]:
-        """The smallest source side: what is pinned there, and what excess that found no way out still reaches."""
+    def source_side(self, pinned: list[bool]) -> list[bool]:
+        """The smallest source side: nodes pinned there, and those that remaining excess reaches in the residual network."""
         sides = list(pinned)
         frontier = [v for v, excess in enumerate(self.excess) if excess > 0]
         for v in frontier:

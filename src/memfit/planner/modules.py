@@ -1,6 +1,6 @@
-"""Modules as a trace tells them: when each ran, what flows out of it, which are repeated blocks.
+"""Modules, found from the trace alone: when each was called, which of its outputs are read later, which are repeated blocks.
 
-A trace holds the path of the module in which each operation ran and nothing else of the model; that is enough, and serves a trace from a file too.
+Of the model a trace has only the path of the module in which each operation ran. That is enough, and also works for a trace from a file.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final
 from memfit.planner.recipes import Recipes
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
-ALIKE: Final = 0.5  # blocks share this part of their operations: the first of a stage often has a few more
-FINER: Final = 0.5  # blocks within blocks are taken where they hold this part of the operations
+LEAST_SHARED: Final = 0.5  # two blocks are alike if they share this fraction of their operations: the first of a stage often has a few more
+LEAST_INNER: Final = 0.5  # blocks within blocks are taken where they have this fraction of the operations
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One run of a module in forward.
+    """One call of a module in forward.
 
     Attributes:
         path: of the module.
-        first, last: events of its first and its last operation.
+        first, last: events of its first and last operation.
     """
 
     path: str
@@ -33,7 +33,7 @@ class ModuleCall:
 
 
 def module_calls(trace: Trace) -> dict[str, list[ModuleCall]]:
-    """Every run of every module in forward, by path, in order; what runs again at once, with nothing between, counts as one (see `repeats`)."""
+    """The calls of every module in forward, by path, in order. Calls with no operation between them count as one (see `repeats`)."""
     spans: dict[str, list[list[int]]] = {}
     around: dict[str, tuple[str, ...]] = {"": ()}
     before: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ def module_calls(trace: Trace) -> dict[str, list[ModuleCall]]:
             else:
                 spans.setdefault(path, []).append([event, event])
         before = around[module]
-    return {path: [ModuleCall(path, first, last) for first, last in runs] for path, runs in spans.items()}
+    return {path: [ModuleCall(path, first, last) for first, last in calls] for path, calls in spans.items()}
 
 
 def repeats(trace: Trace, call: ModuleCall) -> list[ModuleCall]:
-    """The runs of a module that are one stretch of operations: as many as the same operations read the same parameters again."""
+    """The calls in one stretch of a module's operations: one for each time that the same operations read the same parameters."""
     events = [e for e in range(call.first, call.last + 1) if trace.events[e] >= 0]
     operations = [trace.operations[trace.events[e]] for e in events]
     weights = [
@@ -66,7 +66,7 @@ def repeats(trace: Trace, call: ModuleCall) -> list[ModuleCall]:
         for op in operations
     ]
     tokens = [(op.name, op.module, read) for op, read in zip(operations, weights, strict=True)]
-    # The shortest period, from the longest border (Knuth, Morris and Pratt 1977).
+    # The shortest period of the tokens, from their longest border (Knuth, Morris and Pratt 1977).
     border = [0] * len(tokens)
     for i in range(1, len(tokens)):
         k = border[i - 1]
@@ -79,30 +79,32 @@ def repeats(trace: Trace, call: ModuleCall) -> list[ModuleCall]:
     return [ModuleCall(call.path, events[i], events[i + period - 1]) for i in range(0, len(events), period)]
 
 
-def flowing_out(recipes: Recipes, call: ModuleCall) -> set[int]:
-    """Storages that a call makes or writes and that later operations read."""
+def outputs_read_later(recipes: Recipes, call: ModuleCall) -> set[int]:
+    """Storages that a call makes or writes and that operations of forward after it read."""
     return {
-        s for s in _made_in(recipes.trace, call) if s in recipes.recipe_of and recipes.last_reads.get(s, -1) > call.last
+        s
+        for s in _written_in(recipes.trace, call)
+        if s in recipes.recipe_of and recipes.last_reads.get(s, -1) > call.last
     }
 
 
 def repeated_blocks(trace: Trace) -> list[ModuleCall]:
-    """The runs of the blocks that a model repeats, in order: children of one list, alike, each reading what comes of the one before it.
+    """The calls of the blocks that a model repeats, in order: numbered siblings that are alike, each depending on the one before it.
 
-    Of blocks within blocks the outer ones are taken, unless the inner ones are most of them (stages of layers).
+    Of blocks within blocks the outer ones are taken, unless the inner ones have most of the operations (stages of layers).
     """
-    families: dict[str, list[ModuleCall]] = defaultdict(list)
-    for path, runs in module_calls(trace).items():
-        holder, _, name = path.rpartition(".")
-        kind = name.rstrip("0123456789")
-        if kind != name:
-            families[f"{holder}.{kind}"] += [call for run in runs for call in repeats(trace, run)]
+    siblings: dict[str, list[ModuleCall]] = defaultdict(list)
+    for path, stretches in module_calls(trace).items():
+        parent, _, name = path.rpartition(".")
+        stem = name.rstrip("0123456789")
+        if stem != name:
+            siblings[f"{parent}.{stem}"] += [call for stretch in stretches for call in repeats(trace, stretch)]
     found: list[list[ModuleCall]] = []
-    for family in families.values():
-        family.sort(key=lambda call: call.first)
-        row = family[:1]
-        for call in family[1:]:
-            if _alike(trace, row[-1], call) and _goes_on(trace, row[-1], call):
+    for calls in siblings.values():
+        calls.sort(key=lambda call: call.first)
+        row = calls[:1]
+        for call in calls[1:]:
+            if _alike(trace, row[-1], call) and _depends_on(trace, call, row[-1]):
                 row.append(call)
             else:
                 found.append(row)
@@ -113,24 +115,24 @@ def repeated_blocks(trace: Trace) -> list[ModuleCall]:
 
 
 def _outermost(rows: list[list[ModuleCall]]) -> list[ModuleCall]:
-    """Of rows of blocks that lie in one another, those to take."""
+    """The blocks to take from rows of blocks, some of which are nested in blocks of others."""
     taken: list[ModuleCall] = []
     while rows:
         outer, rest = rows[0], rows[1:]
         inner = [row for row in rest if any(b.first <= row[0].first and row[-1].last <= b.last for b in outer)]
         rows = [row for row in rest if row[-1].last < outer[0].first or row[0].first > outer[-1].last]
-        finer = _outermost(inner)
-        most = sum(b.last - b.first + 1 for b in finer) >= FINER * sum(b.last - b.first + 1 for b in outer)
-        taken += finer if most else outer
+        nested = _outermost(inner)
+        most = sum(b.last - b.first + 1 for b in nested) >= LEAST_INNER * sum(b.last - b.first + 1 for b in outer)
+        taken += nested if most else outer
     return taken
 
 
 def _alike(trace: Trace, one: ModuleCall, other: ModuleCall) -> bool:
-    """Whether two runs of neighbours in a list do much the same; modules outside lists (`layer1`, `layer2`) must have parameters of one size too."""
+    """Whether two calls of siblings run much the same operations; siblings outside lists (`layer1`, `layer2`) must also have parameters of equal sizes."""
     a, b = _operations_in(trace, one), _operations_in(trace, other)
     if not one.path.rpartition(".")[2].isdigit() and _parameter_sizes(trace, one) != _parameter_sizes(trace, other):
         return False
-    return len(a & b) >= ALIKE * len(a | b)
+    return len(a & b) >= LEAST_SHARED * len(a | b)
 
 
 def _operations_in(trace: Trace, call: ModuleCall) -> set[tuple[str, str]]:
@@ -144,25 +146,26 @@ def _parameter_sizes(trace: Trace, call: ModuleCall) -> list[int]:
     return sorted(trace.storages[s].bytes for s in read)
 
 
-def _made_in(trace: Trace, call: ModuleCall) -> set[int]:
+def _written_in(trace: Trace, call: ModuleCall) -> set[int]:
+    """Storages that a call makes or writes in place."""
     operations = (trace.operations[op] for op in trace.events[call.first : call.last + 1] if op >= 0)
     return {s for op in operations for s in (*op.makes, *op.writes)}
 
 
-def _goes_on(trace: Trace, one: ModuleCall, other: ModuleCall) -> bool:
-    """Whether the second reads what the first made, or what came of it in between."""
-    come = _made_in(trace, one)
-    for event in range(one.last + 1, other.last + 1):
+def _depends_on(trace: Trace, later: ModuleCall, earlier: ModuleCall) -> bool:
+    """Whether the later call reads what the earlier one wrote, or what was computed from it in between."""
+    derived = _written_in(trace, earlier)
+    for event in range(earlier.last + 1, later.last + 1):
         op = trace.events[event]
-        if op >= 0 and not come.isdisjoint(trace.operations[op].reads):
-            if event >= other.first:
+        if op >= 0 and not derived.isdisjoint(trace.operations[op].reads):
+            if event >= later.first:
                 return True
-            come |= {*trace.operations[op].makes, *trace.operations[op].writes}
+            derived |= {*trace.operations[op].makes, *trace.operations[op].writes}
     return False
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a module path matches: `*` stands for one name in a path, `**` for any number, `[0-3]` as in a shell; leading names may be left out."""
+    """A test of module paths: `*` stands for one name in a path, `**` for any number, `[0-3]` as in a shell; leading names may be left out."""
     body = ""
     for token in re.findall(r"\*\*|\[!?[^\]]*\]|.", pattern, re.DOTALL):
         if token in {"*", "**", "?"}:

@@ -84,7 +84,7 @@ class OffloadCuts:
         for left in range(tiers, -1, -1):
             cost = offload[tier_of, np.arange(count)]
             sides, _ = network.cut(np.where(forced, 0.0, np.minimum(keep, cost)))
-            again = sides[graph.recipe_of_node] & graph.may_rerun & ~forced
+            again = sides[graph.recipe_of_node] & graph.may_recompute & ~forced
             there = (sides[:count] & ~sides[graph.recipe_of_node]) | forced
             wanted = there & (cost < keep)
             offloaded = np.zeros(count, dtype=bool)

@@ -23,7 +23,7 @@ class OffloadGraph:
         nodes: storages that backward reads and that can be rebuilt or offloaded, and what rebuilding them may need, in ascending order.
         recipe_of_node: of each node, the network's node of its recipe.
         size, place: bytes of each storage, on the device and on a lower tier; birth, death: events.
-        is_saved, may_rerun, may_offload: whether backward reads it, it can be rebuilt, it can be offloaded.
+        is_saved, may_recompute, may_offload: whether backward reads it, it can be rebuilt, it can be offloaded.
         copy_seconds, up_seconds: a row for each tier: what the copies both ways, and the copy up, take on its link; infinitely long where there is none.
         first: the first unpack of each, after the end where there is none.
         asked_by: the operation whose window a storage belongs to.
@@ -56,7 +56,7 @@ class OffloadGraph:
         self.size = np.array([st.bytes for st in storages], dtype=np.int64)
         self.place = np.array([recipes.place_bytes(s) for s in self.nodes], dtype=np.int64)
         self.is_saved = np.array([s in recipes.saved for s in self.nodes], dtype=bool)
-        self.may_rerun = np.array([s in recipes.rebuildable for s in self.nodes], dtype=bool)
+        self.may_recompute = np.array([s in recipes.rebuildable for s in self.nodes], dtype=bool)
         self.may_offload = np.array([bool(r) for r in reloads[0]], dtype=bool)
         self.birth = np.array([st.birth for st in storages], dtype=np.int64)
         self.death = np.array([st.death for st in storages], dtype=np.int64)

@@ -60,7 +60,9 @@ class OffloadProblem(Problem):
         saved = np.flatnonzero(graph.is_saved)
         # What can be done about each: keep (0), recompute (1), offload to tier n (2 + n).
         actions = [
-            [0] + [1] * bool(graph.may_rerun[i]) + [2 + t for t in graph.tiers if np.isfinite(graph.copy_seconds[t][i])]
+            [0]
+            + [1] * bool(graph.may_recompute[i])
+            + [2 + t for t in graph.tiers if np.isfinite(graph.copy_seconds[t][i])]
             for i in saved.tolist()
         ]
         count = 1
@@ -188,10 +190,10 @@ class OffloadSmallestSearch(SmallestSearch):
         for layout in self.problem.layouts:
             border = np.isin(graph.nodes, sorted(layout.boundary_storages))
             # [1] Everything is offloaded. [2] Boundaries are offloaded, what is between them is recomputed.
-            rerun = graph.is_saved & graph.may_rerun & ~border
-            for wanted in (graph.is_saved | border, border | (graph.is_saved & ~rerun)):
+            recomputed = graph.is_saved & graph.may_recompute & ~border
+            for wanted in (graph.is_saved | border, border | (graph.is_saved & ~recomputed)):
                 offloaded, tier_of = cuts.spread(graph.may_offload & wanted, size)
-                decision = Decision(rerun & ~offloaded, none, offloaded, tier_of)
+                decision = Decision(recomputed & ~offloaded, none, offloaded, tier_of)
                 found.append(self.remember(cuts.planned(layout, 0, decision)))
         for start in sorted(found, key=lambda f: f.peak)[:2]:
             self.shrink(start)

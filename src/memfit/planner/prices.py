@@ -1,7 +1,7 @@
 """The prices of memory at which the step fits, in one layout: plans from minimum cuts, the price raised until the replayed peak is within the budget.
 
 Moments that turn out to be the peak get a price of their own. One price makes equal blocks decide alike, so what a cut drops is then mixed with what the
-next lower price drops, and trimmed rerun by rerun (`local_search`).
+next lower price drops, and trimmed one recomputation at a time (`local_search`).
 
 Source: rematerialisation as project selection is our own, after the cut formulation in torch.compile's partitioner (Horace He, 2022), which minimises saved
 bytes, not the peak, and takes no budget.

@@ -1,7 +1,9 @@
-"""One plan being changed: what taking recomputations out does to the bytes, without replaying the whole step.
+"""Incremental replay: what removing recomputations from a plan changes in bytes, without replaying the whole step.
 
-Any set of recomputations is a valid plan: without one the copy made before it is simply held longer. So they can be taken out one at a time, and only
-the few storages that one makes or reads change their lives. This is what local search needs: thousands of tries, each a few intervals long.
+Any set of recomputations is a valid plan: without one, the copy made before it stays allocated longer. So recomputations can be removed one at a time, and
+only the few storages that one makes or reads get other live intervals. Local search needs this: thousands of tries, each of a few intervals.
+
+Positions are *slots*, as in `Timeline.expand`: one for each event, and one for each recomputation, just before the event it serves.
 """
 
 from __future__ import annotations
@@ -15,22 +17,24 @@ from typing import Final
 from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.timeline import Recomputations, Timeline
 
-_AWAY: Final = 1 << 60  # taken off the total of a slot whose rerun is gone, so that it is never the peak
+# Subtracted from the total of a slot whose recomputation is removed, so that it is never the peak.
+_MASK: Final = 1 << 60
+_NEVER: Final = 1 << 60  # a slot after all others
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Recomputations to take out, and what that does.
+    """Recomputations to remove, and the effect.
 
     Attributes:
-        gone: slots of these recomputations, and of those that nothing needs without them.
-        changes: (first slot, last slot + 1, bytes more or less), in order.
-        seconds: that the recomputations took.
-        depends_on: storages whose lives this was worked out from.
-        removals: how many moves had been made by then.
+        removed: slots of these recomputations, and of those whose results nothing uses without them.
+        changes: (first slot, last slot + 1, change in bytes), in order.
+        seconds: that the removed recomputations took.
+        depends_on: storages whose live intervals this was computed from.
+        removals: how many moves had been applied before it was computed.
     """
 
-    gone: set[int]
+    removed: set[int]
     changes: list[tuple[int, int, int]]
     seconds: float
     depends_on: set[int]
@@ -38,11 +42,11 @@ class Move:
 
 
 class Replay:
-    """The replay of one plan, open to change.
+    """The replay of one plan, from which recomputations can be removed.
 
     Attributes:
-        totals: bytes at each slot (an event, or a rerun just before one).
-        recipe_at, event_at: of the rerun in each slot that has one.
+        totals: bytes at each slot.
+        recipe_at, event_at: of the recomputation at each slot that has one.
     """
 
     def __init__(self, timeline: Timeline, recomputations: Recomputations) -> None:
@@ -63,159 +67,159 @@ class Replay:
             self._uses[s].append((slot, end))
         for uses in self._uses.values():
             uses.sort()
-        self._runs_at: dict[int, int] = defaultdict(int)
+        self._count_at: dict[int, int] = defaultdict(int)
         for event in self.event_at.values():
-            self._runs_at[event] += 1
-        self._runs_of: dict[int, list[int]] = defaultdict(list)
+            self._count_at[event] += 1
+        self._slots_of: dict[int, list[int]] = defaultdict(list)
         for slot, recipe in self.recipe_at.items():
-            self._runs_of[recipe].append(slot)
-        # What a reload costs depends on all others; here each is charged the share of its copies that this plan does not hide.
+            self._slots_of[recipe].append(slot)
+        # How much of a copy is exposed depends on all others; here each reload is charged the share that is exposed in this plan as a whole.
         copying = timeline.copying(recomputations)
         exposed = copying.exposed_seconds / copying.copy_seconds if copying.copy_seconds else 0.0
         self._seconds_of = [
             timeline.run_seconds(r) + exposed * timeline.link_seconds(r) for r in range(len(self._recipes))
         ]
-        # A move stays what it was until the life of a storage it depends on changes.
+        # A move stays valid until the live intervals of a storage it depends on change.
         self._moves: dict[tuple[int, ...], Move] = {}
         self._removals = 0
-        self._changed: dict[int, int] = {}  # storage -> the last removal that changed its life
-        self._lives: dict[int, list[tuple[int, int]]] = {}
-        self._touched: dict[int, set[int]] = {}
+        self._changed: dict[int, int] = {}  # storage -> the last removal that changed its live intervals
+        self._intervals: dict[int, list[tuple[int, int]]] = {}
+        self._related_to: dict[int, set[int]] = {}
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes held at once."""
+        """Most bytes allocated at once."""
         return int(self.totals.max())
 
     def recomputations(self) -> dict[int, list[int]]:
-        """What is left of the plan."""
+        """The plan as it is now."""
         out: dict[int, list[int]] = defaultdict(list)
         for slot in sorted(self.recipe_at):
             out[self.event_at[slot]].append(self.recipe_at[slot])
         return dict(out)
 
-    def runs_by_recipe(self) -> list[list[int]]:
-        """Slots in which each recipe runs again."""
-        return list(self._runs_of.values())
+    def slots_by_recipe(self) -> list[list[int]]:
+        """Slots of the recomputations by each recipe."""
+        return list(self._slots_of.values())
 
-    def runs_by_event(self) -> list[list[int]]:
+    def slots_by_event(self) -> list[list[int]]:
         """Slots of the recomputations before each event."""
         out: dict[int, list[int]] = defaultdict(list)
         for slot, event in self.event_at.items():
             out[event].append(slot)
         return list(out.values())
 
-    def held_over(self, slot: int) -> list[tuple[int, int]]:
-        """(event, recipe) of the recomputations that would let a copy alive at this slot go before it; the largest copies first."""
+    def additions_that_free(self, slot: int) -> list[tuple[int, int]]:
+        """(event, recipe) of recomputations that, if added, free a copy that is live at this slot; the largest copies first."""
         timeline = self.timeline
         recipe_of = timeline.recipes.recipe_of
-        event_of_slot = {where: event for event, where in enumerate(self._slot_of_event)} | self.event_at
-        out: dict[tuple[int, int], int] = {}
+        event_of_slot = {at: event for event, at in enumerate(self._slot_of_event)} | self.event_at
+        freed: dict[tuple[int, int], int] = {}
         for s in timeline.recipes.rebuildable | timeline.recipes.reloads_of.keys():
             if s in self._births:
                 uses = [use for use, _ in self._uses[s]]
-                born = self._births[s][0]
+                birth = self._births[s][0]
             else:
                 uses = [self._slot_of_event[event] for event, _ in timeline.unpack_uses.get(s, ())]
-                born = self._slot_of_event[timeline.trace.storages[s].birth] - 1
+                birth = self._slot_of_event[timeline.trace.storages[s].birth] - 1
             later = [use for use in uses if use > slot]
-            if later and born < slot:
+            if later and birth < slot:
                 event = event_of_slot[later[0]]
                 if event >= timeline.trace.forward_events:
-                    # Copied down and up at once it is away for longest.
+                    # With no prefetch distance it is off the device for longest.
                     recompute = [recipe_of[s]] if s in timeline.recipes.rebuildable else []
                     for recipe in (*recompute, *timeline.recipes.reloads_of.get(s, ())[:: len(PREFETCH_DISTANCES)]):
-                        out[event, recipe] = out.get((event, recipe), 0) + self._bytes[s]
-        wanted = sorted(out, key=lambda pair: (-out[pair], pair))
+                        freed[event, recipe] = freed.get((event, recipe), 0) + self._bytes[s]
+        largest_first = sorted(freed, key=lambda pair: (-freed[pair], pair))
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}
-        return [pair for pair in wanted if pair not in present]
+        return [pair for pair in largest_first if pair not in present]
 
     def move(self, slots: tuple[int, ...]) -> Move:
-        """What taking these recomputations out does, with those that nothing needs then."""
+        """The effect of removing these recomputations, and those that nothing needs then."""
         known = self._moves.get(slots)
         if known is not None:
-            since, changed = known.removals, self._changed
-            if all(changed.get(s, 0) <= since for s in known.depends_on):
+            computed, changed = known.removals, self._changed
+            if all(changed.get(s, 0) <= computed for s in known.depends_on):
                 return known
-        gone = self.with_needless(slots)
+        removed = self.with_needless(slots)
         depends_on: set[int] = set()
-        for slot in gone:
-            depends_on |= self._touches(self.recipe_at[slot])
+        for slot in removed:
+            depends_on |= self._related(self.recipe_at[slot])
             depends_on.add(self.timeline.saves_at[self.event_at[slot]])
-        seconds = sum(self._seconds_of[self.recipe_at[slot]] for slot in gone)
-        found = self._moves[slots] = Move(gone, self.changes(gone), seconds, depends_on, self._removals)
+        seconds = sum(self._seconds_of[self.recipe_at[slot]] for slot in removed)
+        found = self._moves[slots] = Move(removed, self.changes(removed), seconds, depends_on, self._removals)
         return found
 
-    def _touches(self, recipe: int) -> set[int]:
-        """Storages whose lives tell whether a rerun of this recipe is needed, and what else is not without it."""
-        if recipe not in self._touched:
+    def _related(self, recipe: int) -> set[int]:
+        """Storages whose live intervals decide whether a recomputation by this recipe is needed, and which others are needless without it."""
+        if recipe not in self._related_to:
             recipe_of = self.timeline.recipes.recipe_of
             out = {*self._recipes[recipe].makes, *self._recipes[recipe].inputs}
             for s in self._recipes[recipe].inputs:
                 out.update(self._recipes[recipe_of[s]].makes)
-            self._touched[recipe] = out
-        return self._touched[recipe]
+            self._related_to[recipe] = out
+        return self._related_to[recipe]
 
     def with_needless(self, slots: Iterable[int]) -> set[int]:
-        """These recomputations, and those that nothing needs once they are gone."""
-        gone = set(slots)
-        stack = list(gone)
+        """These recomputations, and those whose results nothing uses once they are removed."""
+        removed = set(slots)
+        stack = list(removed)
         while stack:
             slot = stack.pop()
             for s in self._recipes[self.recipe_at[slot]].inputs:
                 births = self._births[s]
                 i = bisect_left(births, slot) - 1
-                while i > 0 and births[i] in gone:
+                while i > 0 and births[i] in removed:
                     i -= 1
-                if i > 0 and not self._needed(births[i], gone):
-                    gone.add(births[i])
+                if i > 0 and not self._is_needed(births[i], removed):
+                    removed.add(births[i])
                     stack.append(births[i])
-        return gone
+        return removed
 
-    def _needed(self, slot: int, gone: set[int]) -> bool:
+    def _is_needed(self, slot: int, removed: set[int]) -> bool:
         for s in self._recipes[self.recipe_at[slot]].makes:
             births, uses = self._births[s], self._uses[s]
             i = bisect_left(births, slot) + 1
-            while i < len(births) and births[i] in gone:
+            while i < len(births) and births[i] in removed:
                 i += 1
-            until = births[i] if i < len(births) else _AWAY
+            next_birth = births[i] if i < len(births) else _NEVER
             for j in range(bisect_left(uses, (slot + 1, -1)), len(uses)):
                 use = uses[j][0]
-                if use > until:
+                if use > next_birth:
                     break
-                if use not in gone:
+                if use not in removed:
                     return True
         return False
 
-    def changes(self, gone: set[int]) -> list[tuple[int, int, int]]:
-        """(first slot, last slot + 1, bytes more or less) without these recomputations, in order."""
+    def changes(self, removed: set[int]) -> list[tuple[int, int, int]]:
+        """(first slot, last slot + 1, change in bytes) without these recomputations, in order."""
         timeline = self.timeline
         births = self._births
         affected: set[int] = set()
-        fewer: dict[int, int] = {}
-        for slot in gone:
+        removed_at: dict[int, int] = {}
+        for slot in removed:
             affected.update(self._recipes[self.recipe_at[slot]].makes)
-        for slot in gone:
+        for slot in removed:
             event = self.event_at[slot]
-            fewer[event] = fewer.get(event, 0) + 1
+            removed_at[event] = removed_at.get(event, 0) + 1
             for s in self._recipes[self.recipe_at[slot]].inputs:
-                if s not in affected and s in births and not self._used_later(s, slot, gone):
+                if s not in affected and s in births and not self._used_again(s, slot, removed):
                     affected.add(s)
-            # With nothing run again before its unpack, autograd may hold it itself, as long as no copy is made again.
+            # A storage that is never rebuilt is held by autograd again once no recomputation is left before its unpacks.
             s = timeline.saves_at[event]
             if s in births and len(births[s]) == 1:
                 affected.add(s)
-        steps: dict[int, int] = {}
+        deltas: dict[int, int] = {}
 
         def add(position: int, size: int) -> None:
-            steps[position] = steps.get(position, 0) + size
+            deltas[position] = deltas.get(position, 0) + size
 
         for s in affected:
             size = self._bytes[s]
-            before = self._lives.get(s)
+            before = self._intervals.get(s)
             if before is None:
-                before = self._lives[s] = self.lives(s, set(), {})
-            after = self.lives(s, gone, fewer)
+                before = self._intervals[s] = self.live_intervals(s, set(), {})
+            after = self.live_intervals(s, removed, removed_at)
             if before != after:
                 for birth, end in before:
                     add(birth + 1, -size)
@@ -224,88 +228,88 @@ class Replay:
                     add(birth + 1, size)
                     add(end + 1, -size)
         if timeline.random_events:
-            for recipe in {self.recipe_at[slot] for slot in gone}:
+            for recipe in {self.recipe_at[slot] for slot in removed}:
                 for event in timeline.random_events.get(recipe, ()):
-                    last = self._runs_of[recipe][-1]
-                    left = [slot for slot in self._runs_of[recipe] if slot not in gone]
+                    last = self._slots_of[recipe][-1]
+                    left = [slot for slot in self._slots_of[recipe] if slot not in removed]
                     add((left[-1] if left else self._slot_of_event[event] - 1) + 1, -timeline.trace.rng_state_bytes)
                     add(last + 1, timeline.trace.rng_state_bytes)
         out = []
         level = previous = 0
-        for position in sorted(steps):
+        for position in sorted(deltas):
             if level and position > previous:
                 out.append((previous, position, level))
-            level += steps[position]
+            level += deltas[position]
             previous = position
         return out
 
-    def _used_later(self, s: int, slot: int, gone: set[int]) -> bool:
-        """Whether the use that comes next after one by a rerun is of the same copy: then the copy lives as long without that rerun."""
+    def _used_again(self, s: int, slot: int, removed: set[int]) -> bool:
+        """Whether the copy that a recomputation reads here is used once more: then it stays live as long without that recomputation."""
         births, uses = self._births[s], self._uses[s]
         j = bisect_left(uses, (slot + 1, -1))
-        if j == len(uses) or uses[j][0] in gone:
+        if j == len(uses) or uses[j][0] in removed:
             return False
         i = bisect_left(births, slot)
         return i == len(births) or uses[j][0] <= births[i]
 
-    def lives(self, s: int, gone: set[int], fewer: dict[int, int]) -> list[tuple[int, int]]:
-        """(birth slot, last slot) of each copy of a storage when these recomputations are gone."""
-        timeline, where = self.timeline, self._slot_of_event
-        births = [b for b in self._births[s] if b not in gone] if gone else self._births[s]
-        answered = len(births) > 1
-        if not answered:
+    def live_intervals(self, s: int, removed: set[int], removed_at: dict[int, int]) -> list[tuple[int, int]]:
+        """(birth slot, last slot) of each copy of a storage without these recomputations; `removed_at` counts them by event."""
+        timeline, slot_of_event = self.timeline, self._slot_of_event
+        births = [b for b in self._births[s] if b not in removed] if removed else self._births[s]
+        held_by_engine = len(births) > 1
+        if not held_by_engine:
             for event, _ in timeline.unpack_uses.get(s, ()):
-                if self._runs_at.get(event, 0) > fewer.get(event, 0):
-                    answered = True
+                if self._count_at.get(event, 0) > removed_at.get(event, 0):
+                    held_by_engine = True
                     break
-        end = where[timeline.transient_end[s] if answered else timeline.last_end[s]]
+        end = slot_of_event[timeline.transient_end[s] if held_by_engine else timeline.last_end[s]]
         reloads = timeline.recipes.reloads
         if reloads:
             for birth in births[1:]:
                 reload = reloads.get(self.recipe_at[birth])
                 if reload is not None:
-                    end = max(end, where[reload.gone_by])
+                    end = max(end, slot_of_event[reload.gone_by])
         out = []
         copy = 0
-        until = births[1] if len(births) > 1 else _AWAY
-        for slot, held in self._uses[s]:
-            if slot in gone:
+        next_birth = births[1] if len(births) > 1 else _NEVER
+        for slot, held_until in self._uses[s]:
+            if slot in removed:
                 continue
-            while slot > until:
+            while slot > next_birth:
                 out.append((births[copy], end))
                 copy += 1
                 end = births[copy]
-                until = births[copy + 1] if copy + 1 < len(births) else _AWAY
-            end = max(end, held)
+                next_birth = births[copy + 1] if copy + 1 < len(births) else _NEVER
+            end = max(end, held_until)
         out.append((births[copy], end))
         out.extend((b, b) for b in births[copy + 1 :])
         return out
 
-    def fits(self, changes: Iterable[tuple[int, int, int]], gone: Iterable[int], budget: int) -> bool:
-        """Whether the peak stays within the budget, in which it is now."""
+    def fits(self, changes: Iterable[tuple[int, int, int]], removed: Iterable[int], budget: int) -> bool:
+        """Whether the plan, which is within the budget, stays so with these changes."""
         totals = self.totals
-        for slot in gone:
-            totals[slot] -= _AWAY
+        for slot in removed:
+            totals[slot] -= _MASK
         fits = all(size <= 0 or int(totals[a:b].max()) + size <= budget for a, b, size in changes)
-        for slot in gone:
-            totals[slot] += _AWAY
+        for slot in removed:
+            totals[slot] += _MASK
         return fits
 
-    def remove(self, gone: set[int], changes: Iterable[tuple[int, int, int]]) -> None:
-        """Take recomputations out; `changes` is what that does."""
-        # What the engine no longer answers for, autograd keeps itself: longer than any unpack asks, so its uses may stay.
+    def remove(self, removed: set[int], changes: Iterable[tuple[int, int, int]]) -> None:
+        """Remove recomputations; `changes` is their effect."""
+        # A storage that autograd holds again lives beyond its last unpack, so the uses listed for it may stay.
         for a, b, size in changes:
             self.totals[a:b] += size
         self._removals += 1
-        for slot in gone:
-            self.totals[slot] -= _AWAY
+        for slot in removed:
+            self.totals[slot] -= _MASK
             recipe, event = self.recipe_at.pop(slot), self.event_at.pop(slot)
-            self._runs_at[event] -= 1
-            self._runs_of[recipe].remove(slot)
+            self._count_at[event] -= 1
+            self._slots_of[recipe].remove(slot)
             for s in self._recipes[recipe].makes:
                 self._births[s].remove(slot)
             for s in self._recipes[recipe].inputs:
                 self._uses[s].remove((slot, slot))
             for s in (*self._recipes[recipe].makes, *self._recipes[recipe].inputs, self.timeline.saves_at[event]):
                 self._changed[s] = self._removals
-                self._lives.pop(s, None)
+                self._intervals.pop(s, None)

@@ -35,7 +35,7 @@ def recomputations_for(
     """
     offloaded = offloaded or {}
     dropped = set(dropped)
-    # What has no recipe of its own is held from forward on wherever a rerun reads it.
+    # What has no recipe of its own is held from forward on wherever a recomputation reads it.
     kept = ((recipes.saved - dropped) | set(kept_transients) | recipes.held_always) - offloaded.keys()
     dropped |= recipes.saved & offloaded.keys()
     available: set[int] = set()

@@ -48,11 +48,11 @@ class Evaluation:
 
 @dataclass(slots=True)
 class _Expanded:
-    """The events with one *slot* more for each rerun, just before the event it serves: on slots every copy is one interval.
+    """The events with one more *slot* for each recomputation, just before the event it serves: on slots every copy is one interval.
 
     Attributes:
-        events, recipes: of each rerun, in order.
-        slots: of each rerun.
+        events, recipes: of each recomputation, in order.
+        slots: of each recomputation.
         slot_of_event: of each event, and of the end.
         storages, births, ends: of each copy; it is alive after its birth slot, up to its end.
         uses: (storage, slot, last slot held) of every use.
@@ -264,13 +264,13 @@ class Timeline:
         np.add.at(changes, births + 1, self._bytes[storages])
         np.subtract.at(changes, ends + 1, self._bytes[storages])
         if self.random_events:
-            # Generator states, from the first run of a random operation to the last rerun of its recipe.
+            # Generator states, from the first run of a random operation to the last recomputation of its recipe.
             last = np.full(len(self._recipe_seconds), -1)
             last[recipes] = slots
-            rerun = np.flatnonzero(last >= 0)
-            event, owner = self._random_rows.gather(rerun)
+            again = np.flatnonzero(last >= 0)
+            event, owner = self._random_rows.gather(again)
             np.add.at(changes, slot_of_event[event], self.trace.rng_state_bytes)
-            np.subtract.at(changes, last[rerun][owner] + 1, self.trace.rng_state_bytes)
+            np.subtract.at(changes, last[again][owner] + 1, self.trace.rng_state_bytes)
         totals = np.cumsum(changes)[:count]
         own = np.cumsum(plain)[: self.events + 1]
         totals[slot_of_event] += own + self._workspace

@@ -42,7 +42,7 @@ class Plan:
         device: what it was made for.
         torch_version: with which it was made.
         clip_norm: gradient clipping that the prediction includes.
-        by_module: kept, dropped and rerun by module.
+        by_module: kept, dropped and recomputed by module.
         rejected: choices weighed and not taken, each with its reason.
         notes: what the reader should know.
         source: how the bytes were captured.

@@ -207,7 +207,7 @@ class Script:
         unheld = (read | {script.saves[step.save] for step in script.steps}) - rebuilt - script.held
         if unheld:
             raise ValueError(
-                f"storage {min(unheld)} is read by a rerun or by backward, but neither held nor made again"
+                f"storage {min(unheld)} is read by a recomputation or by backward, but neither held nor made again"
             )
         if not all(isinstance(name, str) for name in script.operations):
             raise ValueError("operation names are words")

@@ -12,7 +12,7 @@ from memfit.values.report import FrontierPoint
 from memfit.views import colours
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
 from memfit.views.drawing import INK, QUIET, TIMES, Dot, Drawing, Line, Point, Shape, Text, counted
-from memfit.views.labels import Area, around, beside
+from memfit.views.labels import Area, area_of_dot, place_label
 from memfit.views.timeline_picture import LEFT, RIGHT, WIDTH
 
 _TITLE: Final = "Bytes against time"
@@ -194,10 +194,10 @@ def _names(
             wanted.append((Text(0, 0, f"{TIMES}{r.micro_batches}", 11, colour=QUIET, halo=True), r.peak_bytes, r.ratio))
             before = r.micro_batches
     inside = Area(x.start + 3, y.end - 4, x.end + 14, y.start - 3)
-    areas = [around(dot.x, dot.y, dot.radius) for dot in dots]
+    areas = [area_of_dot(dot.x, dot.y, dot.radius) for dot in dots]
     names: list[Text] = []
     for name, size, ratio in wanted:
-        placed = beside(name, [(x(size), y(ratio))], inside, [*taken, *names], lines=lines, areas=areas)
+        placed = place_label(name, [(x(size), y(ratio))], inside, [*taken, *names], lines=lines, areas=areas)
         if placed is not None:
             names.append(placed)
     return names

@@ -31,7 +31,7 @@ from memfit.views.drawing import (
     text_width,
     wrapped,
 )
-from memfit.views.labels import Area, beside
+from memfit.views.labels import Area, place_label
 from memfit.views.verdict import error_text
 
 WIDTH: Final = 960.0
@@ -189,7 +189,7 @@ def _curve_name(
     stack = [Area(a[0], min(a[1], b[1]), b[0], y.start) for a, b in pairwise(top[:: max(1, len(top) // 60)])]
     room = Area(LEFT + 4, y.end + 2, RIGHT - 4, y.start - 4)
     points = [point for part in curve for point in part[:: max(1, len(part) // 20)]]
-    placed = beside(name, points, room, taken, lines=lines, areas=stack)
+    placed = place_label(name, points, room, taken, lines=lines, areas=stack)
     return [placed] if placed is not None else []
 
 

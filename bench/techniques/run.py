@@ -226,9 +226,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 PAGES = {
+    "4-bit-weights": ("4-bit frozen weights",),
     "8-bit-state": ("8-bit state",),
     "accumulation": ("accumulation",),
     "activation-offloading": ("swap",),
+    "bf16-parameters": ("bf16 parameters",),
     "freezing": ("freezing",),
     "mixed-precision": ("bf16", "fp16"),
     "optimizer-state-offloading": ("state on disk",),

@@ -70,7 +70,6 @@ def with_other_draws(
         trace,
         drawn_bytes=tuple(drawn),
         notes=(*trace.notes, *notes),
-        calls=trace.calls if paths else (),
         paths=paths,
     )
     calls = {key: call for each in (*taken, longest) for key, call in each.calls.items()}

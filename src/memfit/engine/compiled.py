@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 
+from memfit.engine.kept_calls import CONFIRMED_EVERY
 from memfit.values.script import Script
 
 
@@ -23,6 +25,7 @@ class CompiledScript:
         states_ending: (step, position among its runs) -> operations whose generator states nothing needs afterwards.
         calls: by module and number of the call, where the script is one of calls.
         recipe_of: by storage, the operations that make it again.
+        kept_calls: calls in which nothing is dropped, by the operation that they begin with.
     """
 
     def __init__(self, script: Script) -> None:
@@ -52,12 +55,37 @@ class CompiledScript:
         self.calls: dict[str, dict[int, CompiledScript]] = {}
         for call in script.calls:
             self.calls.setdefault(call.module, {})[call.number] = CompiledScript(call.script)
+        self.kept_calls = {call.operations[0]: call for call in script.kept_calls}
+        self._since_followed: int | None = None  # forwards; None where the last one differed, or none has run
+        self._modules: tuple[nn.Module, dict[int, nn.Module]] | None = None
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:
                 for operation in run:
                     for _, storage, _ in script.makes.get(operation, ()):
                         self.recipe_of[storage] = run
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the next forward need not be followed as a whole."""
+        return self._since_followed is not None and self._since_followed < CONFIRMED_EVERY
+
+    def ran(self, *, followed: bool, as_planned: bool) -> None:
+        """A forward has run: followed as a whole or not, as planned or not."""
+        if not as_planned:
+            self._since_followed = None
+        elif followed:
+            self._since_followed = 0
+        elif self._since_followed is not None:
+            self._since_followed += 1
+
+    def modules_of(self, model: nn.Module) -> dict[int, nn.Module]:
+        """The modules of `kept_calls`, by the operation that they begin with."""
+        if self._modules is None or self._modules[0] is not model:
+            named = dict(model.named_modules())
+            found = {at: named.get(call.module) for at, call in self.kept_calls.items()}
+            self._modules = model, {at: module for at, module in found.items() if module is not None}
+        return self._modules[1]
 
 
 def _resolve(name: str) -> OpOverload | None:

@@ -36,7 +36,7 @@ class Executor:
             return None
         if compiled.calls:
             return CallFollower(compiled, self._model, retain=retain)
-        return Follower(compiled, retain=retain, lower_tiers=self._lower_tiers)
+        return Follower(compiled, retain=retain, lower_tiers=self._lower_tiers, model=self._model)
 
     def forward_backward(
         self,

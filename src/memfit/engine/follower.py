@@ -6,11 +6,12 @@ storage the plan drops. At the first operation that differs, a *divergence*, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ from memfit import dispatch
 from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle
+from memfit.engine.kept_calls import KeptCalls
 from memfit.engine.tape import Tape
 from memfit.step import generators
 from memfit.values.script import KEPT
@@ -66,14 +68,21 @@ class Follower(TorchDispatchMode):
         compiled: what to follow.
         retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
+        model: whose calls in which nothing is dropped need not be followed; None to follow everything.
 
     Attributes:
         tape: what backward goes by.
         divergence: where and why the forward differed from the script; None where it did not.
+        unfollowed: operations of forward that ran while the follower was off.
     """
 
     def __init__(
-        self, compiled: CompiledScript, *, retain: bool = False, lower_tiers: LowerTiers | None = None
+        self,
+        compiled: CompiledScript,
+        *,
+        retain: bool = False,
+        lower_tiers: LowerTiers | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
@@ -81,6 +90,8 @@ class Follower(TorchDispatchMode):
         self.index = 0
         self.save = 0
         self.divergence: str | None = None
+        self.unfollowed = 0
+        self._model = model
         self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
         self._count = compiled.count
@@ -93,9 +104,36 @@ class Follower(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[Follower]:
         """Run forward and loss inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), self:
-            yield self
+        hooks = (self.pack, unpack)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), self:
+            if self._model is None or not self.compiled.kept_calls or not self.compiled.confirmed:
+                yield self
+            else:
+                modules = self.compiled.modules_of(self._model)
+                calls = KeptCalls(self, hooks, lambda module: self._may_skip(module, modules), self._skipped)
+                with calls.off_during(set(modules.values())):
+                    yield self
         self.finish()
+
+    def _may_skip(self, module: nn.Module, modules: Mapping[int, nn.Module]) -> bool:
+        """Whether a module that begins makes the next call of the plan, in which nothing is dropped."""
+        call = self.compiled.kept_calls.get(self.index)
+        if (
+            call is None
+            or modules.get(self.index) is not module
+            or self.save != call.saves[0]
+            or self.divergence is not None
+            or not torch.is_grad_enabled()
+        ):
+            return False
+        self.tape.storages.not_followed()
+        return True
+
+    def _skipped(self) -> None:
+        """The call that begins here has run unfollowed."""
+        call = self.compiled.kept_calls[self.index]
+        self.unfollowed += call.operations[1] - call.operations[0]
+        self.index, self.save = call.operations[1], call.saves[1]
 
     def finish(self) -> None:
         """What was followed has ended: see that nothing of it is missing, and that nobody writes into what is kept."""
@@ -104,6 +142,7 @@ class Follower(TorchDispatchMode):
         if self.divergence is None and self.save != len(self.compiled.script.saves):
             self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
         self.tape.storages.forward_ends()
+        self.compiled.ran(followed=not self.unfollowed, as_planned=self.divergence is None)
 
     @property
     def exhausted(self) -> bool:
@@ -168,6 +207,8 @@ class Follower(TorchDispatchMode):
             self._diverge(f"operation {index} ({func}) reads other tensors than in the plan")
             return self._unplanned(func, args, kwargs)
         result = func(*args, **kwargs)
+        if writes:
+            storages.written(writes)
         made = compiled.outputs[index]
         if made:
             script = compiled.script

@@ -83,7 +83,7 @@ class WriteCheck:
         self.version = -1
 
     def begin(self) -> None:
-        """Note the number of writes; from here on every write is an error."""
+        """Note the number of writes; from here on every write is an error, until it is noted anew."""
         self.version = self.alias._version
 
     def check(self) -> None:

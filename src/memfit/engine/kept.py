@@ -7,7 +7,7 @@ Thus the bytes held depend on the script alone, not on the speed of the copies (
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -45,6 +45,7 @@ class KeptStorages:
         self.offloaded: dict[int, tuple[int, torch.device]] = {}
         self._number_at: dict[int, int] = {}  # by address
         self._checks: dict[int, WriteCheck] = {}
+        self._written: set[int] = set()  # since writes were last noted
         self._leaving: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
         self._returning: dict[int, Copy] = {}
         self.arenas: Mapping[str, Arena] | None = None
@@ -67,15 +68,26 @@ class KeptStorages:
         return number if number >= 0 and self.made[number]() is storage else -1
 
     def keep(self, number: int, tensor: torch.Tensor) -> None:
-        """Keep what forward has made, and detect writes into it after forward."""
+        """Keep what forward has made, and detect writes into it that the plan does not have."""
         self.live[number] = tensor.untyped_storage()
         if not tensor.is_inference():  # PyTorch forbids writes into these where gradients are wanted.
             self._checks[number] = WriteCheck(tensor)
+            self._written.add(number)
+
+    def written(self, numbers: Iterable[int]) -> None:
+        """An operation of the plan writes into these storages. It is counted as a write only when the operation is through."""
+        self._written.update(numbers)
+
+    def not_followed(self) -> None:
+        """What runs from here on is not followed: writes into kept storages are errors."""
+        for number in self._written:
+            if number in self._checks:
+                self._checks[number].begin()
+        self._written.clear()
 
     def forward_ends(self) -> None:
-        """Check writes to kept storages from here on, and wait for all copies to lower tiers."""
-        for check in self._checks.values():
-            check.begin()
+        """Check for writes to kept storages from here on, and wait for all copies to lower tiers."""
+        self.not_followed()
         for number in list(self._leaving):  # after a divergence
             self.finish_leaving(number)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
 
 from memfit.planner.draws import Draws
 from memfit.planner.recipes import Recipes
@@ -11,6 +14,8 @@ from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
 from memfit.values.script import KEPT, CallScript, OffloadedStorage, Script, Step
 from memfit.values.trace import ModuleCall
+
+LEAST_KEPT: Final = 6  # operations of a call that is not followed: taking the follower off and putting it on again takes as long as following about four
 
 
 def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
@@ -140,7 +145,7 @@ def compile_script(
         for op in forward
         if trace.operations[op].writes
     }
-    return Script(
+    script = Script(
         tuple(trace.operations[op].name for op in forward),
         makes,
         frozenset(held),
@@ -153,6 +158,22 @@ def compile_script(
         writes,
         frozenset(s for s in held if s not in {made for op in forward for made in trace.operations[op].makes}),
     )
+    return script if within is not None else replace(script, kept_calls=_kept_calls(script, trace.calls))
+
+
+def _kept_calls(script: Script, calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
+    """The largest calls in which the engine has nothing to do; calls come in the order in which they begin, outer ones first."""
+    operations = len(script.operations)
+    acted = list(accumulate((i in acts for acts in (script.acts_at(),) for i in range(operations)), initial=0))
+    answered = list(accumulate((storage != KEPT for storage in script.saves), initial=0))
+    found: list[ModuleCall] = []
+    for call in calls:
+        (begin, end), (first, last) = call.operations, call.saves
+        if end - begin < LEAST_KEPT or (found and begin < found[-1].operations[1]):
+            continue
+        if acted[begin] == acted[end] and answered[first] == answered[last]:
+            found.append(call)
+    return tuple(found)
 
 
 def _offloads(

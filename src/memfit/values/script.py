@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from memfit.values.trace import ModuleCall
+
 TIERS: Final = ("host", "disk")  # lower tiers, the nearest first
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -82,6 +84,7 @@ class Script:
         inputs: storages that the first operation which reads them for a recomputation brings along: made before a call, and held for it.
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
+        kept_calls: the largest calls of modules in which nothing is dropped, held or written that the engine knows by number.
     """
 
     operations: tuple[str, ...] = ()
@@ -96,6 +99,7 @@ class Script:
     writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
     calls: tuple[CallScript, ...] = ()
+    kept_calls: tuple[ModuleCall, ...] = ()
 
     @property
     def plain(self) -> bool:
@@ -136,6 +140,7 @@ class Script:
             "writes": {str(k): list(v) for k, v in self.writes.items()},
             "inputs": sorted(self.inputs),
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
+            "kept_calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.kept_calls],
         }
 
     @classmethod
@@ -170,6 +175,10 @@ class Script:
             {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
             frozenset(int(s) for s in data["inputs"]),
             tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
+            tuple(
+                ModuleCall(str(module), int(number), (int(a), int(b)), (int(c), int(d)))
+                for module, number, a, b, c, d in data.get("kept_calls", ())
+            ),
         )
         count = len(operations)
         if len(script.wanted) != count:
@@ -200,6 +209,7 @@ class Script:
         if answered and not script.steps:
             raise ValueError("saves are answered for, but no step answers")
         script._check_offloads()
+        script._check_kept_calls()
         rebuilt = {
             s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
         }
@@ -212,6 +222,22 @@ class Script:
         if not all(isinstance(name, str) for name in script.operations):
             raise ValueError("operation names are words")
         return script
+
+    def acts_at(self) -> frozenset[int]:
+        """Forward operations at which the engine does more than to run them: they make, read or write what it knows by number, or copies begin or end there."""
+        moved = {moment for place in self.swaps.values() for moment in (place.begin, place.gone_by)}
+        written = {operation for operation, storages in self.writes.items() if max(storages, default=-1) >= 0}
+        return frozenset({*self.makes, *self.recorded, *moved, *written})
+
+    def _check_kept_calls(self) -> None:
+        """Raise ValueError where something is to be done in a call that is not followed."""
+        acts = self.acts_at()
+        for call in self.kept_calls:
+            (begin, end), (first, last) = call.operations, call.saves
+            if not (0 <= begin <= end <= len(self.operations) and 0 <= first <= last <= len(self.saves)):
+                raise ValueError(f"the call of {call.module!r} ends at operation {end} and save {last}")
+            if not acts.isdisjoint(range(begin, end)) or any(s != KEPT for s in self.saves[first:last]):
+                raise ValueError(f"nothing is dropped in the call of {call.module!r}, but the engine is to act in it")
 
     def _check_offloads(self) -> None:
         """Raise ValueError where places on a lower tier overlap, a storage is offloaded before it is made, or a tier does not exist."""

@@ -183,7 +183,7 @@ class Trace:
         waited_seconds: of these, in which computing waits.
         torch_version: with which it was captured.
         in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
-        calls: of modules in forward, in the order in which they began; only where there are other paths.
+        calls: of modules in forward, in the order in which they began.
         paths: the same step where it ran other operations, under other random numbers; this trace is that with the most operations.
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """

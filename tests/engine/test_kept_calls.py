@@ -1,0 +1,203 @@
+"""Calls in which a plan drops nothing run without the follower: numbers and peak stay, and what goes wrong in them is still seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.engine import Engine
+from memfit.engine.follower import Follower
+from memfit.engine.kept_calls import CONFIRMED_EVERY
+from memfit.values.script import Script
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    """A residual block whose forward a test may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+        self.also: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.also is not None:
+            self.also()
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Some of them."""
+
+    def __init__(self, count: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.drop = nn.Dropout(0.1)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.drop(x)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def planned(share: float = 0.85, **more: Any) -> tuple[Blocks, torch.Tensor, Engine]:
+    torch.manual_seed(0)
+    model, batch = Blocks(), torch.randn(256, 16)
+    free = memfit.plan(model, batch, loss_of, 1 << 40, fixed={"micro_batches": 1})
+    budget = int(share * free.prediction.plain_peak_bytes)
+    plan = memfit.plan(model, batch, loss_of, budget, fixed={"micro_batches": 1}, **more)
+    return model, batch, memfit.apply(plan, model, loss_of)
+
+
+def forward_once(engine: Engine, batch: torch.Tensor) -> Follower:
+    with engine.forward() as follower:
+        loss = loss_of(engine.model, batch)
+    loss.backward()
+    engine.model.zero_grad()
+    assert isinstance(follower, Follower)
+    follower.end()
+    return follower
+
+
+def test_the_follower_is_off_where_nothing_is_dropped() -> None:
+    _, batch, engine = planned()
+    assert engine.plan.script.recomputations > 0
+    assert engine.plan.script.kept_calls
+    followers = [forward_once(engine, batch) for _ in range(CONFIRMED_EVERY + 3)]
+    kept = sum(call.operations[1] - call.operations[0] for call in engine.plan.script.kept_calls)
+    unfollowed = [follower.unfollowed for follower in followers]
+    assert [n for n, count in enumerate(unfollowed) if not count] == [0, CONFIRMED_EVERY + 1]
+    assert set(unfollowed) == {0, kept}
+    assert all(follower.divergence is None for follower in followers)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+def test_numbers_and_peak_are_those_of_plain_pytorch(share: float) -> None:
+    torch.manual_seed(0)
+    plain, batch = Blocks(), torch.randn(256, 16)
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    model, same, engine = planned(share)
+    torch.manual_seed(1)
+    expected = []
+    for _ in range(4):
+        loss = loss_of(plain, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.manual_seed(1)
+    records = [engine.step(same, meter=n == 3) for n in range(4)]
+    assert [record.loss for record in records] == expected
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert records[-1].peak_bytes == engine.plan.prediction.peak_bytes
+    assert not any(record.divergences for record in records)
+
+
+def first_kept(model: Blocks, engine: Engine) -> Block:
+    block = model.get_submodule(engine.plan.script.kept_calls[-1].module)
+    assert isinstance(block, Block)
+    return block
+
+
+def test_an_error_inside_leaves_nothing_on() -> None:
+    model, batch, engine = planned()
+    engine.step(batch)
+    block = first_kept(model, engine)
+
+    def fails() -> None:
+        assert torch._C._len_torch_dispatch_stack() == 0
+        raise ValueError("in forward")
+
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    before = [p.clone() for p in model.parameters()]
+    for also, error in ((fails, ValueError), (interrupts, KeyboardInterrupt)):
+        block.also = also
+        with pytest.raises(error):
+            engine.step(batch)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    block.also = None
+    assert not engine.step(batch).divergences
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_write_into_what_is_held_is_an_error_never_another_number() -> None:
+    model, batch, engine = planned()
+    engine.step(batch)
+    block = first_kept(model, engine)
+    made: list[torch.Tensor] = []
+    handles = [b.register_forward_hook(lambda _m, _a, out: made.append(out)) for b in model.blocks]
+
+    def writes() -> None:
+        for out in made:
+            out.detach().zero_()
+
+    block.also = writes
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace"):
+        engine.step(batch)
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_plan_file_that_skips_what_is_dropped_is_refused() -> None:
+    _, _, engine = planned()
+    script = engine.plan.script
+    data = script.to_json()
+    assert Script.from_json(data) == script
+    call = script.kept_calls[0]
+    whole = [call.module, 0, 0, len(script.operations), 0, len(script.saves)]
+    with pytest.raises(ValueError, match="the engine is to act in it"):
+        Script.from_json({**data, "kept_calls": [whole]})
+    with pytest.raises(ValueError, match="ends at operation"):
+        Script.from_json({**data, "kept_calls": [[call.module, 0, 0, len(script.operations) + 1, 0, 0]]})
+
+
+def test_what_runs_differently_inside_is_seen_in_the_next_whole_forward() -> None:
+    model, batch, engine = planned()
+    forward_once(engine, batch)
+    first_kept(model, engine).also = lambda: torch.ones(3, requires_grad=True).exp()
+    assert (
+        forward_once(engine, batch).divergence is None
+    )  # kept as plain PyTorch keeps it, and followed again right after
+    found = [forward_once(engine, batch).divergence for _ in range(CONFIRMED_EVERY + 1)]
+    assert sum(divergence is not None for divergence in found) >= 1
+
+
+def test_a_mode_of_the_users_own_is_left_on_top() -> None:
+    model, batch, engine = planned()
+    engine.step(batch)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    entered: list[Any] = []
+
+    def under_hooks() -> None:
+        hooks.__enter__()
+        entered.append(1)
+
+    first = model.blocks[0]
+    assert isinstance(first, Block)
+    first.also = under_hooks
+    try:
+        with engine.forward() as follower:
+            loss = loss_of(model, batch)
+            hooks.__exit__()
+        assert isinstance(follower, Follower)
+        assert entered
+        assert not follower.unfollowed
+        loss.backward()
+        follower.end()
+    finally:
+        first.also = None

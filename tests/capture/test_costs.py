@@ -21,6 +21,7 @@ from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import Cost, with_costs
+from memfit.capture.reference_work import ReferenceWork
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource
 from memfit.hardware.machine import known_machine
@@ -275,6 +276,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return repeated(self, call, *arguments)
 
     monkeypatch.setattr(timing.KernelTimer, "_warm_seconds", noted)
+    monkeypatch.setattr(ReferenceWork, "slowdown", lambda _self, *, now=False: 1.0)
     return names
 
 
@@ -308,6 +310,62 @@ def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
     assert CostTable(CPU, tmp_path).path != one
 
 
+def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
+    """The machine is as busy as these say, one for each time that somebody looks; then as the last one says."""
+    left = list(slowdowns)
+
+    def slowdown(_self: ReferenceWork, *, now: bool = False) -> float:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(ReferenceWork, "slowdown", slowdown)
+
+
+def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = captured_chain().calls
+    busy_for(monkeypatch, 2.0)
+    first = CostTable(CPU, tmp_path)
+    taken = first.measure(calls)
+    assert {cost.slowdown for cost in taken.values()} == {2.0}
+    assert len(timed) == 2 * len(calls)  # once more at once
+    busy_for(monkeypatch, 1.0)
+    assert first.measure(calls) == taken  # within one plan costs stay
+    timed.clear()
+    busy_for(monkeypatch, 1.9)
+    assert CostTable(CPU, tmp_path).measure(calls) == taken  # still as busy
+    assert timed == []
+    busy_for(monkeypatch, 1.05)
+    again = CostTable(CPU, tmp_path).measure(calls)
+    assert {cost.slowdown for cost in again.values()} == {1.05}
+    assert len(timed) == len(calls)
+    timed.clear()
+    assert CostTable(CPU, tmp_path).measure(calls) == again
+    assert timed == []
+
+
+def test_the_second_look_counts_where_the_machine_was_busy_for_a_moment(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = captured_chain().calls
+    # One look for each call while its memory is profiled, then one before and one after each that is timed.
+    busy_for(monkeypatch, *[2.0] * (len(calls) + 1), 1.0)
+    taken = CostTable(CPU, tmp_path).measure(calls)
+    assert {cost.slowdown for cost in taken.values()} == {1.0}
+    assert len(timed) == len(taken) + 1
+
+
+def test_the_reference_work_knows_its_least_time() -> None:
+    seconds = iter([0.0, 3.0, 3.0, 5.0, 5.0, 9.0, 9.0, 13.0, 13.0, 14.0, 14.0, 16.0])
+    work = ReferenceWork(lambda: next(seconds))
+    assert work.slowdown(now=True) == 1.0
+    assert work.least_seconds == 2.0
+    assert work.slowdown() == 1.0  # a moment ago
+    assert work.slowdown(now=True) == 2.0
+    assert work.slowdown(now=True) == 1.0
+    assert work.least_seconds == 1.0
+
+
 def damaged(content: str) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         path.parent.mkdir(parents=True)
@@ -338,12 +396,13 @@ def a_folder_that_may_not_be_written(path: Path) -> None:
         damaged("[]"),
         damaged('{"a": 3}'),
         damaged('{"a": [1, 2]}'),
-        damaged('{"a": [0.1, 0, "x", 3, true]}'),
+        damaged('{"reference_seconds": "x", "costs": {}}'),
+        damaged('{"reference_seconds": 1, "costs": {"a": [0.1, 0, "x", 3, true, 1.0]}}'),
         a_file_where_the_folder_should_be,
         a_folder_where_the_file_should_be,
         a_folder_that_may_not_be_written,
     ],
-    ids=["empty", "half", "a list", "a number", "too short", "words", "no folder", "no file", "read-only"],
+    ids=["empty", "half", "a list", "a number", "too short", "a word", "words", "no folder", "no file", "read-only"],
 )
 def test_a_cache_that_is_no_use_does_not_stop_a_plan(trouble: Callable[[Path], None], tmp_path: Path) -> None:
     path = CostTable(CPU, tmp_path / "cache").path
@@ -371,7 +430,7 @@ def test_operations_too_large_to_run_alone_are_estimated(tmp_path: Path, monkeyp
     assert {k for k, c in table.items() if not c.measured} == large
     assert all(c.made_bytes is None for k, c in table.items() if k in large)
     rows = json.loads(CostTable(CPU, tmp_path).path.read_text())
-    assert len(rows) == len(captured.calls)
+    assert len(rows["costs"]) == len(captured.calls)
 
 
 def test_inputs_made_up_for_a_run_have_the_right_places() -> None:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
 from memfit.capture.present_machine import device_name, present_machine
+from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
-from memfit.capture.timing import KernelTimer
+from memfit.capture.timing import KernelTimer, processor_clock
 from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 
 
 class CostTable:
-    """Costs of one device, read from and kept on disk."""
+    """Costs of one device, read from and kept on disk.
+
+    What was timed on a busy CPU is timed once more at once, and again by a later table that finds it less busy. Within one table a cost stays as it was when
+    first asked for, so that all candidates of a plan have the same.
+    """
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         self.device = device
@@ -33,44 +39,85 @@ class CostTable:
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
         self._costs: dict[str, Cost] = {}
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            for key, (seconds, workspace, made, layouts, measured) in json.loads(self.path.read_text()).items():
-                self._costs[key] = Cost(
-                    seconds,
-                    workspace,
-                    None if made is None else tuple(made),
-                    None
-                    if layouts is None
-                    else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
-                    measured,
-                )
+        self._settled: set[str] = set()  # asked for already
+        least = inf
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            stored = json.loads(self.path.read_text())
+            least = float(stored["reference_seconds"] or inf)
+            self._costs = {key: _read(row) for key, row in stored["costs"].items()}
+        self._reference = ReferenceWork(processor_clock(), least) if device.type == "cpu" else None
 
     def measure(
         self, calls: Mapping[str, CallSpec], progress: Callable[[str, float], None] | None = None
     ) -> dict[str, Cost]:
-        """Costs of all calls; those not known yet are measured now and written to disk."""
-        missing = {key: call for key, call in calls.items() if digest(key) not in self._costs}
-        if missing:
-            machine = present_machine(self.device)
-
-            def tell(number: int) -> None:
-                if progress is not None:
-                    progress("timing operations", number / len(missing))
-
+        """Costs of all calls; those not known yet, or known from a busier time, are measured now and written to disk."""
+        wanted = self._wanted(calls)
+        if wanted:
             # Random operations are timed too: what the user's run draws must not depend on what was in the cache.
             with forked_generators():
-                found = KernelTimer(self.device, calls).measure(missing, tell)
-            for key, call in missing.items():
-                cost = found.get(key)
-                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), measured=False)
+                self._time(wanted, calls, progress)
+                busy = {key: call for key, call in wanted.items() if self._costs[digest(key)].slowdown > BUSY}
+                if busy:
+                    self._time(busy, calls, progress)
             self._write()
+        self._settled.update(digest(key) for key in calls)
         return {key: self._costs[digest(key)] for key in calls}
+
+    def _wanted(self, calls: Mapping[str, CallSpec]) -> dict[str, CallSpec]:
+        """The calls to be timed now."""
+        fresh = {key: call for key, call in calls.items() if digest(key) not in self._settled}
+        wanted = {key: call for key, call in fresh.items() if digest(key) not in self._costs}
+        busy = {
+            key: self._costs[digest(key)].slowdown
+            for key in fresh
+            if key not in wanted and self._costs[digest(key)].slowdown > BUSY
+        }
+        if busy and self._reference is not None:
+            now = self._reference.slowdown(now=True)
+            wanted |= {key: calls[key] for key, slowdown in busy.items() if now < QUIETER * slowdown}
+        return wanted
+
+    def _time(
+        self,
+        wanted: Mapping[str, CallSpec],
+        calls: Mapping[str, CallSpec],
+        progress: Callable[[str, float], None] | None,
+    ) -> None:
+        """Time calls; of two costs of one call the one stays that was taken when the machine was less busy."""
+
+        def tell(number: int) -> None:
+            if progress is not None:
+                progress("timing operations", number / len(wanted))
+
+        found = KernelTimer(self.device, calls, self._reference).measure(wanted, tell)
+        machine = present_machine(self.device)
+        for key, call in wanted.items():
+            known = self._costs.get(digest(key))
+            cost = found.get(key)
+            if known is None:
+                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), measured=False)
+            elif cost is not None and cost.slowdown < known.slowdown:
+                self._costs[digest(key)] = cost
 
     def _write(self) -> None:
         # The cache is a convenience: a read-only or full disk must not stop a plan.
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+            least = inf if self._reference is None else self._reference.least_seconds
             rows = {k: astuple(c) for k, c in self._costs.items()}
-            temporary.write_text(json.dumps(rows))
+            temporary.write_text(json.dumps({"reference_seconds": None if least == inf else least, "costs": rows}))
             temporary.replace(self.path)
+
+
+def _read(row: Sequence[Any]) -> Cost:
+    """A cost as it was written."""
+    seconds, workspace, made, layouts, measured, slowdown = row
+    return Cost(
+        seconds,
+        workspace,
+        None if made is None else tuple(made),
+        None if layouts is None else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
+        measured,
+        slowdown,
+    )

@@ -24,6 +24,7 @@ class Cost:
         made_bytes: of the storages it returns, in order; None when not measured.
         layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
+        slowdown: time of the reference work while this was measured, over the least that it takes (`reference_work`).
     """
 
     seconds: float
@@ -31,6 +32,7 @@ class Cost:
     made_bytes: tuple[int, ...] | None = None
     layouts: ResultLayouts | None = None
     measured: bool = True
+    slowdown: float = 1.0
 
 
 def with_costs(

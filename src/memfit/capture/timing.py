@@ -19,6 +19,7 @@ from memfit.capture.arguments import Filled, arguments_of, run
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, layout_of
 from memfit.capture.costs import Cost
 from memfit.capture.present_machine import present_machine
+from memfit.capture.reference_work import ReferenceWork
 from memfit.meter import profiled, spans_and_changes
 
 # Operations with larger inputs are not run alone but estimated from this device's measured rates.
@@ -41,10 +42,14 @@ class KernelTimer:
     Args:
         device: where to run them.
         calls: all calls of the step, by key: some arguments are made by running another call.
+        reference: tells how busy a CPU is; None not to look.
     """
 
-    def __init__(self, device: torch.device, calls: Mapping[str, CallSpec]) -> None:
+    def __init__(
+        self, device: torch.device, calls: Mapping[str, CallSpec], reference: ReferenceWork | None = None
+    ) -> None:
         self.device = device
+        self._slowdown: Callable[[], float] = (lambda: 1.0) if reference is None else reference.slowdown
         self._calls = calls
         self._cache_filler: torch.Tensor | None = None
 
@@ -68,6 +73,7 @@ class KernelTimer:
             name = f"memfit.cost.{len(names)}"
             names[name] = key
             times: list[float] = []
+            before = self._slowdown()
             made: tuple[int, ...] = ()
             layouts: ResultLayouts = ()
             # A first run may allocate what then stays, and take longer: the last span of a name counts, and the shortest time.
@@ -79,17 +85,19 @@ class KernelTimer:
                 made, layouts = _results(result, args, kwargs)
                 del result
             if min(times) >= PROFILED_SECONDS:
-                found[key] = Cost(self._seconds(call, args, kwargs, made, times), 0, made, layouts)
+                seconds = self._seconds(call, args, kwargs, made, times)
+                found[key] = Cost(seconds, 0, made, layouts, slowdown=max(before, self._slowdown()))
             else:
                 found[key] = Cost(0.0, 0, made, layouts)
                 short[key] = call
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
+            before = self._slowdown()
             seconds = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
-            found[key] = replace(found[key], seconds=seconds)
+            found[key] = replace(found[key], seconds=seconds, slowdown=max(before, self._slowdown()))
             del short[key]
 
-        clock = _clock()
+        clock = processor_clock()
         shared = Filled(self.device)
         with profiled() as profile:
             self._each(wanted, shared, profile_call)
@@ -181,7 +189,7 @@ class KernelTimer:
             end.record()
             torch.cuda.synchronize(self.device)
             return float(start.elapsed_time(end)) / 1e3
-        clock = _clock()
+        clock = processor_clock()
         begin = clock()
         run(call, args, kwargs)
         return clock() - begin
@@ -196,7 +204,7 @@ def _workspace(changes: Iterable[int]) -> int:
     return max(0, peak - max(0, total))
 
 
-def _clock() -> Callable[[], float]:
+def processor_clock() -> Callable[[], float]:
     """CPU time of this thread where it does all the work, so that other load on the machine counts less; else wall time."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 

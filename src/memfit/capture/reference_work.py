@@ -1,0 +1,62 @@
+"""How busy the machine is while operations are timed: a fixed piece of work, timed beside them.
+
+Processor time leaves out what other processes run, not what they do to the caches, the memory bus, the clock rate and the other half of the core: on a busy
+machine an operation takes up to twice its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Final
+
+import torch
+
+BUSY: Final = 1.25  # times its least time that the reference work takes on a busy machine; from run to run it differs by a few percent
+QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
+EVERY_SECONDS: Final = (
+    0.02  # of timing other work, after which the reference work is timed again; it takes about a twentieth of that
+)
+RUNS: Final = 2
+
+
+class ReferenceWork:
+    """A product of matrices and a sum over more than the caches of a core hold.
+
+    Args:
+        clock: seconds, as operations are timed.
+        least_seconds: it has ever taken on this machine; infinite where it has not been run.
+
+    Attributes:
+        least_seconds: as given, and less where it has taken less since.
+    """
+
+    def __init__(self, clock: Callable[[], float], least_seconds: float = inf) -> None:
+        self.least_seconds = least_seconds
+        self._clock = clock
+        self._matrix: torch.Tensor | None = None
+        self._numbers = torch.empty(0)
+        self._slowdown = 1.0
+        self._timed_at = -inf
+
+    def slowdown(self, *, now: bool = False) -> float:
+        """Its time over the least that it has taken; that of a moment ago where it was timed a moment ago and not `now`."""
+        if now or time.monotonic() - self._timed_at > EVERY_SECONDS:
+            taken = min(self._once() for _ in range(RUNS))
+            self.least_seconds = min(self.least_seconds, taken)
+            self._slowdown = taken / self.least_seconds
+            self._timed_at = time.monotonic()
+        return self._slowdown
+
+    def _once(self) -> float:
+        if self._matrix is None:
+            self._matrix, self._numbers = torch.full((192, 192), 0.5), torch.full((1 << 18,), 0.5)
+            self._work(self._matrix)  # the first run sets the libraries up
+        begin = self._clock()
+        self._work(self._matrix)
+        return self._clock() - begin
+
+    def _work(self, matrix: torch.Tensor) -> None:
+        torch.mm(matrix, matrix)
+        self._numbers.add_(0.0)

@@ -84,6 +84,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         signature=trace.signature,
         model=trace.model,
         device=trace.device,
+        device_kind=_kind_of_device(solvers, trace),
         torch_version=trace.torch_version,
         clip_norm=trace.clip_norm,
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
@@ -93,6 +94,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         changed_buffers=trace.changed_buffers,
         frozen=solvers.bundle.frozen,
     )
+
+
+def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
+    """That of the bundle's device. A bundle of a bare trace names none; of the two kinds, the GPU's allocator rounds."""
+    devices = solvers.bundle.topology.devices
+    return devices[0].kind if devices else "cuda" if trace.allocation_bytes > 1 else "cpu"
 
 
 def _fixed_for(baseline: Choices) -> str:

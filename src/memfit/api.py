@@ -340,6 +340,7 @@ def measure(
         torch_version=torch.__version__,
         clip_norm=clip_norm,
         changed_buffers=norm_statistics(model),
+        device_kind=device_of(model).type,
     )
     engine = apply(nothing, model, loss_fn, optimizer)
     rehearsal = rehearse(engine, sample)

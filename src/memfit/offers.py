@@ -65,7 +65,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     micro_batches = _micro_batches(fixed, source.samples)
     parts = frozen_parts(model, freeze) if freeze else ()
     lower_tiers.check(source.machine, request)
-    subject = Subject(model, _made(model, source.optimizer, freeze), fixed)
+    subject = Subject(model, _made(model, source.optimizer, freeze), fixed, device_kind=source.machine.kind)
     # Requests that the optimizer rules out are refused before anything is captured.
     candidates(
         offers_to(subject, OF_OPTIMIZERS), fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
 from memfit.errors import CaptureError, EngineError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
+from memfit.planner.description import PlainStep, plain_step
 from memfit.planner.found import Found
 from memfit.planner.savings import without
 from memfit.planner.smallest_budget import smallest
@@ -56,6 +57,7 @@ class Planning:
 
     Attributes:
         bundle: what is known by now.
+        plain: of the step that predictions are compared with, where that is not this bundle's baseline; None where it is.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Planning:
         self.bundle = bundle
         self.source = source
         self.placement = placement
+        self.plain: Planning | None = None
         self._solvers: dict[Choices, Solver] = {}
         self._errors: dict[Choices, Exception] = {}  # as they were raised, for whoever asks in this process
 
@@ -82,7 +85,10 @@ class Planning:
         if budget_bytes is None:
             assert self.request.budget is not None, "a budget is in the request or given"
             budget_bytes = self.request.budget.bytes
-        return remember(self._ask(lambda solvers: search.plan(solvers, budget_bytes)), self)
+        made = self._ask(lambda solvers: search.plan(solvers, budget_bytes))
+        if self.plain is not None:
+            made = replace(made, prediction=replace(made.prediction, **asdict(self.plain.plain_step())))
+        return remember(made, self)
 
     def plan_by_hand(self) -> Plan:
         """The plan that recomputes where the user said; its budget is what it takes.
@@ -93,6 +99,10 @@ class Planning:
         placement = self.placement
         assert placement is not None, "whoever asks has placed something"
         return remember(self._ask(lambda solvers: plan_by_hand(solvers, placement)), self)
+
+    def plain_step(self) -> PlainStep:
+        """The figures of the baseline with nothing dropped."""
+        return self._ask(plain_step)
 
     def smallest(self) -> tuple[int, Found]:
         """The smallest budget in which a plan was found, and that plan."""
@@ -115,7 +125,7 @@ class Planning:
         """The same with one candidate and number of micro-batches alone; what is captured and solved already is shared."""
         request = self.request.fixing(micro_batches=number)
         alone = Planning(replace(self.bundle, request=request, candidates=(candidate,), refused=()), self.source)
-        alone._solvers, alone._errors = self._solvers, self._errors
+        alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
     def frontier(self, points: int, progress: Progress | None = None) -> tuple[Plan, ...]:

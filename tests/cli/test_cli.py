@@ -244,6 +244,28 @@ def test_training_leaves_model_report_and_snapshot_and_says_where(
     assert explained["run"]["step"] == 5
 
 
+def test_a_stopped_run_is_explained_with_the_step_of_its_snapshot(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    api.on_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 13 else None
+    cut = Ran(capsys, "train", config, "--set", "train.steps=30", "--set", "train.log_every=10")
+    assert cut.status == 130
+    newest = max(Path("out").glob("step-*/snapshot.json"))
+    taken = json.loads(newest.read_text(encoding="utf-8"))["step"]
+    assert taken > 10
+    assert f"{taken} of 30 steps done" in cut.out
+    assert f"Snapshot: after step {taken}, in {newest.parent.resolve()}" in cut.out
+    logged = [json.loads(line)["step"] for line in Path("out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert logged[-1] < taken
+
+    explained = Ran(capsys, "explain", "out").out
+    assert f"Run: {taken} steps, loss " in explained
+    assert f" in step {logged[-1]}, the last in the log, " in explained
+    assert f"Last snapshot: after step {taken}, in out/step-{taken:06d}." in explained
+    run = Ran(capsys, "explain", "out", "--json").data["run"]
+    assert (run["step"], run["snapshot_step"]) == (taken, taken)
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(
     capsys: pytest.CaptureFixture[str], api: Api, config: Path
 ) -> None:

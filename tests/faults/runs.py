@@ -39,7 +39,7 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.script_compiler import compile_script
 from memfit.planning import planning_of
-from memfit.train import log, snapshots
+from memfit.train import log, snapshot_folders, snapshots
 
 TOY: Final = """
 from torch import nn
@@ -438,8 +438,8 @@ def difference(whole: Path, out: Path) -> str | None:
         one, other = (torch.load(each / file, weights_only=True) for each in (whole, out))
         if not alike(one, other):
             return str(file)
-    names = [f.name for f in snapshots.folders(out)]
-    if names != [f.name for f in snapshots.folders(whole)]:
+    names = [f.name for f in snapshot_folders.folders(out)]
+    if names != [f.name for f in snapshot_folders.folders(whole)]:
         return f"the snapshots are {names}"
     left = [f.name for f in out.iterdir() if f.name.startswith(".")]
     return f"left over: {left}" if left else None

@@ -11,7 +11,7 @@ from random import Random
 
 from faults.runs import DONE, INTERRUPTED, KILLED, End, Fault, Tally, Workplace, fill, interrupt, kill
 from memfit.errors import SnapshotError
-from memfit.train import snapshots
+from memfit.train import snapshot_folders, snapshots
 
 MOST_FAULTS = 3  # in one try, before it is let through to its end
 FILES = ("model.pt", "optimizer.pt", "loop.pt", "snapshot.json")
@@ -71,7 +71,7 @@ def _stopped_whole(out: Path, end: End) -> str | None:
     if "stopping: the running step is finished" not in end.said:
         return None  # before or after training: nothing to save
     found = re.search(r"(\d+) of \d+ steps done", end.said)
-    newest = snapshots.folders(out)[-1:]
+    newest = snapshot_folders.folders(out)[-1:]
     if found is None or not newest:
         return f"stopped without a snapshot: {end.said[-300:]}"
     if newest[0].name != f"step-{int(found[1]):06d}":
@@ -129,7 +129,7 @@ def _said_clearly(end: End, status: int) -> str | None:
 
 
 def _older_are_whole(out: Path) -> str | None:
-    for folder in snapshots.folders(out):
+    for folder in snapshot_folders.folders(out):
         try:
             snapshots.read(folder)
         except SnapshotError as error:
@@ -149,7 +149,7 @@ def damaged(place: Workplace, tries: int, draw: Random, *, resumed: int) -> Tall
     tally = Tally("damaged snapshot")
     finished = place.folder / "finished"
     shutil.copytree(place.whole, finished)
-    before, newest = snapshots.folders(finished)[-2:]
+    before, newest = snapshot_folders.folders(finished)[-2:]
     original = {name: (newest / name).read_bytes() for name in FILES}
     for number in range(tries):
         name = draw.choice(FILES)

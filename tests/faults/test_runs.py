@@ -32,7 +32,7 @@ from faults.runs import (
     kill,
     prepare,
 )
-from memfit.train import snapshots
+from memfit.train import snapshot_folders, snapshots
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="tries are forked")
 
@@ -114,7 +114,7 @@ def test_a_run_killed_before_its_first_snapshot_follows_the_plan_it_had(place: W
     """Planning again could split the batch in another way, and takes the time of a capture."""
     out = place.folder / "early"
     place.start(out, at=("layer", 3), fault=kill)
-    assert not snapshots.folders(out)
+    assert not snapshot_folders.folders(out)
     plan = (out / "plan.json").read_text()
 
     end = place.resume(out)
@@ -130,7 +130,7 @@ def test_a_run_under_a_plan_made_before_needs_no_budget_to_go_on(place: Workplac
     (folder / "no_budget.yaml").write_text(CONFIG.replace("budget: 60KiB, ", ""), encoding="utf-8")
     arguments = ["train", "no_budget.yaml", "--plan", "plan.json", "--set", f"train.out={out}"]
     child(folder, out, arguments, at=("layer", 70), fault=kill)
-    assert snapshots.folders(out)
+    assert snapshot_folders.folders(out)
 
     end = place.resume(out)
 
@@ -174,7 +174,7 @@ def test_a_really_full_disk_leaves_the_older_snapshot(place: Workplace) -> None:
     assert "Traceback" not in done.stderr
     assert "no space for a snapshot" in done.stderr or "No space left" in done.stderr
     out = place.folder / "saved" / "run"
-    assert snapshots.folders(out), "nothing was there to be left"
+    assert snapshot_folders.folders(out), "nothing was there to be left"
     assert place.resume(out).status == 0
     one, other = (snapshots.read(each / "step-000009") for each in (out, place.whole))
     assert alike(one.load("model.pt"), other.load("model.pt"))
@@ -191,7 +191,7 @@ def test_a_process_nobody_forked_is_killed_and_goes_on(place: Workplace) -> None
         train, cwd=place.folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         until = time.monotonic() + 120
-        while not snapshots.folders(out) and time.monotonic() < until and process.poll() is None:
+        while not snapshot_folders.folders(out) and time.monotonic() < until and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -235,7 +235,7 @@ def test_a_kill_before_the_last_pruning_leaves_no_snapshot_too_many(place: Workp
     out = place.folder / "unpruned"
     shutil.copytree(place.whole, out)
     shutil.copytree(out / "step-000008", out / "step-000006")
-    assert len(snapshots.folders(out)) == 3
+    assert len(snapshot_folders.folders(out)) == 3
 
     assert place.resume(out).status == 0
     assert place.differs(out) is None

@@ -285,6 +285,21 @@ class Tagging(lightning.LightningModule):  # type: ignore[name-defined]
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_plain_is_the_step_that_lightning_runs_without_a_plan(accumulated: int) -> None:
+    settings = {"accumulate_grad_batches": accumulated}
+    plain = memfit.lightning.FitToMemory(1 << 40, meter=True, fixed={"micro_batches": accumulated})
+    trained(Module(), plain, **settings)
+    divided = memfit.lightning.FitToMemory(1 << 40, fixed={"micro_batches": 4 * accumulated})
+    trained(Module(), divided, **settings)
+
+    told = divided.plan.prediction
+    assert told.plain_peak_bytes == plain.plan.prediction.plain_peak_bytes > told.peak_bytes
+    measured = plain.engine.records[-1].peak_bytes
+    assert measured == pytest.approx(told.plain_peak_bytes, rel=0.01)
+    assert told.plain_with == ("" if accumulated == 1 else f"{accumulated} micro-batches")
+
+
 def test_parts_count_by_what_the_loss_averages_over() -> None:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 50, (32, 12), generator=generator)

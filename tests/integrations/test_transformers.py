@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.planning import planning_of
+from memfit.units import format_bytes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -315,6 +316,25 @@ def test_adapters_train_under_a_budget_and_the_frozen_rest_takes_neither_gradien
     assert peaks(fitted) == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.01)] * 3
     frozen = 4 * sum(p.numel() for p in inside.model.parameters() if not p.requires_grad)
     assert every - alone > 2 * frozen  # the two moments of AdamW
+
+
+@OLD_NAME
+@pytest.mark.parametrize(("make", "accumulated"), [(classifier, 1), (language_model, 2), (adapted, 1)])
+def test_plain_is_the_step_that_the_trainer_runs_without_a_plan(trainer: Make, make: Any, accumulated: int) -> None:
+    settings = {"gradient_accumulation_steps": accumulated}
+    whole = trainer(make(), **settings)
+    plain = memfit.transformers.fit(whole, 1 << 40, fixed={"micro_batches": accumulated}, meter=True)
+    whole.train()
+    divided = memfit.transformers.fit(
+        trainer(make(), **settings), 1 << 40, fixed={"micro_batches": 4 * accumulated}
+    ).plan
+
+    of_plain, of_divided = plain.plan.prediction, divided.prediction
+    assert peaks(plain)[0] == pytest.approx(of_divided.plain_peak_bytes, rel=0.01)
+    assert of_divided.plain_peak_bytes == of_plain.plain_peak_bytes > of_divided.peak_bytes
+    assert of_divided.plain_step_seconds == of_plain.plain_step_seconds  # operations are timed once
+    assert of_divided.plain_with == ("" if accumulated == 1 else f"{accumulated} micro-batches")
+    assert f"of the {format_bytes(of_plain.plain_peak_bytes)} that " in divided.explain()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import memfit
 import small
 from memfit.errors import NonFiniteLossError, SnapshotError
 from memfit.step import process_generators
-from memfit.train import log, snapshots
+from memfit.train import log, snapshot_folders, snapshots
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
 from memfit.train.evaluate import evaluate
@@ -136,7 +136,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_older_snapshots(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, engine(twice))
 
-    assert [f.name for f in snapshots.folders(tmp_path)] == ["step-000004"]
+    assert [f.name for f in snapshot_folders.folders(tmp_path)] == ["step-000004"]
 
 
 def test_a_stop_during_an_evaluation_gives_it_up(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_going_on_from_an_earlier_snapshot_sets_the_later_ones_aside(tmp_path: P
 
     run(tmp_path, engine(), steps=6, snapshot=snapshots.read(tmp_path / "step-000004"))
 
-    assert [f.name for f in snapshots.folders(tmp_path)] == ["step-000004", "step-000006"]
+    assert [f.name for f in snapshot_folders.folders(tmp_path)] == ["step-000004", "step-000006"]
     assert [line["step"] for line in log.read(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 

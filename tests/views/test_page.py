@@ -165,6 +165,19 @@ def test_one_step_makes_a_row_and_no_curve() -> None:
     assert "<details>" not in text
 
 
+def test_steps_are_counted_by_steps_and_not_by_the_lines_of_a_thinned_log() -> None:
+    every = reports.records(171)
+    thinned = tuple(r for r in every if r.step % 10 == 0 or r.step in {1, 171})
+    whole, some = (page(replace(reports.report(), records=records)) for records in (every, thinned))
+    assert len(thinned) < 171
+    for text in (whole, some):
+        assert '<dt>Steps run</dt><dd class="number">171</dd>' in text
+        assert "Loss from step 1 to step 171" in text
+    assert f"each, in the median of the {len(thinned)} in the log" in some
+    assert "in the log" not in whole
+    assert f"{171 - len(thinned)} steps between are left out." in some
+
+
 def test_divergences_are_listed_once_with_their_steps() -> None:
     assert page(reports.report()).count("layers.3: another branch was taken (step 18, step 41)") == 1
 

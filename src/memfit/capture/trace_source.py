@@ -85,9 +85,22 @@ class TraceSource:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
         """
         if choices not in self._traces:
-            with outside_torch_kept():
-                self._traces[choices] = self._captured(choices)
+            run = self._runnable_here(choices)
+            if run != choices:
+                self._traces[choices] = _told_as(self.trace_of(run), choices)
+            else:
+                with outside_torch_kept():
+                    self._traces[choices] = self._captured(choices)
         return self._traces[choices]
+
+    def _runnable_here(self, choices: Choices) -> Choices:
+        """These choices as they can run on this computer.
+
+        Beside a GPU that is not here, host memory is another tier; beside the CPU that the model is on it is the device's own. State on the disk goes through
+        the same buffers of the device, so it stands in for state in host memory.
+        """
+        elsewhere = self.machine.kind != "cpu" and self.here.type == "cpu"
+        return choices.but(state_place="disk") if elsewhere and choices.state_place == "host" else choices
 
     def _captured(self, choices: Choices) -> Trace:
         number, way = choices.micro_batches, replace(choices, micro_batches=1)
@@ -188,6 +201,15 @@ class TraceSource:
                 self._splitting[patterns] = find_splitting(self.model, self.sample, self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
+
+
+def _told_as(trace: Trace, choices: Choices) -> Trace:
+    """A trace with its state in another place."""
+    return replace(
+        trace,
+        choices=trace.choices.but(state_place=choices.state_place),
+        paths=tuple(_told_as(path, choices) for path in trace.paths),
+    )
 
 
 def machine_of(model: nn.Module, device: str | None) -> Machine:

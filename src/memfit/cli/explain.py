@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from memfit.cli.answer import Answer
 from memfit.errors import PlanFileError
+from memfit.train.snapshot_folders import folders, step_of
 from memfit.units import format_bytes, format_seconds
+from memfit.values.plan import Plan
+from memfit.values.report import StepRecord
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -21,7 +26,6 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Read the plan, and the log where there is one; needs no torch."""
     from memfit.train.log import records
-    from memfit.values.plan import Plan
 
     folder = arguments.path if arguments.path.is_dir() else None
     if folder is not None and not (folder / "plan.json").is_file():
@@ -30,22 +34,51 @@ def run(arguments: argparse.Namespace) -> Answer:
     data: dict[str, Any] = {"verb": "explain", **plan.summary(), "explanation": plan.explain().splitlines()}
     lines = [plan.explain()]
     steps = () if folder is None else records(folder)
-    if steps:
-        last = steps[-1]
+    saved = [] if folder is None else folders(folder)
+    if steps or saved:
+        told, run = _run(plan, steps, saved[-1] if saved else None)
+        data["run"] = run
+        lines += told
+    return Answer(data, "\n".join(lines))
+
+
+def _run(plan: Plan, steps: Sequence[StepRecord], saved: Path | None) -> tuple[list[str], dict[str, Any]]:
+    """What a run has done so far, for a person and for a program.
+
+    Args:
+        plan: that it follows.
+        steps: of its log, which may have a line for some of them alone.
+        saved: its last snapshot; None before the first.
+    """
+    logged = steps[-1] if steps else None
+    snapshot = None if saved is None else step_of(saved)
+    taken = max(logged.step if logged is not None else 0, snapshot or 0)
+    data: dict[str, Any] = {
+        "step": taken,
+        "loss": None,
+        "peak_bytes": None,
+        "median_seconds": None,
+        "divergences": [],
+        "snapshot": None if saved is None else str(saved),
+        "snapshot_step": snapshot,
+    }
+    lines = [f"Run: {taken} step{'' if taken == 1 else 's'}"]
+    if logged is not None:
         peaks = [step.peak_bytes for step in steps if step.peak_bytes is not None]
-        seconds = sorted(step.seconds for step in steps)[len(steps) // 2]
-        data["run"] = {
-            "step": last.step,
-            "loss": last.loss,
+        seconds = median(step.seconds for step in steps)
+        data |= {
+            "loss": logged.loss,
             "peak_bytes": max(peaks, default=None),
             "median_seconds": seconds,
             "divergences": sorted({text for step in steps for text in step.divergences}),
         }
-        lines.append(f"Run: {last.step} steps, loss {last.loss:.4f}, {format_seconds(seconds)} a step.")
+        at = "" if logged.step == taken else f" in step {logged.step}, the last in the log"
+        lines[0] += f", loss {logged.loss:.4f}{at}, {format_seconds(seconds)} a step"
         if peaks:
-            lines.append(
-                f"Measured: {format_bytes(max(peaks))} at the peak; "
-                f"predicted: {format_bytes(plan.prediction.peak_bytes)}."
-            )
-        lines += [f"Not as planned: {text}" for text in data["run"]["divergences"]]
-    return Answer(data, "\n".join(lines))
+            measured, predicted = format_bytes(max(peaks)), format_bytes(plan.prediction.peak_bytes)
+            lines.append(f"Measured: {measured} at the peak; predicted: {predicted}.")
+        lines += [f"Not as planned: {text}" for text in data["divergences"]]
+    lines[0] += "."
+    if saved is not None:
+        lines.insert(1, f"Last snapshot: after step {snapshot}, in {saved}.")
+    return lines, data

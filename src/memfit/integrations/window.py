@@ -136,10 +136,13 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
     )
     parted = source()
     whole = source(summed=True) if accumulated > 1 else parted
+    # Without memfit the trainer runs each of its batches whole, whatever a plan does.
+    undivided = planning_for(whole, request.fixing(micro_batches=accumulated))
     for divisor in divisors:
         try:
             asked = request.fixing(micro_batches=accumulated * divisor)
-            planning = planning_for(whole if divisor == 1 else parted, asked)
+            planning = undivided if divisor == 1 else planning_for(parted, asked)
+            planning.plain = None if divisor == 1 else undivided
             tell(progress, "planning", 0.9)
             made = planning.plan()
         except InfeasibleError as error:

@@ -91,7 +91,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.format = format_of(state_format)
         reason = self.format.why_not(self.kind, self.param_groups)
         if reason is None and state_place != "device":
-            reason = why_not_there(self.kind, self.param_groups, state_place)
+            on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            reason = why_not_there(self.kind, self.param_groups, state_place, "cpu" if on_cpu else "cuda")
         if reason is not None:
             raise InputError(f"{reason}. Take another optimizer, or leave its state as it is")
         self.state_place = state_place

@@ -53,12 +53,18 @@ def why_no_8bit(kind: Kind, groups: Sequence[Group]) -> str | None:
     return why_not_in_chunks(kind, groups, "it has no 8-bit state")
 
 
-def why_not_there(kind: Kind, groups: Sequence[Group], place: str) -> str | None:
-    """Why such an optimizer's state cannot be offloaded to the "host" or the "disk" between updates; None where it can."""
+def why_not_there(kind: Kind, groups: Sequence[Group], place: str, device_kind: str) -> str | None:
+    """Why such an optimizer's state cannot be offloaded to the "host" or the "disk" between updates; None where it can.
+
+    Args:
+        kind, groups: of the optimizer.
+        place: "host" or "disk".
+        device_kind: of the device that trains, "cuda" or "cpu": a plan may be for another one than the parameters are on.
+    """
     reason = why_not_in_chunks(kind, groups, f"the state of {kind.__name__} stays on the device")
     if kind not in MOMENTS:
         return reason
-    if place == "host" and any(p.device.type == "cpu" for group in groups for p in group["params"]):
+    if place == "host" and device_kind == "cpu":
         return "the device is the CPU, whose memory is host memory: offload to the disk instead"
     if not any(MOMENTS[kind](group) for group in groups):
         return f"{kind.__name__} without momentum keeps no state that could be offloaded"

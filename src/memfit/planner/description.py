@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from memfit.garbage import uncollected
@@ -30,8 +30,6 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
     timeline, evaluation = solver.worst(solution)
-    plain = solvers.baseline
-    baseline_evaluation = plain.worst(plain.plain)[1]
     nothing_dropped = solver.worst(solver.plain)[1].levels
     phase, module, operation = where(trace, evaluation.peak_event)
     bands = timeline.by_category(solution.recomputations)
@@ -52,9 +50,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
                 again[trace.operations[op].module] += trace.operations[op].seconds
     prediction = Prediction(
         peak_bytes=max(evaluation.peak_bytes, *_on_paths(solver, solution)) + solvers.extra_bytes,
-        plain_peak_bytes=max(baseline_evaluation.peak_bytes, *_on_paths(plain, plain.plain)) + solvers.extra_bytes,
         step_seconds=found.seconds,
-        plain_step_seconds=plain.trace.plain_step_seconds,
         bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
         seconds_are=trace.seconds_are,
         peak_phase=phase,
@@ -71,7 +67,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
         varies_bytes=solver.draws.varies(solution.recomputations),
         tiers=_tiers(solvers, trace, copying),
-        plain_with=_fixed_for(plain.trace.choices),
+        **asdict(plain_step(solvers)),
     )
     names = sorted({*kept, *dropped, *below, *again})
     return Plan(
@@ -84,6 +80,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         signature=trace.signature,
         model=trace.model,
         device=trace.device,
+        device_kind=_kind_of_device(solvers, trace),
         torch_version=trace.torch_version,
         clip_norm=trace.clip_norm,
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
@@ -93,6 +90,28 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         changed_buffers=trace.changed_buffers,
         frozen=solvers.bundle.frozen,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """The figures that a plan's are compared with: `Prediction` has them under the same names."""
+
+    plain_peak_bytes: int
+    plain_step_seconds: float
+    plain_with: str
+
+
+def plain_step(solvers: Solvers) -> PlainStep:
+    """The baseline with nothing dropped."""
+    plain = solvers.baseline
+    peak = max(plain.worst(plain.plain)[1].peak_bytes, *_on_paths(plain, plain.plain))
+    return PlainStep(peak + solvers.extra_bytes, plain.trace.plain_step_seconds, _fixed_for(plain.trace.choices))
+
+
+def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
+    """That of the bundle's device. A bundle of a bare trace names none; of the two kinds, the GPU's allocator rounds."""
+    devices = solvers.bundle.topology.devices
+    return devices[0].kind if devices else "cuda" if trace.allocation_bytes > 1 else "cpu"
 
 
 def _fixed_for(baseline: Choices) -> str:

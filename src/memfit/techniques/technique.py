@@ -119,6 +119,7 @@ class Subject:
         head_sets_peak: whether the peak of the step is in its loss head.
         capacity_bytes: of each lower tier that may be used, the bytes that may be offloaded to it; None for no limit.
         streamed: path of the blocks that could be streamed; "" for none.
+        device_kind: of the device that the step is planned for, "cuda" or "cpu".
     """
 
     model: Any
@@ -128,6 +129,7 @@ class Subject:
     head_sets_peak: bool = False
     capacity_bytes: Mapping[str, int | None] = field(default_factory=dict)
     streamed: str = ""
+    device_kind: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ import torch
 from memfit import api, trackers
 from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
+from memfit.hardware.machine import known_machine
 from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.trackers import Tracker
-from memfit.train import log, snapshots
+from memfit.train import log, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, assemble, read_deepspeed, without_bars
 from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
@@ -73,7 +74,7 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
     display = display or SilentDisplay()
     trackers.check(config.report.to)  # now, not when all is planned
     out = config.out
-    if snapshots.folders(out) or (out / log.NAME).exists():
+    if snapshot_folders.folders(out) or (out / log.NAME).exists():
         raise ConfigError(
             f"{out} holds a run already: go on with it (memfit resume {out}), or set train.out to another folder"
         )
@@ -126,7 +127,7 @@ def _find(path: Path, display: Display) -> tuple[Snapshot | None, Path]:
     if (path / "snapshot.json").exists():
         return snapshots.read(path), path.resolve().parent
     snapshots.sweep(path)
-    if not snapshots.folders(path) and (path / CONFIG_NAME).is_file():
+    if not snapshot_folders.folders(path) and (path / CONFIG_NAME).is_file():
         display.note(f"{path} holds no snapshot yet: starting from the beginning")
         return None, path
     return snapshots.latest(path, display.note), path
@@ -189,8 +190,13 @@ def assembled(config: Config, display: Display, device: str | None = None) -> As
     return assembly
 
 
-def plan_arguments(config: Config, assembly: Assembly) -> dict[str, Any]:
-    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget.
+def plan_arguments(config: Config, assembly: Assembly, device: str | None = None) -> dict[str, Any]:
+    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget and the device.
+
+    Args:
+        config: of the run.
+        assembly: what it describes.
+        device: name of the device that is planned for; None for the one that the data goes to.
 
     Raises:
         ConfigError: the DeepSpeed configuration offloads the optimizer's state to another place.
@@ -201,19 +207,18 @@ def plan_arguments(config: Config, assembly: Assembly) -> dict[str, Any]:
         "disk_budget": fit.disk_budget,
         "allow": fit.allow,
         "freeze": fit.freeze,
-        "fixed": _fixed(config, assembly) or None,
+        "fixed": _fixed(config, assembly, device) or None,
         "clip_norm": fit.clip_norm,
     }
 
 
-def _fixed(config: Config, assembly: Assembly) -> dict[str, Any]:
+def _fixed(config: Config, assembly: Assembly, device: str | None) -> dict[str, Any]:
     """The pinned choices. Where DeepSpeed's offloading goes depends on the device, so it is known here and not earlier."""
     fixed = dict(config.fit.fixed)
     if assembly.deepspeed is None:
         return fixed
-    said = assembly.deepspeed.config.arguments(
-        streamed=assembly.deepspeed.streamed, device=assembly.batches.device.type
-    )["fixed"]
+    kind = assembly.batches.device.type if device is None else known_machine(device).kind
+    said = assembly.deepspeed.config.arguments(streamed=assembly.deepspeed.streamed, device=kind)["fixed"]
     if "state_place" in said:
         place = said["state_place"]
         if fixed.get("state_place", place) != place:
@@ -404,7 +409,7 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
     assert config.fit.budget is not None
     return api.plan(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config, assembly), **_lower_tier(assembly), device=device, progress=display.stage,
+        **plan_arguments(config, assembly, device), **_lower_tier(assembly), device=device, progress=display.stage,
     )  # fmt: skip
 
 
@@ -412,7 +417,7 @@ def make_bundle(config: Config, assembly: Assembly, device: str | None, display:
     """All that the configuration allows written down, to plan from later without the model."""
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        **plan_arguments(config, assembly), device=device, progress=display.stage,
+        **plan_arguments(config, assembly, device), device=device, progress=display.stage,
     )  # fmt: skip
 
 
@@ -427,5 +432,5 @@ def _frontier(
 ) -> tuple[Plan, ...]:
     return api.frontier(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        points=points, **plan_arguments(config, assembly), device=device, progress=display.stage,
+        points=points, **plan_arguments(config, assembly, device), device=device, progress=display.stage,
     )  # fmt: skip

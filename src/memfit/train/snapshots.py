@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,11 +34,11 @@ from memfit.step.buffers import further_buffers, set_buffers
 from memfit.step.optimizer_state import set_optimizer
 from memfit.train import durable
 from memfit.train.data import Position
+from memfit.train.snapshot_folders import folders, named, step_of
 from memfit.train.state import Trained
 from memfit.units import format_bytes
 
 FORMAT_VERSION: Final = 1
-_NAME: Final = re.compile(r"step-(\d{6,})")
 _RECORD: Final = "snapshot.json"
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _READABLE: Final = (
@@ -119,7 +118,7 @@ def write(
         SnapshotError: no space is left, or the folder cannot be written. Older snapshots and the training state are as
             before.
     """
-    final = out / f"step-{step:06d}"
+    final = out / named(step)
     partial = out / f".{final.name}.partial"
     content = {
         "model.pt": {"state": trained.model.state_dict(), "buffers": further_buffers(trained.model)},
@@ -249,14 +248,6 @@ def _older(out: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def folders(out: Path) -> list[Path]:
-    """The snapshots in a run's folder, by step, unchecked."""
-    if not out.is_dir():
-        return []
-    found = [(int(match[1]), f) for f in out.iterdir() if (match := _NAME.fullmatch(f.name)) and f.is_dir()]
-    return [f for _, f in sorted(found)]
-
-
 def latest(out: Path, notice: Callable[[str], None]) -> Snapshot:
     """The newest snapshot that is whole; a damaged one is passed over with a notice.
 
@@ -340,7 +331,7 @@ def sweep(out: Path) -> None:
 
 def set_aside(out: Path, step: int) -> list[Path]:
     """Rename snapshots later than `step`: a run that goes on from there must not find a future that is not its own."""
-    later = [f for f in folders(out) if int(f.name.removeprefix("step-")) > step]
+    later = [f for f in folders(out) if (taken := step_of(f)) is not None and taken > step]
     moved = []
     for folder in later:
         target = folder.with_name(f"{folder.name}.superseded")

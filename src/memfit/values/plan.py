@@ -24,7 +24,8 @@ from memfit.values.prediction import (
 )
 from memfit.values.script import Script
 
-FORMAT_VERSION: Final = 8
+FORMAT_VERSION: Final = 9
+DEVICE_KINDS: Final = ("cuda", "cpu")
 MOST_PATHS: Final = 8  # of what is frozen, named in a sentence; `Plan.frozen` has them all
 
 
@@ -39,7 +40,8 @@ class Plan:
         prediction: what a step will take.
         signature: the batch it is for (nothing in a run may be larger).
         model: identity of the model's structure.
-        device: what it was made for.
+        device: what it was made for: a GPU's or a processor's name.
+        device_kind: "cuda" or "cpu".
         torch_version: with which it was made.
         clip_norm: gradient clipping that the prediction includes.
         by_module: kept, dropped and recomputed by module.
@@ -67,6 +69,7 @@ class Plan:
     changed_buffers: tuple[str, ...] = ()
     savings: tuple[Saving, ...] = ()
     frozen: tuple[FrozenPart, ...] = ()
+    device_kind: str = "cpu"
     format_version: int = FORMAT_VERSION
 
     @property
@@ -202,6 +205,7 @@ class Plan:
             "signature": self.signature,
             "model": self.model,
             "device": self.device,
+            "device_kind": self.device_kind,
             "torch_version": self.torch_version,
             "clip_norm": self.clip_norm,
             "by_module": [asdict(m) for m in self.by_module],
@@ -260,7 +264,10 @@ class Plan:
                 tuple(str(name) for name in data["changed_buffers"]),
                 tuple(Saving(**s) for s in data["savings"]),
                 tuple(FrozenPart(**f) for f in data["frozen"]),
+                data["device_kind"],
             )
+            if plan.device_kind not in DEVICE_KINDS:
+                raise ValueError(f"device_kind is {plan.device_kind!r}")
             check_prediction(plan.prediction)
             if plan.prediction.peak_bytes <= 0 or plan.prediction.peak_bytes > budget:
                 raise ValueError(f"predicted peak {plan.prediction.peak_bytes} does not fit the budget {budget}")

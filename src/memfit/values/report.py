@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -90,7 +90,7 @@ class Report:
         title: what was trained.
         plan: the plan followed.
         rehearsal: None when there was none.
-        records: steps, in order.
+        records: steps, in order; perhaps some of them alone, the first and the last among them.
         frontier: points from the peak of plain PyTorch down to the smallest budget; may be empty.
         facts: further lines for the reader (accuracy, versions), as (name, text).
     """
@@ -140,6 +140,11 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the value as JSON; `memfit.views.write_report` makes the page and the pictures."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def steps_between(records: Sequence[StepRecord]) -> int:
+    """Steps that were taken from the first record to the last one: a log holds a line for some of them alone."""
+    return records[-1].step - records[0].step + 1 if records else 0
 
 
 def _number(loss: float | None) -> float:

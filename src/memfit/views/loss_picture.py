@@ -29,7 +29,7 @@ def loss_picture(records: Sequence[StepRecord]) -> Drawing | None:
     shapes.append(Line(tuple((x(step), y(loss)) for step, loss in _thinned(points)), PREDICTED, 1.6))
     shapes.append(Dot(x(last_step), y(last), 4, PREDICTED, title=f"step {last_step}: {last:.6g}"))
     shapes.append(Text(x.end + 8, y(last) + 4, f"{last:.4g}", bold=True, colour=PREDICTED))
-    label = f"Loss over {len(points)} steps, from {losses[0]:.4g} to {last:.4g}."
+    label = f"Loss from step {points[0][0]} to step {last_step}: from {losses[0]:.4g} to {last:.4g}."
     return Drawing(_WIDTH, 256, tuple(shapes), label)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from memfit import __version__
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan, in_places
-from memfit.values.report import Report
+from memfit.values.report import Report, steps_between
 from memfit.views.drawing import TIMES, Drawing, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture
@@ -157,8 +157,9 @@ def _cards(report: Report) -> str:
         cards.append(("Copying to and from host memory or disk", copying(plan), _offloaded(plan)))
     if report.records:
         seconds = median(r.seconds for r in report.records)
-        count = len(report.records)
-        remark = f"{format_seconds(seconds)} each, in the median" if count > 1 else format_seconds(seconds)
+        recorded, count = len(report.records), steps_between(report.records)
+        of = "" if recorded == count else f" of the {recorded:,} in the log"
+        remark = f"{format_seconds(seconds)} each, in the median{of}" if count > 1 else format_seconds(seconds)
         if p.step_seconds > 0:
             remark += f" ({format_seconds(p.step_seconds)} predicted)"
         metered = max((r.peak_bytes for r in report.records if r.peak_bytes is not None), default=None)

@@ -14,7 +14,7 @@ from rich.text import Text
 from memfit.techniques.choices import in_words
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
-from memfit.values.report import FrontierPoint, StepRecord
+from memfit.values.report import FrontierPoint, StepRecord, steps_between
 from memfit.views.drawing import TIMES, counted
 
 _MOST_ROWS: Final = 40
@@ -156,7 +156,7 @@ def records_cells(records: Sequence[StepRecord]) -> Cells:
         for r in shown
     ]
     columns = ("step", "loss", "time", "measured peak", "micro-batches", "operations run again", "divergences")
-    left_out = len(records) - len(shown)
+    left_out = steps_between(records) - len(shown)
     remark = f"{counted(left_out, 'step')} between {'is' if left_out == 1 else 'are'} left out." if left_out else ""
     if len(records) > 1:
         remark = f"Median time of a step: {format_seconds(median(r.seconds for r in records))}. {remark}".strip()

@@ -26,7 +26,7 @@ WARMUP = Scheduler("WarmupLR", {"warmup_num_steps": 5})
 
 def chosen(**choices: Any) -> Plan:
     """A plan of eight samples, on a GPU."""
-    return replace(made(), device="cuda:0", choices=Choices(**{"micro_batch_size": 8, **choices}))
+    return replace(made(), device="a GPU", device_kind="cuda", choices=Choices(**{"micro_batch_size": 8, **choices}))
 
 
 PLANS: dict[str, Plan] = {

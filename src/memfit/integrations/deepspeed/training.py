@@ -19,6 +19,7 @@ from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
 from memfit.errors import ConfigError, InputError
+from memfit.hardware.machine import known_machine
 from memfit.integrations.deepspeed import DeepSpeedConfig, read
 from memfit.integrations.deepspeed import schedules as own_schedules
 from memfit.integrations.deepspeed.keys import SCHEDULES, VERSION
@@ -129,7 +130,7 @@ class FromDeepSpeed:
             InfeasibleError, BudgetError, InputError, CaptureError: as for `memfit.plan`.
         """
         factory = self._factory(model, optimizer)
-        said = self._arguments(model, sample, allow, fixed)
+        said = self._arguments(model, sample, allow, fixed, device)
         made = api.plan(
             model, sample, loss_fn, budget, factory,
             host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress,
@@ -217,14 +218,25 @@ class FromDeepSpeed:
         own_schedules.settled(said.params)
         return TorchSchedule(said, optimizer)
 
-    def arguments(self, model: nn.Module, sample: Batch) -> dict[str, Any]:
-        """Keyword arguments for `memfit.plan` and `memfit.fit`: clip_norm, allow, fixed; for this model and batch."""
-        return self.config.arguments(streamed=self.streamed, samples=batches.size(sample), device=device_of(model).type)
+    def arguments(self, model: nn.Module, sample: Batch, device: str | None = None) -> dict[str, Any]:
+        """Keyword arguments for `memfit.plan` and `memfit.fit`: clip_norm, allow, fixed; for this model and batch.
+
+        Args:
+            model, sample: that are planned for.
+            device: name of the device that is planned for; None for the model's.
+        """
+        kind = device_of(model).type if device is None else known_machine(device).kind
+        return self.config.arguments(streamed=self.streamed, samples=batches.size(sample), device=kind)
 
     def _arguments(
-        self, model: nn.Module, sample: Batch, allow: Sequence[str], fixed: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        sample: Batch,
+        allow: Sequence[str],
+        fixed: Mapping[str, Any] | None,
+        device: str | None = None,
     ) -> dict[str, Any]:
-        said = self.arguments(model, sample)
+        said = self.arguments(model, sample, device)
         for name, value in (fixed or {}).items():
             if said["fixed"].get(name, value) != value:
                 raise ConfigError(

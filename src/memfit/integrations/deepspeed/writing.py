@@ -70,14 +70,14 @@ def write(
     zero = _zero(plan, nvme_path)
     if zero:
         content["zero_optimization"] = zero
-    if plan.script.swaps and not plan.device.startswith("cpu"):
+    if plan.script.swaps and plan.device_kind != "cpu":
         content["activation_checkpointing"] = {"cpu_checkpointing": True}
     return Written(content, tuple(_left_out(plan, optimizer)))
 
 
 def _zero(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
     choices = plan.choices
-    on_disk = choices.state_place == "disk" or (choices.streamed and plan.device.startswith("cpu"))
+    on_disk = choices.state_place == "disk" or (choices.streamed and plan.device_kind == "cpu")
     if on_disk and nvme_path is None:
         raise ConfigError("the plan offloads to disk: name the folder, nvme_path=...")
     below: dict[str, Any] = {"device": "nvme", "nvme_path": nvme_path} if on_disk else {"device": "cpu"}

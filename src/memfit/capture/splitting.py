@@ -196,7 +196,7 @@ def _gradient(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with parameters_kept(model), lent(model, wide if in_float64 else own), watch, widening:
+    with parameters_kept(model), lent(model, wide if in_float64 else own, loss_fn), watch, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
         found = torch.autograd.grad(loss, compared, allow_unused=True)

@@ -89,3 +89,39 @@ def test_no_state_stays_in_the_file_of_the_rehearsal() -> None:
     engine.step(sample)
     memfit.api.rehearse(engine, sample)
     assert "memfit-rehearsal-" not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+class Warming(nn.Module):
+    """Scales by a count of its calls and by what it has seen last; a table is built once, as a buffer that no snapshot holds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.calls, self.last, self.average = 0, [1.0], torch.ones(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.linspace(0.5, 1.0, x.shape[1]), persistent=False)
+        self.calls += 1
+        self.last.append(1 / len(self.last))
+        self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        out: Tensor = self.layer(x * self.average.clone()) * self.last[-1] * self.table
+        return out / self.calls
+
+
+def test_counters_and_averages_are_as_before_and_what_is_built_once_stays() -> None:
+    sample = rows()
+    torch.manual_seed(0)
+    plain = Warming(sample[0].shape[1])
+    model = copy.deepcopy(plain)
+    engine = memfit.fit(model, sample, squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
+    assert (model.calls, model.last, model.average.tolist()) == (0, [1.0], [1.0] * sample[0].shape[1])
+    assert hasattr(model, "table")
+    assert "table" not in model.state_dict()
+    optimizer = adamw(plain.parameters())
+    for _ in range(3):
+        loss = squared_error(plain, sample)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.step(sample).loss == loss.item()

@@ -15,12 +15,14 @@ from torch import nn
 
 from memfit import dispatch
 from memfit.batches import Batch
+from memfit.capture.attributes import Attributes, held_by
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
+from memfit.step.program import model_tensors
 from memfit.units import format_bytes
 from memfit.values.report import Rehearsal, StepRecord
 
@@ -41,9 +43,13 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
     """
     # Streamed layers are offloaded, and the stream puts them back by itself.
     kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
+    attributes = Attributes([*engine.model.modules(), *held_by(engine.loss_fn)])
+    written = {id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module))}
     with ExitStack() as stack:
-        stack.enter_context(_copied_to_disk([*kept, *engine.model.buffers()], engine.optimizer))
+        stack.enter_context(_copied_to_disk([*kept, *written.values()], engine.optimizer))
         stack.enter_context(_unchanged(engine))
+        # What is built once stays: the first step of training, too, is to run what was planned.
+        stack.callback(attributes.put_back, new_ones_stay=True)
         for parameter in engine.model.parameters():
             parameter.grad = None
         if engine.stream is not None:

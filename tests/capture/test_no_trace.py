@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import types
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memfit
 import small
+from memfit.errors import SplitError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,6 +73,74 @@ class Remembering(nn.Module):
         return self.body(x * scale + self.lazy)
 
 
+class Counter:
+    """No module: an object that a module holds, with a tensor, a list and a generator."""
+
+    def __init__(self) -> None:
+        self.calls, self.norms, self.average = 0, [0.0], torch.zeros(small.WIDTH)
+        self.generator = torch.Generator().manual_seed(3)
+
+
+class Remembers(nn.Module):
+    """All that a forward can change out of sight of parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small.chain(2)
+        self.counter = Counter()
+        self.queue: deque[Tensor] = deque([torch.zeros(small.WIDTH)], maxlen=3)
+        self.averages = {"input": torch.zeros(small.WIDTH), "pair": (torch.zeros(small.WIDTH), 1)}
+        self.nested: list[list[int]] = [[]]
+        self.seen: set[int] = set()
+        self.numbers, self.python = np.random.default_rng(0), random.Random(0)
+        self.teacher = [nn.Sequential(nn.Linear(small.WIDTH, small.WIDTH), nn.BatchNorm1d(small.WIDTH))]
+        self.teacher[0][0].weight.grad = torch.ones(small.WIDTH, small.WIDTH)
+        self.share = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += 1
+        self.counter.norms.append(1.0)
+        self.counter.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        x = x + 0.01 * torch.randn(x.shape, generator=self.counter.generator)
+        self.queue.append(x.mean(0).detach())
+        self.averages["input"].add_(x.mean(0))
+        self.averages["pair"][0].add_(1.0)
+        self.nested[0].append(len(x))
+        self.seen.add(self.counter.calls)
+        self.share = 0.5 + 0.1 * self.numbers.random() + 0.1 * self.python.random()
+        h = self.body(x * self.share)
+        return h + self.queue[0] + self.teacher[0](x) + self.averages["input"]
+
+
+class SelfTaught(nn.Module):
+    """A forward that runs a backward of its own, which adds to gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.probe = small.chain(2), nn.Linear(small.WIDTH, 1)
+        self.probe.weight.grad = torch.ones(1, small.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.probe(x).mean().backward()
+        return self.body(x)
+
+
+class Centred(nn.Module):
+    """A criterion with a moving centre (Caron et al., 2021), which no model knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre, self.calls = torch.zeros(small.WIDTH), 0
+        self.register_buffer("scale", torch.ones(small.WIDTH))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        loss = ((out - self.centre) * self.scale.clone() - target).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+        self.scale.mul_(0.99).add_(out.detach().std(0), alpha=0.01)
+        return loss
+
+
 def state(model: nn.Module) -> Any:
     """Parameters with their storages, versions, gradients and bits, and all plain attributes."""
     parameters = [
@@ -104,3 +179,72 @@ def test_planning_leaves_the_model_as_it_was(build: Callable[[], nn.Module]) -> 
     assert same(before, state(model))
     memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})
     assert same(before, state(model))
+
+
+def remembered(model: nn.Module) -> Any:
+    """Everything an object holds, copied as deep as it goes, and which tensors these are."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(vars(model)), [(id(t), id(t.grad), t._version) for t in tensors]
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return type(one) is type(other) and bool(torch.equal(one, other)) and alike(one.grad, other.grad)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, torch.Generator):
+        return alike(one.get_state(), other.get_state())
+    if isinstance(one, random.Random):
+        return bool(one.getstate() == other.getstate())
+    if isinstance(one, np.random.Generator):
+        return alike(one.bit_generator.state, other.bit_generator.state)
+    return (
+        alike(vars(one), vars(other))
+        if (hasattr(one, "__dict__") and not callable(one)) or isinstance(one, nn.Module)
+        else one == other
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("build", [Remembers, SelfTaught])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nothing_that_hangs_on_a_module_changes(build: Callable[[], nn.Module], micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model, sample = build(), small.rows(16)
+    before = remembered(model)
+    with suppress(SplitError):  # a batch that does not split is refused, without a trace all the same
+        memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": micro_batches})
+    after = remembered(model)
+    assert after[1] == before[1]
+    for name, value in before[0].items():
+        assert alike(value, after[0][name]), name
+    assert list(after[0]) == list(before[0])
+
+
+@pytest.mark.parametrize("named", ["closed over", "default", "bound", "partial"])
+def test_a_criterion_of_the_loss_function_is_as_before(named: str) -> None:
+    model, sample, criterion = small.chain(2), small.rows(16), Centred()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return criterion(model(batch[0]), batch[1])
+
+    def with_default(model: nn.Module, batch: Any, judge: nn.Module = criterion) -> Tensor:
+        return judge(model(batch[0]), batch[1])
+
+    def given(judge: nn.Module, model: nn.Module, batch: Any) -> Tensor:
+        return judge(model(batch[0]), batch[1])
+
+    ways = {
+        "closed over": loss,
+        "default": with_default,
+        "bound": types.MethodType(given, criterion),
+        "partial": partial(given, criterion),
+    }
+    before = remembered(criterion)
+    memfit.plan(model, sample, ways[named], 1 << 50, small.adamw)
+    after = remembered(criterion)
+    assert alike(before[0], after[0])
+    assert after[1] == before[1]
+    assert type(criterion.centre) is Tensor

@@ -110,6 +110,8 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
             )
         if isinstance(value, torch.device):
             return device
+        if isinstance(value, torch.Generator):
+            return torch.Generator(device)  # the user's own is not to move
         if isinstance(value, (list, tuple)):
             return type(value)(made(v) for v in value)
         return value

@@ -122,6 +122,8 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return f"{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride)}@{value.place}"
         if isinstance(value, (list, tuple)):
             return f"({','.join(name(item) for item in value)})"
+        if isinstance(value, torch.Generator):
+            return "generator"  # whichever it is
         return "f" if isinstance(value, float) else repr(value)
 
     spec_args = spec(tuple(args))

@@ -63,7 +63,7 @@ def capture(
         source = replace(source, sample=sample)
         # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
         micro_batches = source.micro_batches(choices.micro_batches)
-        with forked_generators(), lent(source.model, fake), mode:
+        with forked_generators(), lent(source.model, fake, source.loss_fn), mode:
             identity = model_digest(source.model)
             convert(choices, source.model)
             if choices.streamed:
@@ -92,7 +92,7 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
 
     micro_batches = source.micro_batches(choices.micro_batches)
     identity = model_digest(source.model)
-    with forked_generators(), lent(source.model, copy):
+    with forked_generators(), lent(source.model, copy, source.loss_fn):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")
     return replace(captured, trace=replace(captured.trace, model=identity))

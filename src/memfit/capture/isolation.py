@@ -8,24 +8,33 @@ tensors are exchanged inside the modules and put back at the end, together with 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.capture.attributes import Attributes, Container, held_by
 from memfit.dispatch import has_storage, storage_key, written
 from memfit.storage.raw_bytes import flat_storage
 
+# Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.
+LARGEST_PRIVATE_BYTES: Final = 256 << 20
+
 
 @contextmanager
-def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def lent(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], loss_fn: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Replace every parameter, buffer and tensor attribute of the model by `make(tensor)` inside the block.
 
-    One tensor used in several places (tied weights) stays one tensor. Everything is put back at exit, attributes set meanwhile included.
+    One tensor used in several places (tied weights) stays one tensor. Everything is put back at exit, attributes set meanwhile included (`Attributes`), those
+    of modules that the loss function closes over too.
+
+    Tensors further down (in a dictionary of caches, in an object, in a criterion) are private copies with their values, as caches are constants; parameters
+    of modules that the model has not registered (a teacher in a list) stay, without their gradients.
     """
     made: dict[int, torch.Tensor] = {}
     keep: list[torch.Tensor] = []
@@ -39,34 +48,68 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
             made[id(tensor)] = fresh
         return made[id(tensor)]
 
-    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-    containers: list[tuple[Any, Any]] = []
-    for module in model.modules():
-        containers += [(v, copy.copy(v)) for v in module.__dict__.values() if type(v) in (list, dict, set)]
-        before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))
+    copied: dict[int, torch.UntypedStorage] = {}
+
+    def private(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in made:
+            return made[id(tensor)]
+        return tensor if isinstance(tensor, nn.Parameter) else _with_private_storage(tensor, copied)
+
+    own = list(model.modules())
+    before = Attributes([*own, *held_by(loss_fn)])
+    mine = {id(module) for module in own}
+    others = [p for m in before.modules if id(m) not in mine for p in m._parameters.values() if p is not None]
+    gradients = [(parameter, parameter.grad) for parameter in others]
+    tables = {id(table) for m in own for table in (m.__dict__, m._parameters, m._buffers)}
     try:
-        for module, attributes, parameters, buffers in before:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = exchanged(parameter)  # type: ignore[assignment]
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = exchanged(buffer)
-            for name, value in attributes.items():
+        for parameter in others:
+            parameter.grad = None
+        for module in own:
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = exchanged(tensor)  # type: ignore[assignment]
+            for name, value in list(module.__dict__.items()):
                 replaced = _exchange(value, exchanged)
                 if replaced is not value:
                     module.__dict__[name] = replaced
+        for container in before.containers:
+            if id(container) not in tables:
+                _exchange_in(container, private)
         yield
     finally:
-        for container, contents in containers:
-            container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
-        for module, attributes, parameters, buffers in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for table, original in ((module._parameters, parameters), (module._buffers, buffers)):
-                table.clear()
-                table.update(original)
+        before.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _exchange_in(container: Container, private: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if isinstance(container, set):
+        return
+    for place, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        if isinstance(value, torch.Tensor) or (
+            type(value) is tuple and any(isinstance(v, torch.Tensor) for v in value)
+        ):
+            replaced = _exchange(value, private)
+            if replaced is not value:
+                container[place] = replaced
+
+
+def _with_private_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """A tensor like this one on a copy of its storage, which others that shared it share again; what has no plain storage stays."""
+    if (
+        not has_storage(tensor)
+        or tensor.device.type == "meta"
+        or type(tensor) is not torch.Tensor
+        or tensor.grad_fn is not None
+    ):
+        return tensor
+    key = storage_key(tensor)
+    if key not in copied:
+        copied[key] = flat_storage(tensor.untyped_storage()).clone().untyped_storage()
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    fresh.set_(copied[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+    return fresh.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -76,7 +119,10 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
     Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for.
     """
     before = [(parameter, parameter.detach(), parameter._version) for parameter in model.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter, _, _ in before]
     watch = _CopiesAtWrite(storage_key(alias) for _, alias, _ in before if has_storage(alias))
+    for parameter, _ in gradients:
+        parameter.grad = None  # a forward that runs a backward of its own adds to gradients
     try:
         with watch:
             yield
@@ -91,6 +137,8 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
                 flat_storage(alias.untyped_storage()).copy_(contents)
             if parameter._version != version:
                 torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 class _CopiesAtWrite(TorchDispatchMode):

@@ -54,6 +54,11 @@ class Lifetimes:
         self._follow(storage, sid)
         return sid
 
+    def add_bytes(self, size: int, category: Category, module: str, birth: int) -> StorageLife:
+        """A storage that no tensor shows; whoever adds it says when it dies."""
+        self.storages.append(StorageLife(size, category, module, birth))
+        return self.storages[-1]
+
     def move(self, sid: int, tensor: torch.Tensor) -> None:
         """From now on this number is the tensor's storage; the death of what it was counts no longer."""
         for key in list(self._keys.get(sid, ())):

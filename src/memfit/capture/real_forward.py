@@ -44,7 +44,7 @@ def real_forward_names(
     with (
         forked_generators(),
         parameters_kept(source.model),
-        lent(source.model, _copied if converting(choices) else _private),
+        lent(source.model, _copied if converting(choices) else _private, source.loss_fn),
     ):
         convert(choices, source.model)
         for _ in range(2 if twice else 1):
@@ -78,7 +78,11 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
     """
     few, _ = looked_at(source, choices)
     model = source.model
-    with forked_generators(), parameters_kept(model), lent(model, _copied if converting(choices) else _private):
+    with (
+        forked_generators(),
+        parameters_kept(model),
+        lent(model, _copied if converting(choices) else _private, source.loss_fn),
+    ):
         convert(choices, model)
         loss = StepProgram(model, source.loss_fn, choices=choices).loss(few)
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)

@@ -28,6 +28,7 @@ from memfit.capture.extreme_draws import at_the_end
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
+from memfit.capture.numbers_kept import NumbersKept
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -90,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
         self._unwatched = UnwatchedBackward(self.lifetimes)
+        self._numbers = NumbersKept(self.lifetimes)
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
         self._backward_module = ""
@@ -160,6 +162,7 @@ class Recorder(TorchDispatchMode):
             if is_operation:
                 self.unrecorded.append(str(func))
             return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+        self._numbers.mark()
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a sparse or opaque tensor, which has no storage to record; it is kept"] = None
@@ -216,6 +219,9 @@ class Recorder(TorchDispatchMode):
         for s in writes:
             self._last_write[s] = event
         self._unwatched.ran(reads, made)
+        self._numbers.ran(func, args, result, self.module, event)
+        if self.phase is Phase.BACKWARD:
+            self._numbers.ran_in(torch._C._current_autograd_node(), event)
         if key not in self.calls:
             call.made_bytes = tuple(self.lifetimes.storages[s].bytes for s in made)
             call.layouts = tuple(layouts)

@@ -197,7 +197,7 @@ def _gradients(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with parameters_kept(model), lent(model, float64_copy if in_float64 else own), mode, widening:
+    with parameters_kept(model), lent(model, float64_copy if in_float64 else own, loss_fn), mode, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         loss = batches.loss_of(model, batches.map_tensors(float64_copy, batch) if in_float64 else batch, loss_fn)
         found = torch.autograd.grad(loss, compared, allow_unused=True)

@@ -155,14 +155,15 @@ class StepProgram:
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, alone or in a list, besides parameters and buffers: there before a step, and counted in it."""
+    """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it."""
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: list[torch.Tensor] = []
     for module in model.modules():
         for name, value in module.__dict__.items():
             if name in {"_parameters", "_buffers", "_modules"}:
                 continue
-            for item in value if isinstance(value, (list, tuple)) else (value,):
+            held = value.values() if isinstance(value, dict) else value
+            for item in held if isinstance(value, (list, tuple, dict)) else (value,):
                 if isinstance(item, torch.Tensor) and id(item) not in known:
                     known.add(id(item))
                     found.append(item)

@@ -1,0 +1,168 @@
+"""What a forward may change besides tensors: attributes of modules, and what hangs on them.
+
+Counters, lists that grow, caches, lazily made tensors, generators of one's own, objects that hold any of these; of the model's modules and of those that the
+loss function closes over. It is noted before something is run that training does not know of, and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+# Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
+LARGEST_CONTAINER: Final = 10_000
+_OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
+_OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
+class Attributes:
+    """The attributes of some modules as they are when this is made.
+
+    Args:
+        roots: the modules; what they hold is looked into.
+
+    Attributes:
+        modules: all that were found, those that no module has registered (a teacher in a list) included.
+        containers: every mutable container that was found, the modules' own tables among them.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self.modules: list[nn.Module] = []
+        self.containers: list[Container] = []
+        self._contents: list[Any] = []
+        self._generators: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}
+        # What is left to look at, and whether it lies in an object of another class: of those only the first is looked into, as a trainer leads anywhere.
+        waiting = [(root, False) for root in reversed(roots)]
+        while waiting:
+            value, inside = waiting.pop()
+            waiting += self._noted(value, inside=inside)
+
+    def _noted(self, value: Any, *, inside: bool) -> Iterator[tuple[Any, bool]]:
+        """Note one value; yields what it holds."""
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        held: Iterable[Any] = ()
+        if isinstance(value, (dict, list, set, deque, tuple)):
+            if not isinstance(value, tuple):
+                self.containers.append(value)
+                self._contents.append(_items(value))
+            if len(value) <= LARGEST_CONTAINER:
+                held = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, nn.Module):
+            self.modules.append(value)
+            held, inside = (vars(value),), False
+        elif (generator := _generator(value)) is not None:
+            self._generators.append(generator)
+        elif not inside and not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
+            if f"{type(value).__module__}.".startswith(_OF_LIBRARIES):
+                return
+            held, inside = (vars(value),), True
+        yield from ((each, inside) for each in held)
+
+    def put_back(self, *, new_ones_stay: bool = False) -> None:
+        """Restore what has changed.
+
+        Args:
+            new_ones_stay: attributes and keys that were not there, or None, stay: what is built once need not be built again.
+        """
+        for container, before in zip(self.containers, self._contents, strict=True):
+            now, contents = _items(container), before
+            if new_ones_stay and isinstance(container, dict):
+                contents = {**before, **{k: v for k, v in now.items() if before.get(k) is None}}
+            elif new_ones_stay and any(container is module._non_persistent_buffers_set for module in self.modules):
+                contents = now  # buffers that stay keep what they were registered as
+            if not _same(now, contents):
+                _fill(container, contents)
+        for put_back in self._generators:
+            put_back()
+
+
+def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:
+    """The modules that a function may change when it is called: itself, those it is bound to, closes over, has as defaults, or names as globals."""
+    if function is None:
+        return []
+    if isinstance(function, types.MethodType):
+        held: list[Any] = [function.__self__]
+    elif isinstance(function, partial):
+        held = [*held_by(function.func), *function.args, *function.keywords.values()]
+    elif isinstance(function, types.FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        inner = [
+            module for each in cells if isinstance(each, types.FunctionType) for module in _held_inside(each, function)
+        ]
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        held = [*cells, *inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
+    else:
+        held = [function]
+    return [each for each in held if isinstance(each, nn.Module)]
+
+
+def _held_inside(inner: types.FunctionType, outer: types.FunctionType) -> list[nn.Module]:
+    """Of a function that another one closes over, which may be that other one again."""
+    cells = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
+    named = [inner.__globals__.get(name) for name in inner.__code__.co_names]
+    return [each for each in (*cells, *named) if inner is not outer and isinstance(each, nn.Module)]
+
+
+def _generator(value: Any) -> Callable[[], object] | None:
+    """What puts a random generator back to its present state; None for what is none."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - asking is what tells
+    except ValueError:
+        return False
+    return True
+
+
+def _items(container: Container) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """The very same items, in the same order where there is one."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _fill(container: Container, contents: Any) -> None:
+    if isinstance(container, dict):
+        # Of subclasses too (a counter's own `update` adds).
+        dict.clear(container)
+        for key, value in contents.items():
+            container[key] = value
+    elif isinstance(container, set):
+        container.clear()
+        container.update(contents)
+    else:
+        container.clear()
+        container.extend(contents)

@@ -66,7 +66,7 @@ def predicted(row: Mapping[str, Any]) -> Row:
     copies = row["copies"] * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return {
         "allocated_bytes": timeline.plain().peak_bytes + copies,
-        "reserved_bytes": reserved_bytes(trace, timeline.plain_end) + copies,
+        "reserved_bytes": reserved_bytes(timeline, {}) + copies,
         "assumed": trace.notes[0],
         "seconds": time.perf_counter() - begin,
     }

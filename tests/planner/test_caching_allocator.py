@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
-from memfit.planner.caching_allocator import MIB, CachingAllocator
+import models
+import small
+from memfit.capture.trace_source import TraceSource
+from memfit.planner.caching_allocator import MIB, CachingAllocator, reserved_bytes
+from memfit.planner.timeline import Timeline
+from memfit.planning import planning_of
+from memfit.techniques.choices import BASELINE
+from memfit.units import parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -77,3 +85,23 @@ def test_blocks_never_overlap_and_all_of_a_segment_comes_back() -> None:
     again = [allocator.allocate(15 * MIB) for _ in range(10)]
     assert allocator.reserved_bytes == before
     assert len({block[1:] for block in again}) == 10
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "resnet", "lstm"])
+def test_a_step_reserves_no_less_than_its_peak_and_repeats_itself(name: str) -> None:
+    model, sample, loss = models.case(name).build()[:3]
+    timeline = Timeline(TraceSource(model, sample, loss, small.adamw, device="rtx4090").trace_of(BASELINE))
+    reserved = reserved_bytes(timeline, {}, steps=3)
+    assert timeline.plain().peak_bytes <= reserved == reserved_bytes(timeline, {}, steps=6)
+    assert reserved < 1.5 * timeline.plain().peak_bytes + 20 * MIB
+
+
+def test_a_plan_in_fewer_bytes_reserves_fewer_too_and_says_how_many() -> None:
+    model, sample, loss = models.case("gpt_dropout").build()[:3]
+    plan = small.plan_at(0.3, model, sample, loss, device="rtx4090", host_budget=0)
+    assert plan.script.recomputations
+    note = next(note for note in plan.notes if note.startswith("PyTorch's allocator takes about"))
+    assert note in plan.explain()
+    told, peak = (parse_bytes(size) for size in re.findall(r"[\d.]+ [KMG]iB", note))
+    assert peak == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
+    assert peak <= told < reserved_bytes(planning_of(plan).solver(1).timeline, {})

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
+from memfit.planner.timeline import Recomputations, Timeline
+from memfit.values.trace import BEFORE_STEP, Category, Phase
 
 MIB: Final = 1 << 20
 ROUNDING: Final = 512
@@ -102,39 +103,65 @@ class CachingAllocator:
         self._begins[segment].pop(offset + size, None)
 
 
-def reserved_bytes(trace: Trace, ends: Mapping[int, int], steps: int = 2) -> int:
-    """Bytes that the allocator has taken from CUDA after some steps in which nothing is dropped.
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """A copy of a storage: its number, the slots from the first to the last at which it is alive."""
+
+    storage: int
+    first: int
+    last: int
+
+
+def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: int = 2) -> int:
+    """Bytes that the allocator has taken from CUDA after some steps under a plan.
 
     Args:
-        trace: the step; its workspaces count.
-        ends: by storage, the last event at which it is alive (`Timeline.plain_end`).
+        timeline: of the trace.
+        recomputations: of the plan; empty for the plain step.
         steps: how many are run. In the first the optimizer's state is made after backward, where activations were.
     """
+    trace = timeline.trace
+    expanded = timeline.expand(recomputations)
+    slots = len(expanded.totals)
+    at = [int(slot) for slot in expanded.slot_of_event]
+    again = set(map(int, expanded.storages))
+    lives = [
+        _Life(s, at[max(storage.birth, 0)], at[timeline.last_end[s]])
+        for s, storage in enumerate(trace.storages)
+        if s not in again
+    ]
+    copies = zip(expanded.storages, expanded.births, expanded.ends, strict=True)
+    lives += [_Life(int(s), int(birth) + 1, int(end)) for s, birth, end in copies]
+    workspaces = {at[e]: trace.operations[op].workspace_bytes for e, op in enumerate(trace.events) if op >= 0}
+    workspaces |= {
+        int(slot): timeline.recipes.recipes[int(recipe)].peak_bytes
+        for slot, recipe in zip(expanded.slots, expanded.recipes, strict=True)
+    }
+    phases = [trace.operations[op].phase if op >= 0 else Phase.BACKWARD for op in trace.events]
+    update = next((at[e] for e, phase in enumerate(phases) if phase is Phase.OPTIMIZER), slots - 1)
+    made_at = {Category.OPTIMIZER_STATE: update, Category.GRADIENT: at[trace.forward_events]}
+    born: dict[int, list[_Life]] = defaultdict(list)
+    dying: dict[int, list[_Life]] = defaultdict(list)
+    lasting: dict[int, list[_Life]] = defaultdict(
+        list
+    )  # what is there before the step, by when the first step makes it
+    for life in lives:
+        storage = trace.storages[life.storage]
+        if storage.birth == BEFORE_STEP and life.last >= slots - 1:
+            lasting[made_at.get(storage.category, 0)].append(life)
+        else:
+            born[life.first].append(life)
+            dying[life.last].append(life)
     allocator = CachingAllocator()
-    events = len(trace.events)
-    phases = [trace.operations[e].phase if e >= 0 else Phase.BACKWARD for e in trace.events]
-    update = next((i for i, phase in enumerate(phases) if phase is Phase.OPTIMIZER), events)
-    late = {Category.OPTIMIZER_STATE: update, Category.GRADIENT: trace.forward_events}
-    born: dict[int, list[int]] = defaultdict(list)
-    dying: dict[int, list[int]] = defaultdict(list)
-    lasting: dict[int, list[int]] = defaultdict(list)  # what is there before the step, by when the first step makes it
-    for number, storage in enumerate(trace.storages):
-        if storage.birth == BEFORE_STEP and ends[number] >= events:
-            lasting[late.get(storage.category, 0)].append(number)
-            continue
-        born[max(storage.birth, 0)].append(number)
-        dying[min(ends[number], events)].append(number)
-    held: dict[int, Block] = {}
+    held: dict[_Life, Block] = {}
     for step in range(steps):
-        for event in range(events + 1):
-            for number in (*(lasting[event] if step == 0 else ()), *born[event]):
-                if trace.storages[number].bytes:
-                    held[number] = allocator.allocate(trace.storages[number].bytes)
-            code = trace.events[event] if event < events else -1
-            workspace = trace.operations[code].workspace_bytes if code >= 0 else 0
-            if workspace:
+        for slot in range(slots):
+            for life in (*(lasting[slot] if step == 0 else ()), *born[slot]):
+                if size := trace.storages[life.storage].bytes:
+                    held[life] = allocator.allocate(size)
+            if workspace := workspaces.get(slot, 0):
                 allocator.free(allocator.allocate(workspace))
-            for number in dying[event]:
-                if number in held:
-                    allocator.free(held.pop(number))
+            for life in dying[slot]:
+                if life in held:
+                    allocator.free(held.pop(life))
     return allocator.reserved_bytes

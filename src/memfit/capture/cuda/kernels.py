@@ -28,7 +28,7 @@ from memfit.capture.cuda import attention, autocast
 from memfit.capture.cuda.recurrent import recurrent
 from memfit.hardware.machine import Capability
 
-NOT_COUNTED: Final = "not counted: workspaces of convolutions, the allocator's free blocks, the CUDA context"
+NOT_COUNTED: Final = "not counted: workspaces of convolutions, the CUDA context"
 AUTOCAST: Final = "autocast: CUDA's list of what runs in fp32"
 LARGEST_CUDNN_BATCH: Final = 880801  # samples that cuDNN's spatial batch norm takes in training
 

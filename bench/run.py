@@ -34,6 +34,7 @@ QUESTIONS = (
     "optimizers",
     "offloading",
     "seeds",
+    "published",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 

@@ -7,6 +7,7 @@ small real run shows other operations, the real one is trusted: captured at two 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memfit import batches
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
+from memfit.capture.cuda.kernels import CudaKernels
 from memfit.capture.isolation import lent
 from memfit.capture.recording import record
 from memfit.capture.source import StepSource, model_digest
@@ -48,6 +50,7 @@ def capture(
     """
     target = device or device_of(source.model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    cuda = CudaKernels(source.cuda) if source.cuda is not None else None
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         where = target if tensor.device.type == "meta" else tensor.device
@@ -63,7 +66,8 @@ def capture(
         source = replace(source, sample=sample)
         # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
         micro_batches = source.micro_batches(choices.micro_batches)
-        with forked_generators(), lent(source.model, fake, source.loss_fn), mode:
+        cuda_kernels = nullcontext() if cuda is None else cuda.on()
+        with forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
             identity = model_digest(source.model)
             convert(choices, source.model)
             if choices.streamed:
@@ -72,7 +76,8 @@ def capture(
                 graded = after.graded if after is not None else None
                 captured = record(source, micro_batches, choices, graded=graded, layouts=layouts)
             # A plan is for the user's model, as it is before it is converted and its blocks' parameters are away.
-            return replace(captured, trace=replace(captured.trace, model=identity))
+            notes = (*captured.trace.notes, *(() if cuda is None else (cuda.in_words,)))
+            return replace(captured, trace=replace(captured.trace, model=identity, notes=notes))
     except MemfitError:
         raise
     except Exception as error:

@@ -33,6 +33,7 @@ NOT_AS_STREAMED: Final = (
     "without streaming, this step was captured on real tensors, since it runs other operations on fake ones; with layers streamed it could only be captured on "
     "fake ones, so its bytes are not known exactly; a rehearsal measures them"
 )
+CPU_KERNELS: Final = "captured on real tensors, so the bytes are those of the CPU's kernels, not of CUDA's (dropout masks of four bytes, the CPU's attention)"
 
 
 def trustworthy(
@@ -59,7 +60,10 @@ def trustworthy(
         return capture(of, choices, after=after, layouts=layouts)
 
     def for_real(why: str, known: Captured | None = None, of: StepSource = source) -> Captured:
-        return scaled(of, choices, why=why, known=known)
+        made = scaled(replace(of, cuda=None), choices, why=why, known=known)
+        if of.cuda is None:
+            return made
+        return replace(made, trace=replace(made.trace, notes=(*made.trace.notes, CPU_KERNELS)))
 
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
@@ -106,6 +110,9 @@ def _confirmed(
     seen = forward_names(fake.trace)
     if known == seen:
         return fake
+    if source.cuda is not None:
+        # The real forward runs here, so it is compared with what the fake one would run here.
+        seen = forward_names(capture(replace(source, cuda=None), choices).trace)
     short = shortened(rows_of(source.sample, min(2, batches.size(source.sample))))
     if short is not None:
         # A model that runs the same operations on a few tokens needs no longer look; one that does not is given the whole samples.

@@ -66,4 +66,5 @@ def present_machine(device: torch.device) -> Machine:
         bandwidth / BANDWIDTH_EFFICIENCY,
         launch_seconds=5e-6,
         allocation_bytes=512 if device.type == "cuda" else 1,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
     )

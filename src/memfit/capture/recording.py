@@ -61,7 +61,9 @@ def record(
         step = _StepRecording(source, micro_batches, choices, Recorder(paths, layouts), graded)
         step.first_pass()
         step.register()
-        with step.recorder, following_generator_states(step.recorder):
+        # A GPU's generator states lie in host memory.
+        states = following_generator_states(step.recorder) if source.cuda is None else nullcontext()
+        with step.recorder, states:
             step.run()
         recorder = step.recorder
         operations, storages, saves = recorder.tables()

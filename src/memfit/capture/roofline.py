@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.calls import CallSpec, TensorSpec
 from memfit.capture.costs import Cost
+from memfit.capture.cuda.workspaces import workspace_bytes
 from memfit.hardware.machine import Machine
 
 
@@ -46,6 +47,9 @@ def estimated_seconds(call: CallSpec, machine: Machine) -> float:
     return machine.roofline_seconds(flops_of(call), moved, half=half)
 
 
-def estimated_costs(calls: Mapping[str, CallSpec], machine: Machine) -> dict[str, Cost]:
-    """Roofline costs of all calls on a machine that is not here."""
-    return {key: Cost(estimated_seconds(call, machine), measured=False) for key, call in calls.items()}
+def estimated_costs(calls: Mapping[str, CallSpec], machine: Machine, *, workspaces: bool = False) -> dict[str, Cost]:
+    """Roofline costs of all calls on a machine that is not here; with the workspaces of CUDA's kernels where asked."""
+    return {
+        key: Cost(estimated_seconds(call, machine), workspace_bytes(call) if workspaces else 0, measured=False)
+        for key, call in calls.items()
+    }

@@ -8,6 +8,8 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.capture.cuda.optimizers import as_on_cuda
+from memfit.hardware.machine import Capability
 from memfit.identity import digest
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
@@ -29,6 +31,7 @@ class StepSource:
         loader_batches: batches like the sample that the step takes one after the other; one is there at a time. Each is split alike.
         forwards_before: how many forwards are run before the one that is captured.
         trained_elsewhere: names of parameters that get gradients in other steps: their optimizer state is there in this one, too.
+        cuda: compute capability of the absent GPU whose kernels a capture on fake tensors is to show; None for those of the model's own device.
     """
 
     model: nn.Module
@@ -39,6 +42,7 @@ class StepSource:
     loader_batches: int = 1
     forwards_before: int = 1
     trained_elsewhere: frozenset[str] = frozenset()
+    cuda: Capability | None = None
 
     @property
     def on_meta(self) -> bool:
@@ -54,7 +58,10 @@ class StepSource:
         """The step as chosen, with an optimizer over the parameters that the model has now."""
         program = StepProgram(self.model, self.loss_fn, None, self.clip_norm, choices)
         if self.optimizer is not None:
-            program.optimizer = arranged(self.optimizer(iter(program.trainable())), choices, self.model)
+            optimizer = self.optimizer(iter(program.trainable()))
+            if self.cuda is not None:
+                as_on_cuda(optimizer)
+            program.optimizer = arranged(optimizer, choices, self.model)
             if choices.precision == "fp16":
                 program.scaling = Scaling(device_of(self.model))
         return program

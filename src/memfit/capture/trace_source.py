@@ -16,6 +16,7 @@ from memfit.capture.captured import Captured
 from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
+from memfit.capture.cuda.workspaces import library_bytes
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
@@ -66,6 +67,8 @@ class TraceSource:
     def __post_init__(self) -> None:
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
+        absent = self.device is not None and self.machine.kind == "cuda" and self.here.type == "cpu"
+        self._cuda = self.machine.capability if absent else None
         self._table = None if self.device is not None else CostTable(self.here)
         self._traces: dict[Choices, Trace] = {}
         self._believed: dict[Choices, Captured] = {}  # by the way the step is run
@@ -111,7 +114,10 @@ class TraceSource:
                 captured = self._captured_as(choices, self._believed.get(way))
             self._believed.setdefault(way, captured)
             if self._table is None:
-                costs, are = estimated_costs(captured.calls, self.machine), "estimated"
+                costs, are = (
+                    estimated_costs(captured.calls, self.machine, workspaces=self._cuda is not None),
+                    "estimated",
+                )
                 break
             costs, are = self._table.measure(captured.calls, self.progress), "measured"
             known = len(self._layouts)
@@ -128,13 +134,13 @@ class TraceSource:
             seconds_are=are,
             device=self.machine.name,
             allocation_bytes=self.machine.allocation_bytes,
-            other_bytes=other_bytes(self.here, present) if self.device is None else 0,
+            other_bytes=self._other_bytes(captured, present),
         )
 
         def completed(path: Trace) -> Trace:
             return replace(
                 path,
-                rng_state_bytes=RNG_STATE_BYTES.get(self.here.type, 0),
+                rng_state_bytes=RNG_STATE_BYTES.get(self.machine.kind if self._cuda else self.here.type, 0),
                 dispatch_seconds=ENGINE_SECONDS,
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
@@ -143,8 +149,18 @@ class TraceSource:
 
         return completed(trace)
 
+    def _other_bytes(self, captured: Captured, present: Sequence[torch.Tensor]) -> int:
+        """Bytes of libraries, and of the user's other tensors where the device is here."""
+        if self.device is None:
+            return other_bytes(self.here, present)
+        if self._cuda is None:
+            return 0
+        return library_bytes((operation.name for operation in captured.trace.operations), self._cuda)
+
     def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
-        source = StepSource(self.model, self.sample, self.loss_fn, self.optimizer, self.clip_norm, self.loader_batches)
+        source = StepSource(
+            self.model, self.sample, self.loss_fn, self.optimizer, self.clip_norm, self.loader_batches, cuda=self._cuda
+        )
 
         def run(way: Choices) -> Captured:
             others = self._believed.values()

@@ -20,6 +20,9 @@ GIGA: Final = 1e9
 MATRIX_EFFICIENCY: Final = 0.6
 BANDWIDTH_EFFICIENCY: Final = 0.8
 
+Capability = tuple[int, int]
+"""CUDA compute capability: major and minor version."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -36,6 +39,7 @@ class Machine:
         bf16: whether it has bf16 units.
         launch_seconds: least time of one operation.
         allocation_bytes: granularity of its allocator.
+        capability: which kernels a GPU can run; (0, 0) for what is none.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Machine:
     bf16: bool = True
     launch_seconds: float = 5e-6
     allocation_bytes: int = 1
+    capability: Capability = (0, 0)
 
     def roofline_seconds(self, flops: float, moved_bytes: float, *, half: bool) -> float:
         """Time of an operation that computes `flops` and moves `moved_bytes`, whichever takes longer (Williams et al. 2009)."""
@@ -105,27 +110,38 @@ class Link:
         return self.latency_seconds + size / self.in_bandwidth
 
 
-def _gpu(name: str, gib: float, fp32: float, tensor: float, gb_s: float, link: float, *, bf16: bool = True) -> Machine:
+def _gpu(
+    name: str, gib: float, fp32: float, tensor: float, gb_s: float, link: float, capability: Capability
+) -> Machine:
     return Machine(
-        name, "cuda", int(gib * GIB), fp32 * TERA, tensor * TERA, gb_s * GIGA, link * GIGA, bf16, allocation_bytes=512
+        name,
+        "cuda",
+        int(gib * GIB),
+        fp32 * TERA,
+        tensor * TERA,
+        gb_s * GIGA,
+        link * GIGA,
+        bf16=capability >= (8, 0),
+        allocation_bytes=512,
+        capability=capability,
     )
 
 
 # PCIe 3/4/5 x16 at about 80 % of the nominal rate.
 KNOWN: Final[tuple[Machine, ...]] = (
-    _gpu("rtx3060", 12, 12.7, 51.2, 360, 25),
-    _gpu("rtx3090", 24, 35.6, 71.0, 936, 25),
-    _gpu("rtx4090", 24, 82.6, 165.2, 1008, 25),
-    _gpu("rtx5090", 32, 104.8, 209.5, 1792, 52),
-    _gpu("t4", 16, 8.1, 65.0, 320, 12, bf16=False),
-    _gpu("v100", 32, 15.7, 125.0, 900, 12, bf16=False),
-    _gpu("a100-40gb", 40, 19.5, 312.0, 1555, 25),
-    _gpu("a100", 80, 19.5, 312.0, 2039, 25),
-    _gpu("a10", 24, 31.2, 125.0, 600, 25),
-    _gpu("l4", 24, 30.3, 121.0, 300, 25),
-    _gpu("l40s", 48, 91.6, 362.0, 864, 25),
-    _gpu("h100", 80, 66.9, 989.4, 3350, 52),
-    _gpu("h200", 141 * 1e9 / GIB, 66.9, 989.4, 4800, 52),
+    _gpu("rtx3060", 12, 12.7, 51.2, 360, 25, (8, 6)),
+    _gpu("rtx3090", 24, 35.6, 71.0, 936, 25, (8, 6)),
+    _gpu("rtx4090", 24, 82.6, 165.2, 1008, 25, (8, 9)),
+    _gpu("rtx5090", 32, 104.8, 209.5, 1792, 52, (12, 0)),
+    _gpu("t4", 16, 8.1, 65.0, 320, 12, (7, 5)),
+    _gpu("v100", 32, 15.7, 125.0, 900, 12, (7, 0)),
+    _gpu("a100-40gb", 40, 19.5, 312.0, 1555, 25, (8, 0)),
+    _gpu("a100", 80, 19.5, 312.0, 2039, 25, (8, 0)),
+    _gpu("a10", 24, 31.2, 125.0, 600, 25, (8, 6)),
+    _gpu("l4", 24, 30.3, 121.0, 300, 25, (8, 9)),
+    _gpu("l40s", 48, 91.6, 362.0, 864, 25, (8, 9)),
+    _gpu("h100", 80, 66.9, 989.4, 3350, 52, (9, 0)),
+    _gpu("h200", 141 * 1e9 / GIB, 66.9, 989.4, 4800, 52, (9, 0)),
 )
 
 

@@ -73,4 +73,5 @@ class Topology:
         """
         down = tuple(tuple(Link(**{**link, "below": None}) for link in links) for links in data["down"])
         peers = tuple(PeerLink(**peer) for peer in data["peers"])
-        return cls(tuple(Machine(**machine) for machine in data["devices"]), down, peers)
+        devices = ({**machine, "capability": tuple(machine.get("capability", (0, 0)))} for machine in data["devices"])
+        return cls(tuple(Machine(**machine) for machine in devices), down, peers)

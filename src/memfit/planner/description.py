@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from memfit.garbage import uncollected
+from memfit.planner.caching_allocator import reserved_bytes
 from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection, named
 from memfit.planner.script_compiler import compile_calls, compile_script
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
+from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices, in_words
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
@@ -85,7 +87,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         clip_norm=trace.clip_norm,
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
         rejected=tuple(map(str, rejected)),
-        notes=(*trace.notes, *_drawn(prediction, len(trace.drawn_bytes) + 1), *_several(trace, prediction)),
+        notes=(
+            *trace.notes,
+            *_reserved(solvers, prediction, timeline, solution),
+            *_drawn(prediction, len(trace.drawn_bytes) + 1),
+            *_several(trace, prediction),
+        ),
         source=trace.source,
         changed_buffers=trace.changed_buffers,
         frozen=solvers.bundle.frozen,
@@ -159,6 +166,18 @@ def _several(trace: Trace, prediction: Prediction) -> tuple[str, ...]:
 def _on_paths(solver: Solver, solution: Solution) -> list[int]:
     """Peaks on every path that was seen; 0 where there is one alone."""
     return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
+
+
+def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solution: Solution) -> tuple[str, ...]:
+    """What the allocator of a GPU takes from the card for the plan."""
+    if not any(machine.kind == "cuda" for machine in solvers.bundle.topology.devices):
+        return ()
+    reserved = reserved_bytes(timeline, solution.recomputations)
+    note = (
+        f"PyTorch's allocator takes about {format_bytes(reserved)} of the card for these {format_bytes(prediction.peak_bytes)}, its free blocks included "
+        "(estimated, with its default settings); the CUDA context comes on top"
+    )
+    return (note,)
 
 
 def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
+from memfit.step.program import model_tensors
 from memfit.units import format_bytes
 from memfit.values.report import Rehearsal, StepRecord
 
@@ -42,7 +43,8 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
     # Streamed layers are offloaded, and the stream puts them back by itself.
     kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
     with ExitStack() as stack:
-        stack.enter_context(_copied_to_disk([*kept, *engine.model.buffers()], engine.optimizer))
+        held = [*kept, *engine.model.buffers(), *(t for t in model_tensors(engine.model) if dispatch.has_storage(t))]
+        stack.enter_context(_copied_to_disk(held, engine.optimizer))
         stack.enter_context(_unchanged(engine))
         for parameter in engine.model.parameters():
             parameter.grad = None
@@ -131,9 +133,9 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
 
 @contextmanager
 def _unchanged(engine: Engine) -> Iterator[None]:
-    """All else that a step changes is as before after the block: buffers, generators, scale, gradients, modes, and the engine's own record."""
+    """All else that a step changes is as before after the block: buffers, attributes, generators, scale, gradients, modes, and the engine's own record."""
     model: nn.Module = engine.model
-    guard = Guard(model, scaling=engine.scaling)
+    guard = Guard(model, scaling=engine.scaling, tensors=True)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     steps, records = engine.steps, list(engine.records)

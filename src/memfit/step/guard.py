@@ -1,4 +1,4 @@
-"""What a step changes besides parameters, gradients and optimizer state (buffers, generators, the scale of gradients): saved and restored.
+"""What a step changes besides parameters, gradients and optimizer state (buffers, attributes, generators, the scale of gradients): saved and restored.
 
 Used wherever a step may be undone: in the engine's transaction, and in the rehearsal.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.step.attributes import Attributes
 from memfit.step.buffers import Buffers
 from memfit.step.device import device_of
 from memfit.step.generators import GeneratorStates
@@ -18,18 +19,25 @@ from memfit.techniques.autocast.precision import Scaling
 
 
 class Guard:
-    """Saves buffers, generators and gradient scale when it is made, to be restored later.
+    """Saves buffers, attributes, generators and gradient scale when it is made, to be restored later.
 
     Args:
         model: whose buffers.
         copies: of the buffers that forward writes in place, filled here (`BufferCopies`).
         scaling: of the gradients, where they are scaled.
+        tensors: whether attributes that refer to tensors are saved too; these tensors then stay in memory until the guard is gone.
     """
 
     def __init__(
-        self, model: nn.Module, copies: Mapping[str, torch.Tensor] | None = None, scaling: Scaling | None = None
+        self,
+        model: nn.Module,
+        copies: Mapping[str, torch.Tensor] | None = None,
+        scaling: Scaling | None = None,
+        *,
+        tensors: bool = False,
     ) -> None:
         self._buffers = Buffers(model, copies or {})
+        self._attributes = Attributes(model, only_values=not tensors)
         self._generators = GeneratorStates(device_of(model))
         self._scaling = scaling
         self._scale: dict[str, Any] | None = None if scaling is None else scaling.state()
@@ -37,6 +45,7 @@ class Guard:
     def put_back(self) -> None:
         """Restore what was saved."""
         self._buffers.put_back()
+        self._attributes.put_back()
         self._generators.put_back()
         if self._scaling is not None and self._scale is not None:
             self._scaling.set_state(self._scale)

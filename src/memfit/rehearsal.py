@@ -15,11 +15,11 @@ from torch import nn
 
 from memfit import dispatch
 from memfit.batches import Batch
-from memfit.capture.attributes import Attributes, held_by
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
+from memfit.step.attributes import Attributes, held_by
 from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
 from memfit.step.program import model_tensors
@@ -48,8 +48,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
     with ExitStack() as stack:
         stack.enter_context(_copied_to_disk([*kept, *written.values()], engine.optimizer))
         stack.enter_context(_unchanged(engine))
-        # What is built once stays: the first step of training, too, is to run what was planned.
-        stack.callback(attributes.put_back, new_ones_stay=True)
+        stack.callback(attributes.put_back)
         for parameter in engine.model.parameters():
             parameter.grad = None
         if engine.stream is not None:
@@ -137,7 +136,7 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
 
 @contextmanager
 def _unchanged(engine: Engine) -> Iterator[None]:
-    """All else that a step changes is as before after the block: buffers, generators, scale, gradients, modes, and the engine's own record."""
+    """All else that a step changes is as before after the block: buffers, attributes, generators, scale, gradients, modes, and the engine's own record."""
     model: nn.Module = engine.model
     guard = Guard(model, scaling=engine.scaling)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

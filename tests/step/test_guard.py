@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -51,6 +52,43 @@ def test_buffers_written_replaced_and_made_are_put_back() -> None:
     assert all(after[name] is before[name] for name in before)
     assert not model[0].written.any()
     assert not model[0].replaced.any()
+
+
+class Lengths(nn.Module):
+    """What forward sets besides buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.known: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length += len(x)
+        self.last = self.length
+        self.state = x
+        self.known[self.length] = x
+        return x
+
+
+def test_plain_attributes_set_and_made_are_put_back() -> None:
+    model = Lengths()
+    guard = Guard(model)
+    x = torch.ones(3)
+    model(x)
+    guard.put_back()
+    assert model.length == 0
+    assert not hasattr(model, "last")
+
+
+def test_a_guard_of_values_keeps_no_tensor_alive() -> None:
+    model = Lengths()
+    model(torch.ones(3))
+    guard = Guard(model)
+    gone = weakref.ref(model.state)
+    model.known.clear()
+    model(torch.ones(3))
+    assert gone() is None
+    guard.put_back()
 
 
 def test_a_buffer_that_the_model_does_not_have_is_named() -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.capture.attributes import Attributes, Container, held_by
 from memfit.dispatch import has_storage, storage_key, written
+from memfit.step.attributes import Attributes, Container, held_by
 from memfit.storage.raw_bytes import flat_storage
 
 # Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.

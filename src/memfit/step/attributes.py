@@ -19,6 +19,7 @@ from torch import nn
 
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
 LARGEST_CONTAINER: Final = 10_000
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
 
@@ -50,7 +51,7 @@ class Attributes:
 
     def _noted(self, value: Any, *, inside: bool) -> Iterator[tuple[Any, bool]]:
         """Note one value; yields what it holds."""
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         held: Iterable[Any] = ()
@@ -71,22 +72,38 @@ class Attributes:
             held, inside = (vars(value),), True
         yield from ((each, inside) for each in held)
 
-    def put_back(self, *, new_ones_stay: bool = False) -> None:
-        """Restore what has changed.
-
-        Args:
-            new_ones_stay: attributes and keys that were not there, or None, stay: what is built once need not be built again.
-        """
+    def put_back(self) -> None:
+        """Restore what has changed."""
         for container, before in zip(self.containers, self._contents, strict=True):
-            now, contents = _items(container), before
-            if new_ones_stay and isinstance(container, dict):
-                contents = {**before, **{k: v for k, v in now.items() if before.get(k) is None}}
-            elif new_ones_stay and any(container is module._non_persistent_buffers_set for module in self.modules):
-                contents = now  # buffers that stay keep what they were registered as
-            if not _same(now, contents):
-                _fill(container, contents)
+            if not _same(_items(container), before):
+                _fill(container, before)
         for put_back in self._generators:
             put_back()
+
+
+class PlainValues:
+    """Numbers, words and None among the attributes of modules: what a step that is undone puts back. Quick, and no tensor is kept alive.
+
+    A flag often says what is in a buffer (how far a table is filled): whoever puts back the one has to put back the other.
+
+    Args:
+        model: whose modules; torch's own keep no such state and are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (module, {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)})
+            for module in model.modules()
+            if not type(module).__module__.startswith("torch.")
+        ]
+
+    def put_back(self) -> None:
+        """Restore what has changed; what was not there goes."""
+        for module, held in self._held:
+            now = vars(module)
+            for name in [name for name, value in now.items() if isinstance(value, _PLAIN) and name not in held]:
+                del now[name]
+            now.update(held)
 
 
 def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:

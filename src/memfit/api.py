@@ -16,13 +16,14 @@ from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
-from memfit.errors import InputError
+from memfit.errors import InfeasibleError, InputError
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import replan, smallest_budget
 from memfit.progress import Progress, tell
 from memfit.rehearsal import rehearse, rehearsed
+from memfit.remedies.search import with_ways_out
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory, default_optimizer
@@ -61,10 +62,10 @@ def plan(
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed.
-        host_budget: bytes of the nearest lower memory tier to which activations and optimizer state may be offloaded: host memory for a GPU (None: no
-            limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded.
-        disk_budget: for a GPU, bytes of the disk to which activations that do not fit into `host_budget` may be offloaded; copies pass through a few MiB
-            of host memory. None or 0: no disk. On a CPU `host_budget` is the limit for the disk.
+        host_budget: bytes of the nearest lower memory tier to which activations, optimizer state and streamed layers may be offloaded: host memory for a GPU
+            (None: no limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded.
+        disk_budget: for a GPU, together with `host_budget`, bytes of the disk to which activations that do not fit into `host_budget`, or the optimizer's
+            state, may be offloaded; copies pass through a few MiB of host memory. None or 0: no disk. On a CPU `host_budget` is the limit for the disk.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
             and "in_backward": the same results, but parameters have no gradients after a step.
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.techniques.freezing`). The model is left as it
@@ -76,7 +77,7 @@ def plan(
         progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:
-        InfeasibleError: nothing fits; carries `minimum_bytes` and ways out.
+        InfeasibleError: nothing fits; carries `minimum_bytes` and ways out that were tried.
         BudgetError: the budget is not a number of bytes.
         InputError: another argument is invalid.
         CaptureError: the step cannot be captured, so it cannot be predicted.
@@ -104,11 +105,13 @@ def _planned(
     request: Request,
     progress: Progress | None = None,
 ) -> Plan:
-    planning = planning_for(
-        TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, request.device, progress), request
-    )
+    source = TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, request.device, progress)
+    planning = planning_for(source, request)
     tell(progress, "planning", 0.9)
-    found = planning.plan()
+    try:
+        found = planning.plan()
+    except InfeasibleError as error:
+        raise with_ways_out(error, planning, source, request) from None
     tell(progress, "planned", 1.0)
     return found
 

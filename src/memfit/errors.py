@@ -19,6 +19,7 @@ exception that comes out of memfit is either the user's own, passed on unchanged
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,16 +56,18 @@ class Remedy(NamedTuple):
     """A way out of a budget that is too small.
 
     Attributes:
-        text: what to do, as the user would write it: 'allow="bf16"'.
+        text: what to do, as the user would write it: 'allow=["bf16"]', or a statement before the call.
         saved_bytes: by how much it lowers the smallest budget that would do.
-        extra_seconds: what it adds to a step; negative when it makes the step faster.
+        extra_seconds: what it adds to a step of plain PyTorch; negative when it makes the step faster.
         kind: what it changes: "budget" (whose `saved_bytes` are bytes more), "micro_batches", "optimizer" or "batch"; "" for something else.
+        arguments: of `memfit.plan` and `memfit.fit`, by name, in place of those given: the part of `text` that is an argument; None where there is none.
     """
 
     text: str
     saved_bytes: int
     extra_seconds: float
     kind: str = ""
+    arguments: Mapping[str, Any] | None = None
 
 
 class InfeasibleError(MemfitError):
@@ -75,7 +78,8 @@ class InfeasibleError(MemfitError):
         minimum_bytes: the smallest budget that would do; None when none was found.
         moment: when in the step the bytes run out.
         module: path of the module that sets the smallest peak; "" when it is none in particular.
-        remedies: ways out, the cheapest first.
+        remedies: ways out, each tried: the budget that would do, then those that change results least first.
+        weighed: what was considered and does not fit, each with its reason.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class InfeasibleError(MemfitError):
         moment: str = "",
         module: str = "",
         remedies: tuple[Remedy, ...] = (),
+        weighed: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
@@ -94,6 +99,7 @@ class InfeasibleError(MemfitError):
         self.moment = moment
         self.module = module
         self.remedies = remedies
+        self.weighed = weighed
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default an exception is rebuilt from its message alone; this one must survive the way home from a worker.
@@ -104,6 +110,7 @@ class InfeasibleError(MemfitError):
             moment=self.moment,
             module=self.module,
             remedies=self.remedies,
+            weighed=self.weighed,
         )
         return rebuild, self.args
 

@@ -108,6 +108,11 @@ class Planning:
         """The smallest budget in which a plan was found, and that plan."""
         return self._ask(smallest)
 
+    def smallest_in_any_number(self) -> tuple[int, Found]:
+        """The same where the number of micro-batches is not fixed."""
+        free = self.request.leaving_open("micro_batches")
+        return self._ask(lambda solvers: smallest(solvers.of_request(free)))
+
     def plain_peak(self) -> int:
         """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
         return self._ask(Solvers.plain_peak)

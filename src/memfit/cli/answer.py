@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,8 +67,20 @@ def failure(error: BaseException) -> Answer:
             "moment": error.moment,
             "module": error.module,
             "remedies": [remedy._asdict() for remedy in error.remedies],
+            "settings": [as_settings(remedy.arguments) for remedy in error.remedies if remedy.arguments],
         }
+        if data["settings"]:
+            text += ". On the command line: " + ", or ".join(data["settings"])
     return Answer(data, text, status)
+
+
+def as_settings(arguments: Mapping[str, Any]) -> str:
+    """Arguments of `memfit.plan` as options of a verb that reads a configuration."""
+    options = []
+    for name, value in arguments.items():
+        told = value if isinstance(value, str) else json.dumps(value)
+        options.append(f"--budget {told}" if name == "budget" else f"--set {shlex.quote(f'fit.{name}={told}')}")
+    return " ".join(options)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,9 @@ from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError, SplitError
 from memfit.offers import planning_for
 from memfit.planner.found import WORTH_MORE
+from memfit.planning import Planning
 from memfit.progress import Progress, tell
+from memfit.remedies.search import with_ways_out
 from memfit.values.bundle import Weighting
 from memfit.values.plan import Plan
 from memfit.values.request import Request
@@ -127,6 +129,7 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
     """
     best: Plan | None = None
     refused: InfeasibleError | None = None
+    least_of: Planning | None = None  # what refused
     accumulated, divisors = window.accumulated, window.divisors
     source = partial(
         _WindowSource,
@@ -149,7 +152,7 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
             least = error.minimum_bytes or math.inf
             if refused is not None and least >= (refused.minimum_bytes or math.inf):
                 break  # smaller parts hold no less
-            refused = error
+            refused, least_of = error, planning
             continue
         except SplitError:
             if divisor == divisors[0]:
@@ -163,7 +166,9 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
     if best is not None:
         return best
     assert refused is not None
-    raise refused
+    assert least_of is not None
+    summed = least_of is undivided
+    raise with_ways_out(refused, least_of, whole if summed else parted, least_of.request, own_model=False) from None
 
 
 def divisors_of(number: int) -> list[int]:

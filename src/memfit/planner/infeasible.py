@@ -1,9 +1,12 @@
-"""When nothing fits: the smallest budget that would do, where its peak is, and the remedies with what each of them saves and costs."""
+"""When nothing fits: the smallest budget that would do, where its peak is, and the ways out that the bundle knows, with what each saves and costs.
+
+Further ways out need other captures: `memfit.remedies` looks for them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Final
 
 from memfit.errors import InfeasibleError, Remedy
 from memfit.planner.description import where
@@ -11,9 +14,6 @@ from memfit.planner.found import Found, Rejection, named
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solvers import Solvers
 from memfit.units import format_bytes, format_seconds
-from memfit.values.trace import Category
-
-MOST_REMEDIES: Final = 3
 
 
 def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection]) -> InfeasibleError:
@@ -25,62 +25,94 @@ def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection
         rejected: what was weighed.
     """
     size, found = smallest(solvers)
-    trace, solution = found.solver.trace, found.solution
-    phase, module, operation = where(trace, solution.evaluation.peak_event)
-    remedies = _remedies(solvers, budget_bytes, size, found)
-    ways_out = "; ".join(
-        f"{r.text} ({format_bytes(abs(r.saved_bytes))} {'more' if r.kind == 'budget' else 'less'}, "
-        f"{'+' if r.extra_seconds >= 0 else '-'}{format_seconds(abs(r.extra_seconds))} a step)"
-        for r in remedies
-    )
-    message = (
+    phase, module, operation = where(found.solver.trace, found.solution.evaluation.peak_event)
+    return _error(
         f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes), set in {phase} by "
-        f"{module or 'an operation outside any module'} ({operation}). Ways out: {ways_out}"
-    )
-    if rejected:
-        message += ". Weighed: " + "; ".join(map(str, rejected))
-    return InfeasibleError(
-        message,
+        f"{module or 'an operation outside any module'} ({operation})",
         budget_bytes=budget_bytes,
         minimum_bytes=size,
         moment=f"{phase}: {operation}",
         module=module,
+        remedies=_remedies(solvers, budget_bytes, size, found),
+        weighed=tuple(map(str, rejected)),
+    )
+
+
+def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_else: str = "") -> InfeasibleError:
+    """The same error with these ways out.
+
+    Args:
+        error: made by `infeasible`.
+        remedies: all of them.
+        nothing_else: what was tried besides and does not do; "" for nothing.
+    """
+    return _error(
+        str(error).partition(WAYS_OUT)[0],
+        nothing_else=nothing_else,
+        budget_bytes=error.budget_bytes,
+        minimum_bytes=error.minimum_bytes,
+        moment=error.moment,
+        module=error.module,
         remedies=remedies,
+        weighed=error.weighed,
+    )
+
+
+WAYS_OUT = ". Ways out: "
+
+
+def _error(
+    reason: str, *, remedies: tuple[Remedy, ...], weighed: tuple[str, ...], nothing_else: str = "", **fields: object
+) -> InfeasibleError:
+    """With its message: the reason, the ways out, what was weighed."""
+    message = reason + WAYS_OUT + "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
+    if nothing_else:
+        message += f". {nothing_else}"
+    if weighed:
+        message += ". Weighed: " + "; ".join(weighed)
+    return InfeasibleError(message, remedies=remedies, weighed=weighed, **fields)  # type: ignore[arg-type]
+
+
+def _cost(remedy: Remedy) -> str:
+    """Bytes and seconds of a way out, each with its direction."""
+    more = remedy.kind == "budget" or remedy.saved_bytes < 0
+    slower = remedy.extra_seconds >= 0
+    return (
+        f"{format_bytes(abs(remedy.saved_bytes))} {'more' if more else 'less'}, "
+        f"{'+' if slower else '-'}{format_seconds(abs(remedy.extra_seconds))} a step"
     )
 
 
 def _remedies(solvers: Solvers, budget_bytes: int, size: int, found: Found) -> tuple[Remedy, ...]:
-    """Ways out, the cheapest first where there are many."""
-    bundle, trace, solution = solvers.bundle, found.solver.trace, found.solution
+    """A larger budget; and where the user fixed the number of micro-batches, another number, if that does."""
+    bundle = solvers.bundle
     plain = solvers.baseline.trace.plain_step_seconds
-    how = named(found.candidate, found.number) if found.number > 1 or found.candidate != bundle.candidates[0] else ""
-    remedies = [
-        Remedy(
-            f'budget="{_budget_of(size)}"' + (f" ({how})" if how else ""),
-            size - budget_bytes,
-            found.seconds - plain,
-            "budget",
-        )
-    ]
-    if bundle.request.micro_batches == 1 and bundle.samples > 1:
+    remedies = [_larger_budget(solvers, budget_bytes, size, found)]
+    if bundle.request.micro_batches is not None and bundle.samples > 1:
         smaller, free = smallest(solvers.of_request(bundle.request.leaving_open("micro_batches")))
-        if smaller < size:
-            text = f'fixed={{"micro_batches": {free.number}}}'
-            remedies.append(Remedy(text, size - smaller, free.seconds - plain, "micro_batches"))
-    state = trace.bytes_of(Category.OPTIMIZER_STATE)
-    if state:
-        text = "an optimizer without state (torch.optim.SGD without momentum)"
-        remedies.append(Remedy(text, state, 0.0, "optimizer"))
-    batch_part = solution.evaluation.peak_bytes - trace.bytes_before_step
-    if bundle.samples > 1 and batch_part > 0:
-        text = f"a batch of {bundle.samples // 2} instead of {bundle.samples} samples"
-        remedies.append(Remedy(text, batch_part // 2, -plain / 2, "batch"))
-    if len(remedies) > MOST_REMEDIES:
-        remedies = sorted(remedies, key=lambda r: r.extra_seconds)[:MOST_REMEDIES]
+        if smaller <= budget_bytes:
+            fixed = {**bundle.request.fixed, "micro_batches": free.number}
+            text = f"fixed={json.dumps(fixed)}"
+            remedies.append(Remedy(text, size - smaller, free.seconds - plain, "micro_batches", {"fixed": fixed}))
     return tuple(remedies)
 
 
-def _budget_of(size: int) -> str:
+def _larger_budget(solvers: Solvers, budget_bytes: int, size: int, found: Found) -> Remedy:
+    """The budget that would do; another device where this one has not as much."""
+    bundle = solvers.bundle
+    seconds = found.seconds - solvers.baseline.trace.plain_step_seconds
+    how = named(found.candidate, found.number) if found.number > 1 or found.candidate != bundle.candidates[0] else ""
+    devices = bundle.topology.devices
+    if devices and size > devices[0].memory_bytes:
+        have = f"the {format_bytes(devices[0].memory_bytes)} of {devices[0].name}"
+        text = f"a device with {format_bytes(size)}, which is more than {have}" + (f" ({how})" if how else "")
+        return Remedy(text, size - budget_bytes, seconds, "budget")
+    given = budget_of(size)
+    text = f'budget="{given}"' + (f" ({how})" if how else "")
+    return Remedy(text, size - budget_bytes, seconds, "budget", {"budget": given})
+
+
+def budget_of(size: int) -> str:
     """A budget that is at least `size` bytes, as a person would write it where that wastes little."""
     mib = -(-size // (1 << 20))
     return f"{mib}MiB" if mib >= 64 else f"{size}B"

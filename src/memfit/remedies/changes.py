@@ -1,0 +1,340 @@
+"""What a user could ask for besides, where nothing fits: arguments of `memfit.plan`, a switch of the model, adapters. Each says what it changes.
+
+A change is made to the request, or to what is captured (`TraceSource`), never to the user's own model for good: a switch is put back, adapters go into a copy
+without weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.capture.trace_source import TraceSource
+from memfit.lower_tiers import capacity
+from memfit.storage.staging import STAGES_BYTES
+from memfit.techniques.layer_streaming.blocks import own_parameters, repeated_blocks
+from memfit.techniques.registry import ALLOWED
+from memfit.values.bundle import Weighting
+from memfit.values.request import Request, TierBudget
+
+OFFLOADING: Final = "offloading"
+LORA_RANK: Final = 8
+SGD: Final = "optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
+
+
+class Effect(IntEnum):
+    """What a change does to the results; what does less comes first."""
+
+    SAME_NUMBERS = 0
+    ORDER_OF_ADDITIONS = 1
+    ROUNDED = 2
+    LESS_IS_TRAINED = 3
+    ANOTHER_TRAINING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that are there when the optimizer updates, at least: of parameters, gradients and optimizer state."""
+
+    parameters: float
+    gradients: float
+    state: float
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.state
+
+    def times(self, parameters: float, gradients: float, state: float) -> Held:
+        """With a share of each left."""
+        return Held(self.parameters * parameters, self.gradients * gradients, self.state * state)
+
+
+def _same(anything: Any) -> Any:
+    return anything
+
+
+def _nothing(model: nn.Module) -> AbstractContextManager[object]:
+    del model
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that the user could ask for.
+
+    Attributes:
+        name: of the change, unique.
+        effect: on the results.
+        settings: of techniques, that a candidate has under it and would not have without.
+        request: makes the request that asks for it.
+        source: makes what the steps are captured from.
+        inside: is entered around everything that is captured; takes the user's model.
+        statement: what to write besides arguments of `memfit.plan`; "" for nothing.
+        shares: of parameters, gradients and state, the least that may be left of them.
+        apart: names of changes that it cannot be combined with.
+        kind: of the remedy.
+    """
+
+    name: str
+    effect: Effect
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    request: Callable[[Request], Request] = _same
+    source: Callable[[TraceSource], TraceSource] | None = None
+    inside: Callable[[nn.Module], AbstractContextManager[object]] = _nothing
+    statement: str = ""
+    shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    apart: tuple[str, ...] = ()
+    kind: str = ""
+
+
+# Of parameters, gradients and state, what a word of `allow=` leaves at least.
+_SHARES: Final = {
+    "in_backward": (1.0, 0.0, 1.0),
+    "8bit": (1.0, 1.0, 0.25),
+    "bf16": (1.0, 1.0, 1.0),
+    "bf16_parameters": (0.5, 0.5, 0.5),
+    "4bit": (0.125, 1.0, 1.0),
+}
+_APART: Final = {"bf16_parameters": ("bf16", "8bit"), "freeze": ("adapters",)}
+
+
+def changes(source: TraceSource, request: Request, room_bytes: int) -> list[Change]:
+    """All changes that may be tried for this model and request, those that change results least first.
+
+    Args:
+        source: of the model, batch and optimizer.
+        request: what the user asked.
+        room_bytes: that a lower tier needs so that everything could be offloaded.
+    """
+    found = [
+        *_offloading(source, request, room_bytes),
+        *_switches(source),
+        *_allowed(request),
+        *_freezing(source, request),
+        *_adapters(source, request),
+    ]
+    return sorted(found, key=lambda change: change.effect)
+
+
+def arguments(before: Request, after: Request) -> dict[str, Any]:
+    """The keyword arguments of `memfit.plan` that make one request of another."""
+    made: dict[str, Any] = {}
+    for name in ("allow", "freeze"):
+        if getattr(before, name) != getattr(after, name):
+            made[name] = list(getattr(after, name))
+    for name in ("host_budget", "disk_budget"):
+        budget: TierBudget | None = getattr(after, name)
+        if budget != getattr(before, name) and budget is not None:
+            made[name] = budget.given
+    if dict(before.fixed) != dict(after.fixed):
+        made["fixed"] = dict(after.fixed)
+    return made
+
+
+def written(given: Mapping[str, Any], statements: Sequence[str] = ()) -> str:
+    """Arguments and statements as the user would write them."""
+    told = ", ".join(f"{name}={json.dumps(value)}" for name, value in given.items())
+    return " and ".join([*statements, *([told] if told else [])])
+
+
+def readable(size: int) -> str:
+    """A number of bytes at least as large, as a person would write it."""
+    mib = max(1, -(-size // (1 << 20)))
+    return f"{mib}MiB" if mib < 1024 else f"{-(-mib // 1024)}GiB"
+
+
+def _offloading(source: TraceSource, request: Request, room_bytes: int) -> Iterator[Change]:
+    """More of the nearest lower tier: what a CPU offloads at all only on request, and a GPU without limit where none is given."""
+    gpu = source.machine.kind == "cuda"
+    have = request.host_budget
+    if gpu and have is None:
+        return
+    needed = room_bytes + (STAGES_BYTES if request.disk_budget is not None else 0)
+    given = readable(needed)
+    size = int(given[:-3]) << (20 if given.endswith("MiB") else 30)
+    if (have is not None and have.bytes >= size) or capacity(source.machine, "host", request.folder) < size:
+        return
+
+    def more(asked: Request) -> Request:
+        return replace(asked, host_budget=TierBudget(given, size))
+
+    yield Change(OFFLOADING, Effect.SAME_NUMBERS, request=more)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Parameter bytes that are on the device at least where layers are streamed: of what is in no block, and of the largest block."""
+    found = repeated_blocks(model)
+    every = sum(p.nbytes for p in model.parameters())
+    if not found:
+        return every
+    blocks = own_parameters(model, found[0].paths).values()
+    return every - found[0].own_bytes + max(sum(p.nbytes for p in own) for own in blocks)
+
+
+@contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    before, model.config.use_cache = model.config.use_cache, False
+    try:
+        yield
+    finally:
+        model.config.use_cache = before
+
+
+def _switches(source: TraceSource) -> Iterator[Change]:
+    """Hugging Face's cache of keys and values, which nothing reads in training: it holds activations, and streamed blocks cannot have it."""
+    if getattr(getattr(source.model, "config", None), "use_cache", False) is True:
+        yield Change(
+            "use_cache",
+            Effect.SAME_NUMBERS,
+            source=replace,
+            inside=_without_cache,
+            statement="model.config.use_cache = False",
+        )
+
+
+def _allowed(request: Request) -> Iterator[Change]:
+    """Words of `allow=`. fp16 takes no fewer bytes than bf16, and skips steps."""
+    for word, (name, setting) in ALLOWED.items():
+        if word in request.allow or word == "fp16" or name in request.fixed:
+            continue
+        yield Change(
+            word,
+            Effect.SAME_NUMBERS if word == "in_backward" else Effect.ROUNDED,
+            {name: setting},
+            partial(_allowing, word=word),
+            shares=_SHARES.get(word, (0.0, 0.0, 0.0)),
+            apart=_APART.get(word, ()),
+        )
+
+
+def _allowing(request: Request, word: str) -> Request:
+    return replace(request, allow=(*request.allow, word))
+
+
+def _freezing(source: TraceSource, request: Request) -> Iterator[Change]:
+    """All but the last of the repeated blocks, and what is before them."""
+    patterns = below_the_last_block(source.model)
+    if patterns and not request.freeze:
+        yield Change(
+            "freeze",
+            Effect.LESS_IS_TRAINED,
+            request=lambda asked: replace(asked, freeze=patterns),
+            shares=(1.0, 0.0, 0.0),
+            apart=_APART["freeze"],
+        )
+
+
+def below_the_last_block(model: nn.Module) -> tuple[str, ...]:
+    """Paths of what comes before the last of the model's repeated blocks, in the order in which it is registered; () where there are no such blocks."""
+    found = repeated_blocks(model)
+    if not found or len(found[0].paths) < 2:
+        return ()
+    *below, last = found[0].paths
+    # What is registered before the blocks is taken to run before them: embeddings, a stem.
+    before: list[str] = []
+    at = ""
+    for name in below[0].split("."):
+        for child, module in model.get_submodule(at).named_children():
+            if child == name:
+                break
+            if any(True for _ in module.parameters()):
+                before.append(f"{at}.{child}" if at else child)
+        at = f"{at}.{name}" if at else name
+    trained = {id(p) for p in model.parameters()} - {
+        id(p) for path in (*before, *below) for p in model.get_submodule(path).parameters()
+    }
+    held = any(id(p) in trained for p in model.get_submodule(last).parameters())
+    return (*before, *below) if held else ()
+
+
+class _Adapted(TraceSource):
+    """Of a copy with adapters. Whether the batch splits is known of the model itself."""
+
+    def __init__(self, original: TraceSource, model: nn.Module) -> None:
+        super().__init__(
+            model,
+            original.sample,
+            original.loss_fn,
+            original.optimizer,
+            original.clip_norm,
+            original.device,
+            original.progress,
+        )
+        self._original = original
+
+    def weighting(self, freeze: Sequence[str]) -> Weighting:
+        return self._original.weighting(freeze)
+
+
+def _adapters(source: TraceSource, request: Request) -> Iterator[Change]:
+    """Low-rank adapters beside frozen weights, made by PEFT. Sources: Hu et al. 2021, arXiv:2106.09685."""
+    linear = any(isinstance(module, nn.Linear) for module in source.model.modules())
+    adapted = hasattr(source.model, "peft_config")
+    on_gpu = source.here.type != "cpu"  # a copy without weights is captured as one on the CPU
+    if find_spec("peft") is None or adapted or request.freeze or not linear or on_gpu or source.optimizer is None:
+        return
+    targets = adapter_targets(source.model)
+    said = json.dumps(targets)
+    yield Change(
+        "adapters",
+        Effect.LESS_IS_TRAINED,
+        source=partial(_with_adapters, targets=targets),
+        statement=f"model = peft.get_peft_model(model, peft.LoraConfig(r={LORA_RANK}, target_modules={said}))",
+        shares=(1.0, 0.0, 0.0),
+        apart=("freeze",),
+    )
+
+
+def adapter_targets(model: nn.Module) -> list[str]:
+    """Names of the linear layers in the model's largest repeated blocks; of all of them where there are none."""
+    found = repeated_blocks(model)
+    roots = [model.get_submodule(path) for path in found[0].paths] if found else [model]
+    linear = {
+        path for root in roots for path, module in root.named_modules() if isinstance(module, nn.Linear) and path
+    }
+    return sorted({_own_name(path) for path in linear})
+
+
+def _own_name(path: str) -> str:
+    """The end of a path as PEFT matches it: with its parent where it is a mere number, as blocks have such names too."""
+    parent, _, name = path.rpartition(".")
+    return f"{parent.rpartition('.')[2]}.{name}" if name.isdigit() and parent else name
+
+
+def _with_adapters(source: TraceSource, targets: Sequence[str]) -> TraceSource:
+    import peft
+
+    known = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in source.model.parameters()
+    }
+    shadow = copy.deepcopy(source.model, dict(known))
+    adapted = peft.get_peft_model(shadow, peft.LoraConfig(r=LORA_RANK, target_modules=list(targets)))
+    adapted.train(source.model.training)
+    for module in adapted.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.device.type != "meta":
+                setattr(module, name, nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad))
+    return _Adapted(source, adapted)
+
+
+def with_another_optimizer(source: TraceSource) -> TraceSource:
+    """With an optimizer that keeps no state."""
+    return replace(source, optimizer=partial(torch.optim.SGD, lr=0.01))
+
+
+def with_samples(source: TraceSource, samples: int) -> TraceSource:
+    """With so many of the batch's samples."""
+    total = batches.size(source.sample)
+    return replace(source, sample=batches.split(source.sample, [samples, total - samples])[0])

@@ -1,0 +1,219 @@
+"""What is told where nothing fits leads to a plan: each way out is planned with exactly the arguments that it prints."""
+
+from __future__ import annotations
+
+import functools  # noqa: F401 - remedies speak of it
+import pickle
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+import small
+from memfit import batches
+from memfit.capture.trace_source import TraceSource
+from memfit.cli.answer import as_settings, failure
+from memfit.errors import InfeasibleError, Remedy
+from memfit.remedies import search
+from memfit.remedies.changes import adapter_targets, below_the_last_block
+from memfit.train.config import override
+from models import build_gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build() -> Any:
+    """Most bytes are those of parameters, gradients and state."""
+    torch.manual_seed(0)
+    return build_gpt(layers=3, hidden=128, heads=4, batch=2, tokens=8, vocab=50)
+
+
+def parameter_bytes() -> int:
+    return sum(p.nbytes for p in build()[0].parameters())
+
+
+def refused(budget: int | str, **named: Any) -> InfeasibleError:
+    """What is said of this budget; looked for once."""
+    key = f"{budget} {named}"
+    if key not in REFUSED:
+        REFUSED[key] = _refused(budget, **named)
+    return REFUSED[key]
+
+
+REFUSED: dict[str, InfeasibleError] = {}
+
+
+def _refused(budget: int | str, **named: Any) -> InfeasibleError:
+    model, sample, loss_fn = build()
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, loss_fn, budget, named.pop("optimizer", small.adamw), **named)
+    return caught.value
+
+
+def planned_as_told(remedy: Remedy, budget: int | str, **named: Any) -> memfit.Plan:
+    """Planned with what the remedy says, read from its text."""
+    model, sample, loss_fn = build()
+    optimizer = named.pop("optimizer", small.adamw)
+    if remedy.kind == "optimizer":
+        optimizer = eval(remedy.text.partition("=")[2], {"functools": functools, "torch": torch})
+    if remedy.kind == "batch":
+        sample = batches.split(sample, [n := int(remedy.text.split()[3]), batches.size(sample) - n])[0]
+    if "peft.get_peft_model" in remedy.text:
+        peft = pytest.importorskip("peft")
+        model = eval(remedy.text.partition(" and ")[0].partition(" = ")[2], {"peft": peft, "model": model})
+    told = {"budget": budget, **named, **(remedy.arguments or {})}
+    for name, value in (remedy.arguments or {}).items():
+        assert f"{name}=" in remedy.text
+        assert (value if isinstance(value, str) else repr(value).replace("'", '"')) in remedy.text
+    return memfit.plan(model, sample, loss_fn, optimizer=optimizer, **told)
+
+
+EASY: Any = (3.2, {})
+HARD: Any = (1.3, {})  # no single change does
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # peft's, of layers it knows less well
+@pytest.mark.parametrize(
+    ("share", "named"),
+    [
+        pytest.param(*EASY, id="state elsewhere"),
+        pytest.param(*HARD, id="gradients gone too"),
+        pytest.param(1.3, {"clip_norm": 1.0}, id="clipped", marks=pytest.mark.slow),
+        pytest.param(3.2, {"fixed": {"micro_batches": 1}}, id="a fixed number", marks=pytest.mark.slow),
+        pytest.param(1.6, {"allow": ["in_backward"]}, id="some of it allowed", marks=pytest.mark.slow),
+        pytest.param(1.5, {"optimizer": None}, id="no optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_out_leads_to_a_plan(share: float, named: dict[str, Any]) -> None:
+    budget = int(share * parameter_bytes())
+    error = refused(budget, **named)
+    assert error.remedies[0].kind == "budget"
+    assert len(error.remedies) >= (2 if named.get("optimizer", small.adamw) else 1)
+    for remedy in error.remedies:
+        plan = planned_as_told(remedy, budget, **named)
+        assert plan.prediction.peak_bytes <= (budget if remedy.kind != "budget" else error.minimum_bytes + (1 << 20))
+        assert remedy.text in str(error)
+
+
+def test_where_no_single_change_does_a_combination_is_named_of_which_nothing_can_be_left_out() -> None:
+    budget = int(HARD[0] * parameter_bytes())
+    error = refused(budget)
+    (_, combination, *_) = error.remedies
+    assert combination.arguments is not None
+    words = combination.arguments.get("allow", [])
+    parts = [{"allow": [w for w in words if w != word]} for word in words]
+    parts += [{name: None} for name in combination.arguments if name == "host_budget"]
+    assert len(parts) >= 2
+    model, sample, loss_fn = build()
+    for part in parts:
+        fewer = {name: value for name, value in {**combination.arguments, **part}.items() if value is not None}
+        with pytest.raises(InfeasibleError):
+            memfit.plan(model, sample, loss_fn, budget, small.adamw, **fewer)
+
+
+def test_what_changes_results_less_is_told_first() -> None:
+    told = [remedy.text for remedy in refused(int(3.2 * parameter_bytes())).remedies]
+    assert told[0].startswith("budget=")
+    assert told[1].startswith("host_budget=")
+    changing = [index for index, text in enumerate(told) if "8bit" in text or "bf16" in text]
+    assert min(changing, default=2) >= 2
+
+
+def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+    known = TraceSource._captured
+    monkeypatch.setattr(TraceSource, "_captured", lambda self, way: captured.append(way) or known(self, way))
+    error = _refused("1KiB")
+    assert [remedy.kind for remedy in error.remedies] == ["budget"]
+    assert "Nothing fits with any of these besides" in str(error)
+    assert not any(way.techniques for way in captured if not way.loss_chunks > 1)
+
+
+def test_no_more_is_captured_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MOST_CAPTURES", 1)
+    error = _refused(int(HARD[0] * parameter_bytes()))
+    assert len(error.remedies) == 1
+    assert "or with combinations of them that were tried: offloading, " in str(error)
+
+
+def test_a_switch_of_the_model_is_put_back_and_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=20, num_key_value_heads=4, **shape)
+    assert config.use_cache
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 20, (2, 128))
+    sample = {"input_ids": ids, "labels": ids}
+    made = memfit.plan(model, sample, None, 1 << 40, None, fixed={"micro_batches": 1})
+    with_cache = memfit.smallest_budget(made)
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, None, with_cache - 2048, None, fixed={"micro_batches": 1})
+    assert model.config.use_cache is True
+    told = [remedy for remedy in caught.value.remedies if "use_cache" in remedy.text]
+    assert [remedy.text for remedy in told] == ["model.config.use_cache = False"]
+    exec(told[0].text, {"model": model})
+    fits = memfit.plan(model, sample, None, with_cache - 2048, None, fixed={"micro_batches": 1})
+    assert fits.prediction.peak_bytes <= with_cache - 2048
+
+
+def test_more_than_the_device_has_is_not_a_budget_to_give() -> None:
+    model, sample, loss_fn = build()
+    bundle = memfit.record(model, sample, loss_fn, small.adamw, fixed={"micro_batches": 1})
+    (device,) = bundle.topology.devices
+    poor = replace(bundle, topology=replace(bundle.topology, devices=(replace(device, memory_bytes=1 << 20),)))
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.replan(poor, 1 << 20)
+    (only,) = caught.value.remedies
+    assert only.arguments is None
+    assert only.text.startswith("a device with ")
+    assert f"the 1.00 MiB of {device.name}" in only.text
+
+
+def test_the_way_home_from_a_worker_keeps_all_of_it() -> None:
+    error = refused(int(3.2 * parameter_bytes()))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.remedies, again.weighed) == (str(error), error.remedies, error.weighed)
+
+
+def test_on_the_command_line_arguments_are_settings() -> None:
+    arguments = {"allow": ["in_backward", "8bit"], "host_budget": "20MiB", "fixed": {"micro_batches": 2}}
+    error = InfeasibleError(
+        "too little",
+        budget_bytes=1,
+        remedies=(Remedy("a", 1, 0.0, "", arguments), Remedy("b", 1, 0.0, "budget", {"budget": "3MiB"})),
+    )
+    answer = failure(error)
+    assert answer.data["settings"] == [as_settings(arguments), "--budget 3MiB"]
+    assert answer.text.endswith(f"On the command line: {as_settings(arguments)}, or --budget 3MiB")
+    read: dict[str, Any] = {"fit": {}}
+    words = shlex.split(as_settings(arguments))
+    assert words[::2] == ["--set"] * 3
+    for setting in words[1::2]:
+        override(read, setting)
+    assert read["fit"] == arguments
+
+
+class Stem(nn.Module):
+    """Blocks within a part of the model, with something before them and something after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.body = nn.Module()
+        self.body.first = nn.Linear(8, 8)
+        self.body.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 2)
+
+
+def test_what_is_frozen_is_what_comes_before_the_last_block() -> None:
+    assert below_the_last_block(Stem()) == ("embed", "body.first", "body.blocks.0", "body.blocks.1")
+    assert below_the_last_block(nn.Linear(2, 2)) == ()
+
+
+def test_adapters_go_beside_the_linear_layers_of_the_blocks() -> None:
+    assert adapter_targets(build()[0]) == ["mlp.0", "mlp.2", "out", "qkv"]

@@ -16,6 +16,29 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 Built = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor] | None]
 
 
+class _Softmax(torch.autograd.Function):
+    """A softmax, or its logarithm, that saves its input beside its result, as PyTorch's did before 1.11 (later ones save the input's type)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, log: bool) -> Tensor:  # noqa: FBT001 - autograd passes arguments by position
+        made = F.log_softmax(x, dim) if log else F.softmax(x, dim)
+        ctx.save_for_backward(x, made)
+        ctx.dim, ctx.log = dim, log
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        x, made = ctx.saved_tensors
+        operation = torch.ops.aten._log_softmax_backward_data if ctx.log else torch.ops.aten._softmax_backward_data
+        return operation(gradients[0], made, ctx.dim, x.dtype), None, None
+
+
+def softmax(x: Tensor, dim: int = -1, *, log: bool = False) -> Tensor:
+    """The softmax of PyTorch 1.10 and before."""
+    made: Tensor = _Softmax.apply(x, dim, log)  # type: ignore[no-untyped-call]
+    return made
+
+
 def conv_norm(inner: int, outer: int, size: int, *, stride: int = 1, dilation: int = 1) -> nn.Sequential:
     """A convolution without bias and its batch norm."""
     padding = dilation * (size // 2)
@@ -158,7 +181,8 @@ def fcn(depth: int, images: int, height: int, width: int, classes: int) -> Built
         parts = []
         for logits in model(image):
             large = F.interpolate(logits, size=labels.shape[1:], mode="bilinear", align_corners=False)
-            parts.append(F.cross_entropy(large, labels, reduction="none", ignore_index=255).mean())
+            logarithms = softmax(large, 1, log=True)
+            parts.append(F.nll_loss(logarithms, labels, reduction="none", ignore_index=255).mean())
         return parts[0] + 0.4 * parts[1]
 
     image = torch.empty(images, 3, height, width, device="meta")
@@ -185,15 +209,31 @@ def c3d(videos: int, frames: int, size: int, classes: int) -> Built:
 
 
 class Attention(nn.Module):
-    """Self-attention with its weights returned, as `nn.MultiheadAttention` runs it then."""
+    """Self-attention of twelve heads with the mean of its weights, as MMCV calls `nn.MultiheadAttention` of PyTorch 1.9 and 1.10.
 
-    def __init__(self, width: int) -> None:
+    MMCV transposes queries, keys and values one by one, so they are three tensors, which those versions project separately; each projection saves a copy of its
+    input. Which version was used is not told.
+    """
+
+    def __init__(self, width: int, heads: int = 12) -> None:
         super().__init__()
-        self.inside = nn.MultiheadAttention(width, 12)
+        self.heads = heads
+        self.inside, self.outside = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        return self.inside(x, x, x)[0].transpose(0, 1)
+        tokens = x.transpose(0, 1)
+        length, samples, width = tokens.shape
+        size = width // self.heads
+        projected = (
+            F.linear(tokens, weight, bias)
+            for weight, bias in zip(self.inside.weight.chunk(3), self.inside.bias.chunk(3), strict=True)
+        )
+        query, key, value = (t.view(length, samples * self.heads, size).transpose(0, 1) for t in projected)
+        weights = softmax(torch.bmm(query / size**0.5, key.transpose(1, 2)))
+        out = torch.bmm(weights, value).transpose(0, 1).contiguous().view(length, samples, width)
+        out = self.outside(out)
+        weights.view(samples, self.heads, length, length).sum(1) / self.heads
+        return out.transpose(0, 1)
 
 
 def dropped_path(x: Tensor, probability: float) -> Tensor:
@@ -291,16 +331,35 @@ def timesformer(kind: str, videos: int, frames: int, classes: int) -> Built:
     return model, (video, labels), lambda m, b: F.cross_entropy(m(b[0]), b[1])
 
 
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention of Transformers' BERT, with the softmax of then."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(softmax(scores), dropout, module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
 def bert_large(batch: int, tokens: int, *, recompute: bool) -> Built:
     """BERT-large with a head for two classes, no mask given, eager attention."""
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 
+    AttentionInterface.register("eager_of_2022", eager_attention)
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=24,
         num_attention_heads=16,
         intermediate_size=4096,
-        attn_implementation="eager",
+        attn_implementation="eager_of_2022",
         num_labels=2,
     )
     model = BertForSequenceClassification(config).train()

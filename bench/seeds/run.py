@@ -1,7 +1,7 @@
 """Largest batches and deepest networks in a card's memory, beside what was published: BERT on 31 GiB, the 1000-layer ResNet, VGG-16, a BERT of 100 layers.
 
 python bench/seeds/run.py [--only bert_large_128] [--missing]
-python bench/seeds/run.py --only bert_base_128 --batch 1092   (extra time of one batch alone; nothing is kept)
+python bench/seeds/run.py --only bert_base_128 --batch 1092   (extra time of one batch alone, and the bound; nothing is kept)
 """
 
 from __future__ import annotations
@@ -81,14 +81,20 @@ BERTS = (
 )
 
 
-def slowdown_of(search: Any, budget: int) -> float:
-    """Extra time of the plan in these bytes; infinite where nothing fits."""
+def extras_of(search: Any, budget: int) -> tuple[float, float]:
+    """Extra time of the plan in these bytes, and the least that any plan in them takes; infinite where nothing fits."""
     import memfit
 
     try:
-        return float(search.plan(budget).prediction.slowdown) - 1
+        found = search.plan(budget).prediction
     except memfit.InfeasibleError:
-        return inf
+        return inf, inf
+    return float(found.slowdown) - 1, float(found.bound_seconds / found.plain_step_seconds) - 1
+
+
+def slowdown_of(search: Any, budget: int) -> float:
+    """Extra time of the plan in these bytes; infinite where nothing fits."""
+    return extras_of(search, budget)[0]
 
 
 def largest(extra: Callable[[int], float], limit: float, known: int) -> int:
@@ -112,8 +118,9 @@ def print_batch(bert: Bert, batch: int) -> None:
 
     source = TraceSource(*bert.build(batch), adam, device=CARD)
     for way, below in HOST.items():
-        extra = slowdown_of(measuring.planning(source, host_budget=below, fixed=ACTIVATIONS_ONLY), BERT_BYTES)
-        print(f"{bert.name}, batch {batch}, {way}: {100 * extra:+.1f} %", flush=True)
+        search = measuring.planning(source, host_budget=below, fixed=ACTIVATIONS_ONLY)
+        extra, bound = extras_of(search, BERT_BYTES)
+        print(f"{bert.name}, batch {batch}, {way}: {100 * extra:+.1f} %, bound {100 * bound:+.1f} %", flush=True)
 
 
 def bert_row(bert: Bert) -> Row:

@@ -72,7 +72,8 @@ def plan(
             is; `apply` freezes it.
         fixed: choices that the search must not change, by the name of their field in `Choices`: {"micro_batches": 4}.
         clip_norm: global gradient norm to clip to.
-        device: None for the device of the model, or the name of a GPU that this computer does not have ("rtx4090"): then seconds are estimated.
+        device: None for the device of the model, or the name of a GPU that this computer does not have ("rtx4090"): then seconds are
+            estimated, and bytes are those of CUDA's kernels, which the plan's notes name.
         lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
         progress: called with a description of the current work and the share done (0 to 1).
 

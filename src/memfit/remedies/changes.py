@@ -301,9 +301,7 @@ def adapter_targets(model: nn.Module) -> list[str]:
     """Names of the linear layers in the model's largest repeated blocks; of all of them where there are none."""
     found = repeated_blocks(model)
     roots = [model.get_submodule(path) for path in found[0].paths] if found else [model]
-    linear = {
-        path for root in roots for path, module in root.named_modules() if isinstance(module, nn.Linear) and path
-    }
+    linear = {path for root in roots for path, module in root.named_modules() if isinstance(module, nn.Linear) and path}
     return sorted({_own_name(path) for path in linear})
 
 

@@ -333,7 +333,10 @@ def _compatible(some: Sequence[Change]) -> list[list[Change]]:
         grown: list[list[Change]] = []
         for each in sets:
             if any(change.name in other.apart or other.name in change.apart for other in each):
-                grown += [each, [*(o for o in each if change.name not in o.apart and o.name not in change.apart), change]]
+                grown += [
+                    each,
+                    [*(o for o in each if change.name not in o.apart and o.name not in change.apart), change],
+                ]
             else:
                 grown.append([*each, change])
         sets = grown

@@ -23,6 +23,7 @@ class CompiledScript:
         states_ending: (step, position among its runs) -> operations whose generator states nothing needs afterwards.
         calls: by module and number of the call, where the script is one of calls.
         recipe_of: by storage, the operations that make it again.
+        first: the script of a first forward that builds something, and what modules hold before it; None where none does.
     """
 
     def __init__(self, script: Script) -> None:
@@ -52,6 +53,7 @@ class CompiledScript:
         self.calls: dict[str, dict[int, CompiledScript]] = {}
         for call in script.calls:
             self.calls.setdefault(call.module, {})[call.number] = CompiledScript(call.script)
+        self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:

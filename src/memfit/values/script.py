@@ -65,6 +65,19 @@ class CallScript:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstForward:
+    """What is followed in the first forward of a model, which runs other operations than later ones: it builds what they find.
+
+    Attributes:
+        before: what modules hold before that forward and not after it, by path and name (`memfit.step.attributes.told`). It tells whether this is the one.
+        script: to follow in it.
+    """
+
+    before: Mapping[str, str]
+    script: Script
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """What the engine follows in one micro-batch.
 
@@ -82,6 +95,7 @@ class Script:
         inputs: storages that the first operation which reads them for a recomputation brings along: made before a call, and held for it.
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
+        first: what is followed instead in a first forward that builds what later ones find.
     """
 
     operations: tuple[str, ...] = ()
@@ -96,6 +110,7 @@ class Script:
     writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
     calls: tuple[CallScript, ...] = ()
+    first: FirstForward | None = None
 
     @property
     def plain(self) -> bool:
@@ -136,6 +151,7 @@ class Script:
             "writes": {str(k): list(v) for k, v in self.writes.items()},
             "inputs": sorted(self.inputs),
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
+            "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
         }
 
     @classmethod
@@ -170,6 +186,9 @@ class Script:
             {int(k): tuple(int(x) for x in v) for k, v in data["writes"].items()},
             frozenset(int(s) for s in data["inputs"]),
             tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
+            None
+            if data.get("first") is None
+            else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
         )
         count = len(operations)
         if len(script.wanted) != count:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.dispatch import has_storage, storage_key, written
 from memfit.storage.raw_bytes import flat_storage
+
+_HOLDERS: Final = (list, tuple, dict)
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
 
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     containers: list[tuple[Any, Any]] = []
-    for module in model.modules():
+    for module in _modules(model):
         containers += [(v, copy.copy(v)) for v in module.__dict__.values() if type(v) in (list, dict, set)]
         before.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))
     try:
@@ -67,6 +69,24 @@ def lent(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iter
             for table, original in ((module._parameters, parameters), (module._buffers, buffers)):
                 table.clear()
                 table.update(original)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All modules, those in plain lists, tuples and mappings too: their parameters may be registered elsewhere, and it is they who compute."""
+    found: dict[int, nn.Module] = {}
+    looked_into: set[int] = set()
+    waiting: list[Any] = [model]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, nn.Module):
+            new = [module for module in value.modules() if id(module) not in found]
+            found.update((id(module), module) for module in new)
+            waiting += [v for module in new for v in module.__dict__.values() if type(v) in _HOLDERS]
+        elif id(value) not in looked_into:
+            looked_into.add(id(value))
+            items = value.values() if type(value) is dict else value
+            waiting += [v for v in items if isinstance(v, nn.Module) or type(v) in _HOLDERS]
+    return list(found.values())
 
 
 @contextmanager

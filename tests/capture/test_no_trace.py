@@ -248,3 +248,28 @@ def test_a_criterion_of_the_loss_function_is_as_before(named: str) -> None:
     assert alike(before[0], after[0])
     assert after[1] == before[1]
     assert type(criterion.centre) is Tensor
+
+
+class Listed(nn.Module):
+    """Blocks in a plain list of lists, and their parameters in a list that is registered (as N-BEATS has them)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks = [[small.chain(1), small.chain(1)], [small.chain(1)]]
+        self.registered = nn.ParameterList(p for stack in self.stacks for block in stack for p in block.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stack in self.stacks:
+            for block in stack:
+                x = x + block(x)
+        return x
+
+
+def test_modules_in_plain_lists_are_captured_like_others() -> None:
+    model = Listed()
+    plan = memfit.plan(model, small.rows(), small.squared_error, 1 << 40, small.adamw, fixed={"micro_batches": 1})
+    assert all(p.grad is None for p in model.parameters())
+    engine = memfit.apply(plan, model, small.squared_error, small.adamw)
+    engine.step(small.rows())
+    peak = engine.step(small.rows(), meter=True).peak_bytes
+    assert peak == pytest.approx(plan.prediction.peak_bytes, abs=512)

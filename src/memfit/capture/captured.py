@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from memfit.capture.calls import CallSpec
 from memfit.techniques.freezing.freeze import Forced
@@ -22,6 +23,7 @@ class Captured:
         receiving: names of the parameters that got gradients.
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
         repeats: the forward before it ran the same operations.
+        before: what modules hold before it and not after it (`memfit.step.attributes.told`).
         steady: other random numbers gave the same operations and sizes, or none that are drawn can decide any.
     """
 
@@ -33,3 +35,4 @@ class Captured:
     forced: Forced | None = None
     steady: bool = False
     repeats: bool = True
+    before: Mapping[str, str] = field(default_factory=dict)

@@ -85,6 +85,17 @@ def with_costs(
         storages.append(Storage(other_bytes, Category.OTHER, "", BEFORE_STEP, len(trace.events)))
         for sizes in drawn:
             sizes.append(other_bytes)
+
+    def priced(path: Trace) -> Trace:
+        return with_costs(
+            replace(captured, trace=path),
+            costs,
+            seconds_are=seconds_are,
+            device=device,
+            allocation_bytes=allocation_bytes,
+            other_bytes=other_bytes,
+        )
+
     return replace(
         trace,
         operations=tuple(operations),
@@ -93,17 +104,8 @@ def with_costs(
         device=device,
         notes=tuple(notes),
         drawn_bytes=tuple(map(tuple, drawn)),
-        paths=tuple(
-            with_costs(
-                replace(captured, trace=path),
-                costs,
-                seconds_are=seconds_are,
-                device=device,
-                allocation_bytes=allocation_bytes,
-                other_bytes=other_bytes,
-            )
-            for path in trace.paths
-        ),
+        paths=tuple(map(priced, trace.paths)),
+        first=None if trace.first is None else priced(trace.first),
     )
 
 

@@ -66,13 +66,15 @@ def with_other_draws(
     ]
     notes = [note for note in (_sized_by_values(trace), _paths(len(taken), failed, draws=draws)) if note]
     paths = tuple(replace(each.trace, notes=()) for each in taken)
+    first = _first_forward(captured, again, source) if not captured.repeats and not taken and not failed else None
     trace = replace(
         trace,
         drawn_bytes=tuple(drawn),
         notes=(*trace.notes, *notes),
         paths=paths,
+        first=None if first is None else replace(first.trace, notes=(), calls=(), before=tuple(first.before.items())),
     )
-    calls = {key: call for each in (*taken, longest) for key, call in each.calls.items()}
+    calls = {key: call for each in (*taken, *((first,) if first else ()), longest) for key, call in each.calls.items()}
     return replace(longest, trace=trace, calls=calls, steady=not drawn and not taken and not failed)
 
 
@@ -102,6 +104,18 @@ def _seen(
             break  # what is drawn decides values only
         seen.append(other)
     return seen, failed
+
+
+def _first_forward(captured: Captured, again: Callable[[StepSource], Captured], source: StepSource) -> Captured | None:
+    """The step with the model's very first forward, where that alone runs other operations: it builds what later ones find.
+
+    None where it does not, or where nothing that modules hold tells whether it has been run.
+    """
+    try:
+        first = again(replace(source, forwards_before=0, trained_elsewhere=captured.receiving))
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    return first if first.before and path_taken(first.trace) != path_taken(captured.trace) else None
 
 
 def _other_paths(longest: Captured, seen: Iterable[Captured]) -> list[Captured]:

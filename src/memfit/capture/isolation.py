@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.dispatch import has_storage, storage_key, written
 from memfit.step.attributes import Attributes, Container, held_by
 from memfit.storage.raw_bytes import flat_storage
-
-# Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.
-LARGEST_PRIVATE_BYTES: Final = 256 << 20
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from memfit.errors import InputError
 from memfit.garbage import uncollected
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.step.device import device_of
+from memfit.step.fingerprint import fingerprint
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
@@ -63,8 +64,10 @@ def record(
         step.register()
         # A GPU's generator states lie in host memory.
         states = following_generator_states(step.recorder) if source.cuda is None else nullcontext()
+        before = fingerprint(source.model) if source.forwards_before == 0 else {}
         with step.recorder, states:
             step.run()
+        after = fingerprint(source.model) if before else {}
         recorder = step.recorder
         operations, storages, saves = recorder.tables()
         recorder.recording = False
@@ -89,7 +92,18 @@ def record(
     )
     names = forward_names(trace)
     once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too
-    return Captured(trace, recorder.calls, recorder.overwritten, step.graded, step.receiving, step.forced, repeats=once)
+    return Captured(
+        trace,
+        recorder.calls,
+        recorder.overwritten,
+        step.graded,
+        step.receiving,
+        step.forced,
+        repeats=once,
+        before={
+            place: before.get(place, "") for place in before | after if before.get(place, "") != after.get(place, "")
+        },
+    )
 
 
 def _module_calls(paths: dispatch.ModulePaths) -> Iterator[ModuleCall]:
@@ -161,14 +175,17 @@ class _StepRecording:
                     loss = program.loss(self._micro_batches[0])
                 del loss
                 recorder.unrecorded.clear()
+            first = self._source.forwards_before == 0
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
-                if several or inside:
+                if first:
+                    pass
+                elif several or inside:
                     program.forward_backward(self._micro_batches[0], self._weight, recorder)
                 else:
                     with recorder:
                         loss = program.loss(self._source.sample)
                     del loss
-            if several:
+            if several or (inside and first):
                 for parameter in self._elsewhere():
                     parameter.grad = _as_accumulated(parameter)
         self._once = list(recorder.unrecorded)

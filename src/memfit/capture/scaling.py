@@ -83,7 +83,9 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
         signature=batches.signature(source.sample),
         notes=(*first.trace.notes, *notes),
     )
-    return Captured(trace, calls, receiving=first.receiving, forced=first.forced, repeats=first.repeats)
+    return Captured(
+        trace, calls, receiving=first.receiving, forced=first.forced, repeats=first.repeats, before=first.before
+    )
 
 
 def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bool:

@@ -29,7 +29,7 @@ class StepSource:
         optimizer: makes the optimizer from the trainable parameters; None when only gradients are wanted.
         clip_norm: as in `StepProgram`.
         loader_batches: batches like the sample that the step takes one after the other; one is there at a time. Each is split alike.
-        forwards_before: how many forwards are run before the one that is captured.
+        forwards_before: how many forwards are run before the one that is captured; 0 for the first one, which may build what later ones find.
         trained_elsewhere: names of parameters that get gradients in other steps: their optimizer state is there in this one, too.
         cuda: compute capability of the absent GPU whose kernels a capture on fake tensors is to show; None for those of the model's own device.
     """

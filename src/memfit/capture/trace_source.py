@@ -145,6 +145,7 @@ class TraceSource:
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
                 paths=tuple(map(completed, path.paths)),
+                first=None if path.first is None else completed(path.first),
             )
 
         return completed(trace)

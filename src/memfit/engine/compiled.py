@@ -26,6 +26,7 @@ class CompiledScript:
         calls: by module and number of the call, where the script is one of calls.
         recipe_of: by storage, the operations that make it again.
         kept_calls: calls in which nothing is dropped, by the operation that they begin with.
+        first: the script of a first forward that builds something, and what modules hold before it; None where none does.
     """
 
     def __init__(self, script: Script) -> None:
@@ -58,6 +59,7 @@ class CompiledScript:
         self.kept_calls = {call.operations[0]: call for call in script.kept_calls}
         self._since_followed: int | None = None  # forwards; None where the last one differed, or none has run
         self._modules: tuple[nn.Module, dict[int, nn.Module]] | None = None
+        self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:

@@ -10,6 +10,7 @@ from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.call_follower import CallFollower
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
+from memfit.step.fingerprint import has_fingerprint
 from memfit.step.program import StepProgram
 
 
@@ -26,12 +27,14 @@ class Executor:
         self._model = model
 
     def follower(self, compiled: CompiledScript, *, retain: bool = False) -> Follower | CallFollower | None:
-        """What follows a script through a forward; None where the script drops nothing.
+        """What follows a script through a forward (that of the first one where the model is as before it); None where the script drops nothing.
 
         Args:
             compiled: the script.
             retain: backward may run more than once.
         """
+        if compiled.first is not None and has_fingerprint(self._model, compiled.first[1]):
+            compiled = compiled.first[0]
         if compiled.script.plain:
             return None
         if compiled.calls:

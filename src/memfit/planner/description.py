@@ -20,7 +20,7 @@ from memfit.techniques.choices import Choices, in_words
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction, TierUse
-from memfit.values.script import TIERS
+from memfit.values.script import TIERS, FirstForward, Script
 from memfit.values.trace import Trace
 
 CURVE_POINTS: Final = 240
@@ -73,12 +73,13 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         **asdict(plain_step(solvers)),
     )
     names = sorted({*kept, *dropped, *below, *again})
+    capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
+    first, first_peak = _first_forward(solver.first, capacity) if solver.first is not None else (None, 0)
+    script = _script(solver, solution)
     return Plan(
         budget_bytes=budget_bytes,
         choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
-        script=compile_calls(solver.draws, solution.recomputations)
-        if trace.paths
-        else compile_script(recipes, solution.recomputations),
+        script=script if first is None else replace(script, first=first),
         prediction=prediction,
         signature=trace.signature,
         model=trace.model,
@@ -93,6 +94,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             *_reserved(solvers, prediction, timeline, solution),
             *_drawn(prediction, len(trace.drawn_bytes) + 1),
             *_several(trace, prediction),
+            *(_builds(first_peak + solvers.extra_bytes, budget_bytes) if first is not None else ()),
         ),
         source=trace.source,
         changed_buffers=trace.changed_buffers,
@@ -122,6 +124,29 @@ def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
     if devices:
         return devices[0].kind
     return "cuda" if trace.seconds_are == "estimated" or 0 < trace.rng_state_bytes <= GPU_STATE_BYTES else "cpu"
+
+
+def _script(solver: Solver, solution: Solution) -> Script:
+    """What the engine follows; call by call where forward takes several paths."""
+    if solver.trace.paths:
+        return compile_calls(solver.draws, solution.recomputations)
+    return compile_script(solver.recipes, solution.recomputations)
+
+
+def _first_forward(solver: Solver, capacity: int) -> tuple[FirstForward, int]:
+    """What is followed in a first forward that builds something, and the peak of that step: the fastest that fits, else the smallest."""
+    solution = solver.fitting(capacity) or solver.least()
+    return FirstForward(dict(solver.trace.before), _script(solver, solution)), solver.needed(solution)
+
+
+def _builds(peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
+    """What the user should know where the first forward runs other operations."""
+    above = f", above the budget of {format_bytes(budget_bytes)}" if peak_bytes > budget_bytes else ""
+    note = (
+        "the first forward runs other operations than later ones (it builds what they find), so the first step has a plan of its own: "
+        f"{format_bytes(peak_bytes)} at the peak{above}"
+    )
+    return (note,)
 
 
 def _fixed_for(baseline: Choices) -> str:

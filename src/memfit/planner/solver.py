@@ -7,6 +7,7 @@ changes nothing but the time it takes. `together` gives plans for several budget
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Final
 
 from memfit.garbage import uncollected
@@ -46,6 +47,16 @@ class Solver:
         return Problem(self.timeline)
 
     # -- what depends on the trace alone -------------------------------------------------------------------------------------
+
+    @cached_property
+    def first(self) -> Solver | None:
+        """The solver for the first step, where the first forward runs other operations than later ones; None where it does not."""
+        return None if self.trace.first is None else Solver(Timeline(self.trace.first))
+
+    @cached_property
+    def _first_needs(self) -> int:
+        """Bytes below which there is no plan for the first step."""
+        return 0 if self.first is None else self.first.needed(self.first.least())
 
     @property
     def droppable(self) -> frozenset[int]:
@@ -112,11 +123,14 @@ class Solver:
     # -- plans, where random numbers decide sizes ----------------------------------------------------------------------------
 
     def needed(self, solution: Solution) -> int:
-        """Bytes that a plan needs: its peak, and more for other draws where random numbers decide sizes."""
-        return self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
+        """Bytes that a plan needs: its peak, and more for other draws where random numbers decide sizes; no fewer than the first step needs."""
+        own = self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
+        return max(own, self._first_needs)
 
     def fitting(self, budget_bytes: int) -> Solution | None:
         """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
+        if self._first_needs > budget_bytes:
+            return None
         if not self.draws.several:
             return self.solve(budget_bytes)
         if budget_bytes not in self._fitting:

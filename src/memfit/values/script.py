@@ -67,6 +67,19 @@ class CallScript:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstForward:
+    """What is followed in the first forward of a model, which runs other operations than later ones: it builds what they find.
+
+    Attributes:
+        before: what modules hold before that forward and not after it, by path and name (`memfit.step.attributes.told`). It tells whether this is the one.
+        script: to follow in it.
+    """
+
+    before: Mapping[str, str]
+    script: Script
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """What the engine follows in one micro-batch.
 
@@ -85,6 +98,7 @@ class Script:
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
         kept_calls: the largest calls of modules in which nothing is dropped, held or written that the engine knows by number.
+        first: what is followed instead in a first forward that builds what later ones find.
     """
 
     operations: tuple[str, ...] = ()
@@ -100,6 +114,7 @@ class Script:
     inputs: frozenset[int] = frozenset()
     calls: tuple[CallScript, ...] = ()
     kept_calls: tuple[ModuleCall, ...] = ()
+    first: FirstForward | None = None
 
     @property
     def plain(self) -> bool:
@@ -141,6 +156,7 @@ class Script:
             "inputs": sorted(self.inputs),
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
             "kept_calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.kept_calls],
+            "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
         }
 
     @classmethod
@@ -179,6 +195,9 @@ class Script:
                 ModuleCall(str(module), int(number), (int(a), int(b)), (int(c), int(d)))
                 for module, number, a, b, c, d in data.get("kept_calls", ())
             ),
+            None
+            if data.get("first") is None
+            else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
         )
         count = len(operations)
         if len(script.wanted) != count:

@@ -185,6 +185,8 @@ class Trace:
         in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
         calls: of modules in forward, in the order in which they began.
         paths: the same step where it ran other operations, under other random numbers; this trace is that with the most operations.
+        first: the first step, where its forward runs other operations than those of all later ones: it builds what they find.
+        before: of a first step, what modules hold before its forward and not after it (`memfit.step.attributes.told`).
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 
@@ -213,6 +215,8 @@ class Trace:
     in_flight: int = 1
     calls: tuple[ModuleCall, ...] = ()
     paths: tuple[Trace, ...] = ()
+    first: Trace | None = None
+    before: tuple[tuple[str, str], ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
@@ -279,11 +283,12 @@ class Trace:
             "storages": table(self.storages, Storage),
             "saves": table(self.saves, Save),
         }
-        apart = {"operations", "storages", "saves", "choices", "calls", "paths"}
+        apart = {"operations", "storages", "saves", "choices", "calls", "paths", "first"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         paths = {
             "calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.calls],
             "paths": [path.to_json() for path in self.paths],
+            "first": None if self.first is None else self.first.to_json(),
         }
         return {**scalars, "choices": self.choices.to_json(), **rows, **paths, "names": list(names)}
 
@@ -376,6 +381,8 @@ class Trace:
                     "drawn_bytes",
                     "calls",
                     "paths",
+                    "first",
+                    "before",
                 }
             }
             return cls(
@@ -389,6 +396,8 @@ class Trace:
                 drawn_bytes=drawn,
                 calls=tuple(ModuleCall(m, n, (a, b), (c, d)) for m, n, a, b, c, d in data["calls"]),
                 paths=tuple(cls.from_json(path) for path in data["paths"]),
+                first=None if data.get("first") is None else cls.from_json(data["first"]),
+                before=tuple((str(name), str(value)) for name, value in data.get("before", ())),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

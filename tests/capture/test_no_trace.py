@@ -89,7 +89,7 @@ class Remembers(nn.Module):
         self.body = small.chain(2)
         self.counter = Counter()
         self.queue: deque[Tensor] = deque([torch.zeros(small.WIDTH)], maxlen=3)
-        self.averages = {"input": torch.zeros(small.WIDTH), "pair": (torch.zeros(small.WIDTH), 1)}
+        self.averages: dict[str, Any] = {"input": torch.zeros(small.WIDTH), "pair": (torch.zeros(small.WIDTH), 1)}
         self.nested: list[list[int]] = [[]]
         self.seen: set[int] = set()
         self.numbers, self.python = np.random.default_rng(0), random.Random(0)
@@ -177,7 +177,8 @@ def test_planning_leaves_the_model_as_it_was(build: Callable[[], nn.Module]) -> 
     before = state(model)
     memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw)
     assert same(before, state(model))
-    memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})
+    with suppress(SplitError):  # a forward that writes parameters is refused, without a trace all the same
+        memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})
     assert same(before, state(model))
 
 
@@ -236,7 +237,7 @@ def test_a_criterion_of_the_loss_function_is_as_before(named: str) -> None:
     def given(judge: nn.Module, model: nn.Module, batch: Any) -> Tensor:
         return judge(model(batch[0]), batch[1])
 
-    ways = {
+    ways: dict[str, Any] = {
         "closed over": loss,
         "default": with_default,
         "bound": types.MethodType(given, criterion),

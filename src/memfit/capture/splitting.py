@@ -62,11 +62,17 @@ class Splitting:
 
 
 class _Deterministic(TorchDispatchMode):
-    """Makes random operations deterministic, so that parts and whole can be compared; notes whether 16-bit operations run."""
+    """Makes random operations deterministic, so that parts and whole can be compared; notes whether 16-bit operations run.
+
+    Attributes:
+        low_precision: 16-bit operations ran.
+        moved: names of the parameters that are not trained and that forward wrote.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.low_precision = False
+        self.moved: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -151,13 +157,21 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     watch = _Deterministic()
     with forked_generators():
         try:
-            whole = _gradient(model, few, loss_fn, watch)
+            (whole,) = _gradients(model, [few], loss_fn, watch)
         except Exception:  # noqa: BLE001 - the variation may be what the model does not like
             few = rows_of(sample, count)
-            whole = _gradient(model, few, loss_fn, watch)
+            (whole,) = _gradients(model, [few], loss_fn, watch)
+        if watch.moved:
+            # A momentum encoder starts as a copy of what it follows, so that its first moves change nothing that a comparison could see.
+            which = ", ".join(list(watch.moved)[:3]) + (", ..." if len(watch.moved) > 3 else "")
+            return Splitting(
+                None,
+                float("inf"),
+                f"forward itself writes {len(watch.moved)} parameters that are not trained ({which}), and with micro-batches would do so several times a step",
+            )
         parts = batches.split(few, [count - 1, 1])
         try:
-            pieces = [_gradient(model, part, loss_fn, watch) for part in parts]
+            pieces = _gradients(model, parts, loss_fn, watch)
         except Exception as refusal:  # noqa: BLE001 - e.g. batch norm over one value
             return _refused(refusal)
         norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
@@ -180,14 +194,23 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
         None,
         best,
         f"gradients of parts do not add up to the whole batch's (relative difference {best:.2g} with the best weights): "
-        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do",
+        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do, or forward writes what the next forward reads",
     )
 
 
-def _gradient(
-    model: nn.Module, part: Batch, loss_fn: LossFunction | None, watch: _Deterministic, *, in_float64: bool = False
-) -> list[torch.Tensor]:
-    """Gradients of the parameters that are compared, always the same ones in the same order."""
+def _gradients(
+    model: nn.Module,
+    parts: list[Batch],
+    loss_fn: LossFunction | None,
+    watch: _Deterministic,
+    *,
+    in_float64: bool = False,
+) -> list[list[torch.Tensor]]:
+    """Of each part, gradients of the parameters that are compared, always the same ones in the same order.
+
+    Parts run one after the other, as micro-batches do: a later one sees what an earlier one has written (a momentum encoder, a codebook, a queue of keys), and
+    where that matters its gradient differs.
+    """
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
@@ -196,11 +219,17 @@ def _gradient(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with parameters_kept(model), lent(model, wide if in_float64 else own, loss_fn), watch, widening:
+    untrained = {name for name, p in model.named_parameters() if not p.requires_grad}
+    with parameters_kept(model) as written, lent(model, wide if in_float64 else own, loss_fn), watch, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
-        loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
-        found = torch.autograd.grad(loss, compared, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)]
+        gradients = []
+        for part in parts:
+            loss = batches.loss_of(model, batches.map_tensors(wide, part) if in_float64 else part, loss_fn)
+            found = torch.autograd.grad(loss, compared, allow_unused=True)
+            gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)])
+            del loss, found
+        watch.moved.update(dict.fromkeys(name for name in written() if name in untrained))
+        return gradients
 
 
 def _errors_in_float64(
@@ -209,8 +238,8 @@ def _errors_in_float64(
     """The differences without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
     watch = _Deterministic()
     try:
-        whole = _gradient(model, few, loss_fn, watch, in_float64=True)
-        errors = _errors(few, parts, whole, [_gradient(model, part, loss_fn, watch, in_float64=True) for part in parts])
+        (whole,) = _gradients(model, [few], loss_fn, watch, in_float64=True)
+        errors = _errors(few, parts, whole, _gradients(model, parts, loss_fn, watch, in_float64=True))
     except Exception:  # noqa: BLE001 - kernels for one type only, tensors made out of the dispatcher's sight
         return None
     return errors if all(math.isfinite(e) for e in errors.values()) else None

@@ -22,7 +22,7 @@ from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.techniques.choices import BASELINE, Choices, convert
+from memfit.techniques.choices import BASELINE, Choices, convert, converting
 
 
 def capture(
@@ -72,7 +72,7 @@ def capture(
                 graded = after.graded if after is not None else None
                 captured = record(source, micro_batches, choices, graded=graded, layouts=layouts)
             # A plan is for the user's model, as it is before it is converted and its blocks' parameters are away.
-            return replace(captured, trace=replace(captured.trace, model=identity))
+            return replace(captured, trace=replace(captured.trace, model=_identity(identity, captured, choices)))
     except MemfitError:
         raise
     except Exception as error:
@@ -95,7 +95,14 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
     with forked_generators(), lent(source.model, copy, source.loss_fn):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")
-    return replace(captured, trace=replace(captured.trace, model=identity))
+    return replace(captured, trace=replace(captured.trace, model=_identity(identity, captured, choices)))
+
+
+def _identity(before: str, captured: Captured, choices: Choices) -> str:
+    """The digest of the model, and that of the model after its first forward where that makes buffers; see `model_digest`."""
+    after = captured.trace.model
+    changed = choices.streamed or converting(choices) or after == before
+    return before if changed else f"{before}/{after}"
 
 
 def _streamed(

@@ -62,10 +62,11 @@ def apply(
         EngineError: no file can be created in the folder.
     """
     have = _digest(model, plan.choices.frozen)
+    planned = plan.model.split("/")  # before its first forward, and after it
     conversion = conversion_of(model, have)
     if conversion is not None and conversion.settings == converting(plan.choices):
-        have = plan.model if plan.model in {conversion.before, have} else have
-    if have != plan.model:
+        have = next((one for one in planned if one in {conversion.before, have}), have)
+    if have not in planned:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
             "(train/eval). Plan again for this model"

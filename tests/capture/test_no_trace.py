@@ -177,7 +177,8 @@ def test_planning_leaves_the_model_as_it_was(build: Callable[[], nn.Module]) -> 
     before = state(model)
     memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw)
     assert same(before, state(model))
-    memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})
+    with suppress(SplitError):  # a forward that writes parameters is refused, without a trace all the same
+        memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})
     assert same(before, state(model))
 
 

@@ -24,7 +24,7 @@ from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.techniques.choices import BASELINE, Choices, convert
+from memfit.techniques.choices import BASELINE, Choices, convert, converting
 
 
 def capture(
@@ -77,6 +77,7 @@ def capture(
                 captured = record(source, micro_batches, choices, graded=graded, layouts=layouts)
             # A plan is for the user's model, as it is before it is converted and its blocks' parameters are away.
             notes = (*captured.trace.notes, *(() if cuda is None else (cuda.in_words,)))
+            identity = _identity(identity, captured, choices)
             return replace(captured, trace=replace(captured.trace, model=identity, notes=notes))
     except MemfitError:
         raise
@@ -100,7 +101,14 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
     with forked_generators(), lent(source.model, copy, source.loss_fn):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")
-    return replace(captured, trace=replace(captured.trace, model=identity))
+    return replace(captured, trace=replace(captured.trace, model=_identity(identity, captured, choices)))
+
+
+def _identity(before: str, captured: Captured, choices: Choices) -> str:
+    """The digest of the model, and that of the model after its first forward where that makes buffers; see `model_digest`."""
+    after = captured.trace.model
+    changed = choices.streamed or converting(choices) or after == before
+    return before if changed else f"{before}/{after}"
 
 
 def _streamed(

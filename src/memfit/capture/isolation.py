@@ -110,19 +110,28 @@ def _with_private_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedS
 
 
 @contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[None]:
+def parameters_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included.
 
     Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for.
+
+    Yields:
+        A function that names the parameters written so far.
     """
     before = [(parameter, parameter.detach(), parameter._version) for parameter in model.parameters()]
     gradients = [(parameter, parameter.grad) for parameter, _, _ in before]
     watch = _CopiesAtWrite(storage_key(alias) for _, alias, _ in before if has_storage(alias))
     for parameter, _ in gradients:
         parameter.grad = None  # a forward that runs a backward of its own adds to gradients
+    names = [name for name, _ in model.named_parameters()]
+
+    def written_so_far() -> list[str]:
+        there = [(name, p, alias) for name, (p, alias, _) in zip(names, before, strict=True) if has_storage(alias)]
+        return [n for n, p, a in there if storage_key(p) != storage_key(a) or storage_key(a) in watch.contents]
+
     try:
         with watch:
-            yield
+            yield written_so_far
     finally:
         for parameter, alias, version in before:
             if not has_storage(alias):

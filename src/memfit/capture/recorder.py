@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
-from memfit.capture.extreme_draws import at_the_end
+from memfit.capture.constants import run_recorded
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self._making_fresh_tensor = False
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
+        self._first_read: dict[int, int] = {}  # of storages that no recorded operation made
         self._unwatched = UnwatchedBackward(self.lifetimes)
         self._numbers = NumbersKept(self.lifetimes)
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
@@ -121,7 +122,10 @@ class Recorder(TorchDispatchMode):
     def storage_id(self, tensor: torch.Tensor) -> int:
         """Number of the tensor's storage. One not seen before was made by no recorded operation (a constant, another library) and counts as there before."""
         sid = self.lifetimes.id_of(tensor)
-        return self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP) if sid is None else sid
+        if sid is None:
+            sid = self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP)
+            self._first_read[sid] = len(self.events)
+        return sid
 
     def record_state(self, state: torch.Tensor, operation: str | None) -> None:
         """Record a tensor that was made between two operations, by no kernel.
@@ -161,7 +165,7 @@ class Recorder(TorchDispatchMode):
         if not self.recording or not is_operation:
             if is_operation:
                 self.unrecorded.append(str(func))
-            return _run(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+            return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         self._numbers.mark()
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
@@ -185,7 +189,7 @@ class Recorder(TorchDispatchMode):
         event = len(self.events)
         index = len(self.operations)
         self.events.append(index)
-        result = _run(func, inputs, args, kwargs)
+        result = run_recorded(func, inputs, args, kwargs)
         if key in self._layouts:
             result = laid_out(result, iter(self._layouts[key]))
         self.lifetimes.now = event
@@ -364,7 +368,10 @@ class Recorder(TorchDispatchMode):
                 s.bytes,
                 Category.TEMPORARY if s.category is Category.ACTIVATION and sid not in saved else s.category,
                 s.module,
-                s.birth,
+                # What goes with the operation that was the first to read it was made for it (`x[0] = 3` makes a tensor of the 3): a constant stays.
+                s.death
+                if s.birth == BEFORE_STEP and s.death is not None and s.death == self._first_read.get(sid)
+                else s.birth,
                 end if s.death is None else s.death,
             )
             for sid, s in enumerate(self.lifetimes.storages)
@@ -385,30 +392,6 @@ class Recorder(TorchDispatchMode):
 def _returns_written_argument(func: OpOverload) -> bool:
     returns = func._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and bool(returns[0].alias_info.is_write)
-
-
-# In a fake run, operations that take no tensor (arange, zeros, ...) run for real where their results are at most this large.
-LARGEST_REAL_CONSTANT_BYTES: Final = 64 << 20
-
-
-def _run(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(t, FakeTensor) for t in inputs):
-        return func(*args, **kwargs)
-    return at_the_end(func, args, _run_real(func, inputs, args, kwargs))
-
-
-def _run_real(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not inputs:
-        result = func(*args, **kwargs)
-        made = list(dispatch.tensors_in(result))
-        if not any(isinstance(t, FakeTensor) for t in made):
-            return result
-        if sum(t.numel() * t.element_size() for t in made) > LARGEST_REAL_CONSTANT_BYTES:
-            return result
-        if any(t.device.type == "meta" for t in made):
-            return result
-    with _disable_current_modes():
-        return func(*args, **kwargs)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

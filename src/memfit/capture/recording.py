@@ -22,7 +22,7 @@ from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
 from memfit.capture.generator_states import following_generator_states
 from memfit.capture.recorder import Recorder
-from memfit.capture.source import StepSource, model_digest
+from memfit.capture.source import StepSource, made_by_its_first_forward, model_digest
 from memfit.errors import InputError
 from memfit.garbage import uncollected
 from memfit.optimizers.chunked import ChunkedOptimizer
@@ -60,7 +60,10 @@ def record(
     # capturing a small model.
     with uncollected(), dispatch.ModulePaths(source.model) as paths:
         step = _StepRecording(source, micro_batches, choices, Recorder(paths, layouts), graded)
+        parameters = dict(source.model.named_parameters())
         step.first_pass()
+        made_by_its_first_forward(source.model, parameters)
+        del parameters
         step.register()
         # A GPU's generator states lie in host memory.
         states = following_generator_states(step.recorder) if source.cuda is None else nullcontext()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.cuda.optimizers import as_on_cuda
+from memfit.errors import InputError
 from memfit.hardware.machine import Capability
 from memfit.identity import digest
 from memfit.step.arranging import arranged
@@ -67,8 +70,34 @@ class StepSource:
         return program
 
 
+def made_by_its_first_forward(model: nn.Module, before: Mapping[str, nn.Parameter] | None = None) -> None:
+    """Refuse a model whose parameters are not the ones that it will train.
+
+    Args:
+        model: as it is now.
+        before: its parameters before a first forward; None where none was run, then those are looked for that say themselves that they are not made yet.
+
+    Raises:
+        InputError: the first forward makes parameters, or puts others in their place.
+    """
+    now = dict(model.named_parameters())
+    if before is None:
+        made = [name for name, parameter in now.items() if is_lazy(parameter)]
+    else:
+        made = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
+    if made:
+        which = ", ".join(made[:3]) + (", ..." if len(made) > 3 else "")
+        raise InputError(
+            f"the model's first forward makes {len(made)} of its parameters ({which}), which an optimizer made before it would not have: run one forward "
+            "on a batch (with torch.no_grad(): model(x)) before planning"
+        )
+
+
 def model_digest(model: nn.Module) -> str:
-    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained."""
+    """Identity of a model's structure: module classes, parameter and buffer names, shapes, dtypes, what is trained.
+
+    A plan for a model whose first forward makes buffers (rotary tables, masks) has two, that before it and that after it, with a stroke between them.
+    """
     modules = [(name, type(module).__name__) for name, module in model.named_modules()]
     tensors = [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     buffers = [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()]

@@ -62,11 +62,17 @@ class Splitting:
 
 
 class _Deterministic(TorchDispatchMode):
-    """Makes random operations deterministic, so that gradients can be compared; notes whether 16-bit operations run."""
+    """Makes random operations deterministic, so that gradients can be compared; notes whether 16-bit operations run.
+
+    Attributes:
+        low_precision: 16-bit operations ran.
+        moved: names of the parameters that are not trained and that forward wrote.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.low_precision = False
+        self.moved: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -152,13 +158,21 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     mode = _Deterministic()
     with forked_generators():
         try:
-            whole = _gradients(model, few, loss_fn, mode)
+            (whole,) = _gradients(model, [few], loss_fn, mode)
         except Exception:  # noqa: BLE001 - the model may not take the masked labels
             few = rows_of(sample, count)
-            whole = _gradients(model, few, loss_fn, mode)
+            (whole,) = _gradients(model, [few], loss_fn, mode)
+        if mode.moved:
+            # A momentum encoder starts as a copy of what it follows, so that its first moves change nothing that a comparison could see.
+            which = ", ".join(list(mode.moved)[:3]) + (", ..." if len(mode.moved) > 3 else "")
+            return Splitting(
+                None,
+                float("inf"),
+                f"forward itself writes {len(mode.moved)} parameters that are not trained ({which}), and with micro-batches would do so several times a step",
+            )
         micro_batches = batches.split(few, [count - 1, 1])
         try:
-            of_each = [_gradients(model, micro_batch, loss_fn, mode) for micro_batch in micro_batches]
+            of_each = _gradients(model, micro_batches, loss_fn, mode)
         except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
             return _failed(error)
         norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
@@ -181,14 +195,23 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
         None,
         best,
         f"gradients of micro-batches do not add up to the batch's (relative difference {best:.2g} with the best weights): "
-        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do",
+        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do, or forward writes what the next forward reads",
     )
 
 
 def _gradients(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, mode: _Deterministic, *, in_float64: bool = False
-) -> list[torch.Tensor]:
-    """Gradients of the parameters that are compared, always the same ones in the same order."""
+    model: nn.Module,
+    micro_batches: list[Batch],
+    loss_fn: LossFunction | None,
+    mode: _Deterministic,
+    *,
+    in_float64: bool = False,
+) -> list[list[torch.Tensor]]:
+    """Of each micro-batch, gradients of the parameters that are compared, always the same ones in the same order.
+
+    They run one after the other, as in training: a later one sees what an earlier one has written (a momentum encoder, a codebook, a queue of keys), and
+    where that matters its gradient differs.
+    """
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
@@ -197,11 +220,19 @@ def _gradients(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    with parameters_kept(model), lent(model, float64_copy if in_float64 else own, loss_fn), mode, widening:
+    untrained = {name for name, p in model.named_parameters() if not p.requires_grad}
+    with parameters_kept(model) as written, lent(model, float64_copy if in_float64 else own, loss_fn), mode, widening:
         compared = _compared([p for p in model.parameters() if p.requires_grad])
-        loss = batches.loss_of(model, batches.map_tensors(float64_copy, batch) if in_float64 else batch, loss_fn)
-        found = torch.autograd.grad(loss, compared, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)]
+        gradients = []
+        for micro_batch in micro_batches:
+            loss = batches.loss_of(
+                model, batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch, loss_fn
+            )
+            found = torch.autograd.grad(loss, compared, allow_unused=True)
+            gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)])
+            del loss, found
+        mode.moved.update(dict.fromkeys(name for name in written() if name in untrained))
+        return gradients
 
 
 def _differences_in_float64(
@@ -210,9 +241,10 @@ def _differences_in_float64(
     """The same without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
     mode = _Deterministic()
     try:
-        whole = _gradients(model, few, loss_fn, mode, in_float64=True)
-        of_each = [_gradients(model, each, loss_fn, mode, in_float64=True) for each in micro_batches]
-        differences = _differences(few, micro_batches, whole, of_each)
+        (whole,) = _gradients(model, [few], loss_fn, mode, in_float64=True)
+        differences = _differences(
+            few, micro_batches, whole, _gradients(model, micro_batches, loss_fn, mode, in_float64=True)
+        )
     except Exception:  # noqa: BLE001 - kernels for one dtype only, tensors that the dispatcher does not see
         return None
     return differences if all(math.isfinite(d) for d in differences.values()) else None

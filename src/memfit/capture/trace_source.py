@@ -20,7 +20,7 @@ from memfit.capture.cuda.workspaces import library_bytes
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
-from memfit.capture.source import StepSource
+from memfit.capture.source import StepSource, made_by_its_first_forward
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.hardware.machine import Machine, known_machine
 from memfit.progress import Progress, tell
@@ -65,6 +65,7 @@ class TraceSource:
     loader_batches: int = 1
 
     def __post_init__(self) -> None:
+        made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
         absent = self.device is not None and self.machine.kind == "cuda" and self.here.type == "cpu"

@@ -172,7 +172,7 @@ class Trace:
         seconds_are: "measured" or "estimated".
         source: "fake", "real" or "scaled": how the bytes were found.
         signature: shapes and dtypes of the batch.
-        model: hash of the model's structure (module paths, shapes, dtypes, requires_grad).
+        model: hash of the model's structure (module paths, shapes, dtypes, requires_grad); where its first forward makes buffers, also that after it.
         notes: what the reader should know (fallbacks taken, operations not understood).
         rng_state_bytes: bytes the engine keeps to replay one random operation.
         dispatch_seconds: host seconds the engine adds to each forward operation while it follows a plan.

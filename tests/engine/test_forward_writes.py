@@ -1,0 +1,180 @@
+"""What forward itself writes (a momentum encoder, a codebook, a queue of keys, clipped weights): under a plan it is written as in plain PyTorch, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+import small
+from memfit.errors import SplitError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, CODES, KEYS = 64, 48, 256
+
+
+class Pair(nn.Module):
+    """A trained encoder and one that follows it, which begins as its copy (He et al., 2020)."""
+
+    def __init__(self, *, new_storage: bool = False) -> None:
+        super().__init__()
+        self.query, self.key = small.chain(3), small.chain(3)
+        self.key.requires_grad_(requires_grad=False)
+        self.new_storage = new_storage
+
+    def move(self) -> None:
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.new_storage:
+                    key.data = 0.9 * key.data + 0.1 * query.data
+                else:
+                    key.mul_(0.9).add_(query, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move()
+        with torch.no_grad():
+            target = self.key(x)
+        return self.query(x) - target
+
+
+class Queue(Pair):
+    """The same with a queue of earlier keys as negatives, and a pointer into it."""
+
+    keys: Tensor
+    place: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", functional.normalize(torch.randn(small.WIDTH, KEYS), dim=0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = functional.normalize(self.query(x), dim=1)
+        self.move()
+        with torch.no_grad():
+            key = functional.normalize(self.key(x + 0.1), dim=1)
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.keys.clone()], dim=1) / 0.07
+        place = int(self.place)
+        self.keys[:, place : place + len(x)] = key.T
+        self.place[0] = (place + len(x)) % KEYS
+        return logits
+
+
+class Codebook(nn.Module):
+    """A vector quantiser whose codes are moving averages of what falls to them (van den Oord et al., 2017, appendix A.1)."""
+
+    count: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = small.chain(3), small.chain(2)
+        self.codes = nn.Parameter(torch.randn(CODES, small.WIDTH), requires_grad=False)
+        self.register_buffer("count", torch.ones(CODES))
+        self.register_buffer("total", self.codes.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        nearest = functional.one_hot(torch.cdist(z.detach(), self.codes).argmin(1), CODES).to(z.dtype)
+        found = nearest @ self.codes
+        with torch.no_grad():
+            self.count.mul_(0.9).add_(nearest.sum(0), alpha=0.1)
+            self.total.mul_(0.9).add_(nearest.T @ z, alpha=0.1)
+            self.codes.data.copy_(self.total / (self.count + 1e-5).unsqueeze(1))
+        return self.decoder(z + (found - z).detach())
+
+
+class Clipped(nn.Module):
+    """Weights are clipped before they are used (Arjovsky et al., 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small.chain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.body.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return self.body(x)
+
+
+def first_is_right(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch[0])
+    return functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+WRITING: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "momentum": (Pair, small.squared_error),
+    "momentum in new storages": (lambda: Pair(new_storage=True), small.squared_error),
+    "queue of keys": (Queue, first_is_right),
+    "codebook": (Codebook, small.squared_error),
+    "clipped weights": (Clipped, small.squared_error),
+}
+
+
+def built(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    build, loss_fn = WRITING[name]
+    return build(), loss_fn
+
+
+def batch(step: int) -> tuple[Tensor, ...]:
+    return tuple(tensor + 0.01 * step for tensor in small.rows(ROWS))
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_training_under_a_plan_writes_the_same_bits(name: str) -> None:
+    plain, loss_fn = built(name)
+    optimizer = small.adamw(p for p in plain.parameters() if p.requires_grad)
+    losses = []
+    for step in range(4):
+        loss = loss_fn(plain, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = memfit.plan(built(name)[0], batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    six_tenths = round(0.6 * whole.prediction.plain_peak_bytes)
+    for budget in (1 << 50, max(six_tenths, memfit.smallest_budget(whole))):
+        made, (model, _) = memfit.replan(whole, budget), built(name)
+        engine = memfit.apply(made, model, loss_fn, small.adamw)
+        records = [engine.step(batch(step), meter=step == 3) for step in range(4)]
+        assert [record.loss for record in records] == losses
+        assert small.same(small.state_of(model), small.state_of(plain))
+        assert records[-1].peak_bytes == made.prediction.peak_bytes
+        assert not any(record.divergences for record in records)
+    assert not made.script.plain
+
+
+@pytest.mark.parametrize("name", set(WRITING) - {"clipped weights"})
+def test_micro_batches_that_would_write_again_are_refused(name: str) -> None:
+    model, loss_fn = built(name)
+    with pytest.raises(SplitError, match="forward itself writes .* parameters that are not trained"):
+        memfit.plan(model, batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 2})
+
+
+class Drifting(nn.Module):
+    """A buffer that forward moves and the next forward reads."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small.chain(2)
+        self.register_buffer("centre", torch.zeros(small.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x) - self.centre.clone()
+        self.centre.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        return out
+
+
+def test_micro_batches_that_read_what_an_earlier_one_wrote_are_refused() -> None:
+    with pytest.raises(SplitError, match="forward writes what the next forward reads"):
+        memfit.plan(Drifting(), batch(0), small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 2})

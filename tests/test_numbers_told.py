@@ -71,7 +71,9 @@ def places(plan: Plan) -> str:
 
 def fits(plan: Plan) -> list[str]:
     p = plan.prediction
-    reference = f"the step takes with {p.plain_with} and nothing dropped" if p.plain_with else "plain PyTorch would take"
+    reference = (
+        f"the step takes with {p.plain_with} and nothing dropped" if p.plain_with else "plain PyTorch would take"
+    )
     return [
         format_bytes(p.peak_bytes),
         format_bytes(plan.budget_bytes),
@@ -138,7 +140,9 @@ ONCE: dict[str, Callable[[Plan], list[str]]] = {
 def listed(plan: Plan) -> set[str]:
     """Sentences of which a plan has as many as it has tiers, modules, techniques; and those without a number of its own."""
     p = plan.prediction
-    lines = {f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides: {contents(use)}." for use in p.tiers}
+    lines = {
+        f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides: {contents(use)}." for use in p.tiers
+    }
     lines |= {
         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, {format_seconds(m.recompute_seconds)} of "
         "recomputation"
@@ -146,7 +150,9 @@ def listed(plan: Plan) -> set[str]:
     }
     categories = sorted(p.categories_at_peak.items(), key=lambda item: -item[1])
     assert sum(size for _, size in categories) == p.peak_bytes
-    lines.add("At the peak: " + ", ".join(f"{n.replace('_', ' ')} {format_bytes(size)}" for n, size in categories) + ".")
+    lines.add(
+        "At the peak: " + ", ".join(f"{n.replace('_', ' ')} {format_bytes(size)}" for n, size in categories) + "."
+    )
     for saving in plan.savings:
         saved, seconds = saving.predicted_bytes, saving.seconds
         effect = f"takes {format_bytes(saved)} off" if saved >= 0 else f"adds {format_bytes(-saved)} to"
@@ -233,7 +239,9 @@ def test_every_number_of_the_error_is_a_field_of_it() -> None:
     for remedy in error.remedies:
         more = "more" if remedy.kind == "budget" else "less"
         sign = "+" if remedy.extra_seconds >= 0 else "-"
-        cost = f"{format_bytes(abs(remedy.saved_bytes))} {more}, {sign}{format_seconds(abs(remedy.extra_seconds))} a step"
+        cost = (
+            f"{format_bytes(abs(remedy.saved_bytes))} {more}, {sign}{format_seconds(abs(remedy.extra_seconds))} a step"
+        )
         assert f"{remedy.text} ({cost})" in rest
     assert rest.endswith("Weighed: " + "; ".join(error.weighed))
     (budget,) = (remedy for remedy in error.remedies if remedy.kind == "budget")

@@ -97,7 +97,10 @@ def answer(verb: str, result: Result) -> Answer:
             f"{format_bytes(result.plan.budget_bytes)} allowed"
         )
     if outcome.signal is not None:
-        lines += [f"Snapshot: after step {outcome.step}, in {outcome.snapshot}", f"To go on: memfit resume {result.out}"]
+        lines += [
+            f"Snapshot: after step {outcome.step}, in {outcome.snapshot}",
+            f"To go on: memfit resume {result.out}",
+        ]
         status = (
             Status.INTERRUPTED if outcome.signal == Status.INTERRUPTED - _SIGNALLED else _SIGNALLED + outcome.signal
         )

@@ -22,6 +22,7 @@ from memfit.values.script import TIERS
 from memfit.values.trace import Trace
 
 CURVE_POINTS: Final = 240
+GPU_STATE_BYTES: Final = 16  # of a generator on a GPU; that of the CPU has thousands
 
 
 @uncollected()
@@ -109,9 +110,11 @@ def plain_step(solvers: Solvers) -> PlainStep:
 
 
 def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
-    """That of the bundle's device. A bundle of a bare trace names none; of the two kinds, the GPU's allocator rounds."""
+    """That of the bundle's device. A bundle of a bare trace names none: seconds are estimated for GPUs alone, and a GPU's generator has the smaller state."""
     devices = solvers.bundle.topology.devices
-    return devices[0].kind if devices else "cuda" if trace.allocation_bytes > 1 else "cpu"
+    if devices:
+        return devices[0].kind
+    return "cuda" if trace.seconds_are == "estimated" or 0 < trace.rng_state_bytes <= GPU_STATE_BYTES else "cpu"
 
 
 def _fixed_for(baseline: Choices) -> str:

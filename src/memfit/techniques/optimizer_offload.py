@@ -39,7 +39,9 @@ class OptimizerOffload(Technique):
         from memfit.optimizers.chunked import kind_and_groups
 
         kind, groups = kind_and_groups(subject.optimizer)
-        reasons = {place: elementwise.why_not_there(kind, groups, place, subject.device_kind) for place in ("disk", "host")}
+        reasons = {
+            place: elementwise.why_not_there(kind, groups, place, subject.device_kind) for place in ("disk", "host")
+        }
         places = tuple(place for place, reason in reasons.items() if reason is None)
         # Of two places the disk first: its reason for refusing holds for both.
         why_not = next((reason for reason in reasons.values() if reason is not None), "")

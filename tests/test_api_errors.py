@@ -100,7 +100,7 @@ def test_a_budget_that_is_too_small_is_told_what_would_do(fixed: Any) -> None:
     assert error.minimum_bytes > sum(p.nbytes for p in model.parameters())
     assert error.moment.startswith(("forward", "backward", "clip", "optimizer"))
     assert error.module in dict(model.named_modules())
-    assert len(error.remedies) == 3
+    assert [remedy.kind for remedy in error.remedies] == ["budget"]  # nothing else leads to a plan in so few bytes
     text = str(error)
     assert text.startswith("1.00 KiB is too little: the smallest plan found needs ")
     assert f"({error.minimum_bytes} bytes)" in text

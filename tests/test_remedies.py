@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools  # noqa: F401 - remedies speak of it
+import functools
 import pickle
 import shlex
 from dataclasses import replace
@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def build() -> Any:
     """Most bytes are those of parameters, gradients and state."""
     torch.manual_seed(0)
-    return build_gpt(layers=3, hidden=128, heads=4, batch=2, tokens=8, vocab=50)
+    return build_gpt(
+        layers=3, hidden=128, heads=4, batch=1, tokens=16, vocab=50
+    )  # one sample: one micro-batch to capture
 
 
 def parameter_bytes() -> int:
@@ -59,12 +61,12 @@ def planned_as_told(remedy: Remedy, budget: int | str, **named: Any) -> memfit.P
     model, sample, loss_fn = build()
     optimizer = named.pop("optimizer", small.adamw)
     if remedy.kind == "optimizer":
-        optimizer = eval(remedy.text.partition("=")[2], {"functools": functools, "torch": torch})
+        optimizer = eval(remedy.text.partition("=")[2], {"functools": functools, "torch": torch})  # noqa: S307 - our own text
     if remedy.kind == "batch":
         sample = batches.split(sample, [n := int(remedy.text.split()[3]), batches.size(sample) - n])[0]
     if "peft.get_peft_model" in remedy.text:
         peft = pytest.importorskip("peft")
-        model = eval(remedy.text.partition(" and ")[0].partition(" = ")[2], {"peft": peft, "model": model})
+        model = eval(remedy.text.partition(" and ")[0].partition(" = ")[2], {"peft": peft, "model": model})  # noqa: S307
     told = {"budget": budget, **named, **(remedy.arguments or {})}
     for name, value in (remedy.arguments or {}).items():
         assert f"{name}=" in remedy.text
@@ -81,9 +83,8 @@ HARD: Any = (1.3, {})  # no single change does
     ("share", "named"),
     [
         pytest.param(*EASY, id="state elsewhere"),
-        pytest.param(*HARD, id="gradients gone too"),
+        pytest.param(*HARD, id="gradients gone too", marks=pytest.mark.slow),
         pytest.param(1.3, {"clip_norm": 1.0}, id="clipped", marks=pytest.mark.slow),
-        pytest.param(3.2, {"fixed": {"micro_batches": 1}}, id="a fixed number", marks=pytest.mark.slow),
         pytest.param(1.6, {"allow": ["in_backward"]}, id="some of it allowed", marks=pytest.mark.slow),
         pytest.param(1.5, {"optimizer": None}, id="no optimizer", marks=pytest.mark.slow),
     ],
@@ -99,13 +100,14 @@ def test_every_way_out_leads_to_a_plan(share: float, named: dict[str, Any]) -> N
         assert remedy.text in str(error)
 
 
+@pytest.mark.slow
 def test_where_no_single_change_does_a_combination_is_named_of_which_nothing_can_be_left_out() -> None:
     budget = int(HARD[0] * parameter_bytes())
     error = refused(budget)
     (_, combination, *_) = error.remedies
     assert combination.arguments is not None
     words = combination.arguments.get("allow", [])
-    parts = [{"allow": [w for w in words if w != word]} for word in words]
+    parts: list[dict[str, Any]] = [{"allow": [w for w in words if w != word]} for word in words]
     parts += [{name: None} for name in combination.arguments if name == "host_budget"]
     assert len(parts) >= 2
     model, sample, loss_fn = build()
@@ -126,7 +128,12 @@ def test_what_changes_results_less_is_told_first() -> None:
 def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Any] = []
     known = TraceSource._captured
-    monkeypatch.setattr(TraceSource, "_captured", lambda self, way: captured.append(way) or known(self, way))
+
+    def noted(self: TraceSource, choices: Any) -> Any:
+        captured.append(choices)
+        return known(self, choices)
+
+    monkeypatch.setattr(TraceSource, "_captured", noted)
     error = _refused("1KiB")
     assert [remedy.kind for remedy in error.remedies] == ["budget"]
     assert "Nothing fits with any of these besides" in str(error)
@@ -156,7 +163,7 @@ def test_a_switch_of_the_model_is_put_back_and_told() -> None:
     assert model.config.use_cache is True
     told = [remedy for remedy in caught.value.remedies if "use_cache" in remedy.text]
     assert [remedy.text for remedy in told] == ["model.config.use_cache = False"]
-    exec(told[0].text, {"model": model})
+    exec(told[0].text, {"model": model})  # noqa: S102 - our own text
     fits = memfit.plan(model, sample, None, with_cache - 2048, None, fixed={"micro_batches": 1})
     assert fits.prediction.peak_bytes <= with_cache - 2048
 
@@ -176,7 +183,7 @@ def test_more_than_the_device_has_is_not_a_budget_to_give() -> None:
 
 def test_the_way_home_from_a_worker_keeps_all_of_it() -> None:
     error = refused(int(3.2 * parameter_bytes()))
-    again = pickle.loads(pickle.dumps(error))
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - written here
     assert (str(again), again.remedies, again.weighed) == (str(error), error.remedies, error.weighed)
 
 

@@ -162,15 +162,22 @@ def test_a_choice_of_the_user_is_kept() -> None:
     assert asked == [4]
 
 
-def test_a_choice_that_stands_in_the_way_is_among_the_ways_out() -> None:
+def test_a_choice_that_stands_in_the_way_is_among_the_ways_out_where_another_leads_to_a_plan() -> None:
+    free, _ = search(overhead=0.0001)
+    least = free.smallest()[0]
     made, _ = search(fixed=1, overhead=0.0001)
     with pytest.raises(InfeasibleError) as caught:
-        made.plan(100)
-    ways = [r for r in caught.value.remedies if r.kind == "micro_batches"]
-    assert len(ways) == 1
-    free, _ = search(overhead=0.0001)
+        made.plan(least)
+    (way,) = (r for r in caught.value.remedies if r.kind == "micro_batches")
     assert caught.value.minimum_bytes is not None
-    assert ways[0].saved_bytes == caught.value.minimum_bytes - free.smallest()[0]
+    assert way.saved_bytes == caught.value.minimum_bytes - least
+    assert way.arguments is not None
+    number = way.arguments["fixed"]["micro_batches"]
+    assert way.text == f'fixed={{"micro_batches": {number}}}'
+    assert search(fixed=number, overhead=0.0001)[0].plan(least).choices.micro_batches == number
+    with pytest.raises(InfeasibleError) as hopeless:
+        made.plan(least - 1)
+    assert [remedy.kind for remedy in hopeless.value.remedies] == ["budget"]
 
 
 def test_traces_are_captured_once() -> None:

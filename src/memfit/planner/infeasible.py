@@ -26,16 +26,8 @@ def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection
     """
     size, found = smallest(solvers)
     phase, module, operation = where(found.solver.trace, found.solution.evaluation.peak_event)
-    return _error(
-        f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes), set in {phase} by "
-        f"{module or 'an operation outside any module'} ({operation})",
-        budget_bytes=budget_bytes,
-        minimum_bytes=size,
-        moment=f"{phase}: {operation}",
-        module=module,
-        remedies=_remedies(solvers, budget_bytes, size, found),
-        weighed=tuple(map(str, rejected)),
-    )
+    remedies = _remedies(solvers, budget_bytes, size, found)
+    return _error(budget_bytes, size, (phase, module, operation), remedies, tuple(map(str, rejected)))
 
 
 def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_else: str = "") -> InfeasibleError:
@@ -46,31 +38,34 @@ def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_
         remedies: all of them.
         nothing_else: what was tried besides and does not do; "" for nothing.
     """
-    return _error(
-        str(error).partition(WAYS_OUT)[0],
-        nothing_else=nothing_else,
-        budget_bytes=error.budget_bytes,
-        minimum_bytes=error.minimum_bytes,
-        moment=error.moment,
-        module=error.module,
-        remedies=remedies,
-        weighed=error.weighed,
-    )
-
-
-WAYS_OUT = ". Ways out: "
+    assert error.minimum_bytes is not None, "made by `infeasible`"
+    phase, _, operation = error.moment.partition(": ")
+    peak = (phase, error.module, operation)
+    return _error(error.budget_bytes, error.minimum_bytes, peak, remedies, error.weighed, nothing_else)
 
 
 def _error(
-    reason: str, *, remedies: tuple[Remedy, ...], weighed: tuple[str, ...], nothing_else: str = "", **fields: object
+    budget_bytes: int,
+    size: int,
+    peak: tuple[str, str, str],
+    remedies: tuple[Remedy, ...],
+    weighed: tuple[str, ...],
+    nothing_else: str = "",
 ) -> InfeasibleError:
-    """With its message: the reason, the ways out, what was weighed."""
-    message = reason + WAYS_OUT + "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
-    if nothing_else:
-        message += f". {nothing_else}"
-    if weighed:
-        message += ". Weighed: " + "; ".join(weighed)
-    return InfeasibleError(message, remedies=remedies, weighed=weighed, **fields)  # type: ignore[arg-type]
+    """With its message: what is needed and where, the ways out, what was weighed."""
+    phase, module, operation = peak
+    ways_out = "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
+    others = (f". {nothing_else}" if nothing_else else "") + (f". Weighed: {'; '.join(weighed)}" if weighed else "")
+    return InfeasibleError(
+        f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes), set in {phase} by "
+        f"{module or 'an operation outside any module'} ({operation}). Ways out: {ways_out}{others}",
+        budget_bytes=budget_bytes,
+        minimum_bytes=size,
+        moment=f"{phase}: {operation}",
+        module=module,
+        remedies=remedies,
+        weighed=weighed,
+    )
 
 
 def _cost(remedy: Remedy) -> str:

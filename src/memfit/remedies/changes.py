@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -318,7 +319,9 @@ def _with_adapters(source: TraceSource, targets: Sequence[str]) -> TraceSource:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in source.model.parameters()
     }
     shadow = copy.deepcopy(source.model, dict(known))
-    adapted = peft.get_peft_model(shadow, peft.LoraConfig(r=LORA_RANK, target_modules=list(targets)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT has to say, it says to whoever writes that line
+        adapted = peft.get_peft_model(shadow, peft.LoraConfig(r=LORA_RANK, target_modules=list(targets)))
     adapted.train(source.model.training)
     for module in adapted.modules():
         for name, own in list(module.named_parameters(recurse=False)):

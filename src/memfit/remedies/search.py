@@ -38,7 +38,7 @@ from memfit.values.trace import Category
 
 MOST_WAYS: Final = 3  # told besides the budget that would do
 MOST_CANDIDATES: Final = 3  # captured for one combination
-MOST_CAPTURES: Final = 16  # for all; each takes as long as a part of planning did
+MOST_CAPTURES: Final = 10  # for all; each takes as long as a part of planning did
 DIVIDING: Final = "micro-batches"
 
 
@@ -73,12 +73,16 @@ def with_ways_out(
     """
     if error.minimum_bytes is None:
         return error
-    search = _Search(planning, source, request, error.budget_bytes, own_model=own_model)
+    larger = tuple(remedy for remedy in error.remedies if remedy.kind == "budget")
+    divided = tuple(remedy for remedy in error.remedies if remedy.kind != "budget")
+    search = _Search(planning, source, request, error.budget_bytes, own_model=own_model, found=len(divided))
     try:
         ways = search.run()
     except MemfitError:
         return error  # what the planner says is true all the same
-    return with_remedies(error, (*error.remedies, *ways), search.nothing_else)
+    same = tuple(remedy for effect, remedy in ways if effect == Effect.SAME_NUMBERS)
+    others = tuple(remedy for effect, remedy in ways if effect != Effect.SAME_NUMBERS)
+    return with_remedies(error, (*larger, *same, *divided, *others), search.nothing_else)
 
 
 @dataclass
@@ -88,11 +92,13 @@ class _Search:
     request: Request
     budget_bytes: int
     own_model: bool = True
+    found: int = 0  # ways out that the planner knows
     nothing_else: str = field(default="", init=False)
     _sources: dict[tuple[str, ...], TraceSource] = field(default_factory=dict, init=False)
     _solved: dict[Any, tuple[int, Found] | None] = field(default_factory=dict, init=False)
 
-    def run(self) -> list[Remedy]:
+    def run(self) -> list[tuple[Effect, Remedy]]:
+        """The ways out that were found, each with what it does to results."""
         self.size, smallest = self.planning.smallest()
         self.number, self.chunks = smallest.number, smallest.candidate.loss_chunks
         self.plain_seconds = (self.planning.plain or self.planning).plain_step().plain_step_seconds
@@ -115,19 +121,20 @@ class _Search:
             found = None if change.name == DIVIDING else self._tried((change,))  # the planner tried that alone
             if found is not None and found.size <= self.budget_bytes:
                 ways.append(found)
-            if len(ways) == MOST_WAYS:
+            if len(ways) + self.found >= MOST_WAYS:
                 break
-        if not ways:
+        if not ways and not self.found:
             combination = self._combination(possible)
             ways = [] if combination is None else [combination]
-        remedies = [self._remedy(way) for way in ways]
-        if self.own_model and len(remedies) < MOST_WAYS:
-            remedies += self._other_training()[: MOST_WAYS - len(remedies)]
-        if not remedies and possible:
+        told = [(max(change.effect for change in way.changes), self._remedy(way)) for way in ways]
+        left = MOST_WAYS - len(told) - self.found
+        if self.own_model and left > 0:
+            told += [(Effect.ANOTHER_TRAINING, remedy) for remedy in self._other_training()[:left]]
+        if not told and not self.found and possible:
             names = ", ".join(change.name for change in possible)
             all_ = "" if len(self._solved) < MOST_CAPTURES else " that were tried"
             self.nothing_else = f"Nothing fits with any of these besides, or with combinations of them{all_}: {names}"
-        return remedies
+        return told
 
     def _dividing(self) -> list[Change]:
         """Another number of micro-batches where the user fixed it: the one with the smallest plan."""
@@ -227,9 +234,12 @@ class _Search:
         held = self.held
         for change in combined:
             held = held.times(*change.shares)
+        # Of what a step works on at the smallest peak, 16 bits leave half, and backward through a part of the model perhaps half again.
+        part = 0.25 if any(change.effect == Effect.LESS_IS_TRAINED for change in combined) else 0.5
+        working = part * max(0.0, self.size - self.held.bytes)
         if any(change.name == OFFLOADING for change in combined):
-            return min(held.times(1.0, 1.0, 0.0).bytes, self.resident_bytes)
-        return held.bytes
+            return min(max(held.parameters + held.gradients, held.parameters + working), self.resident_bytes + working)
+        return max(held.bytes, held.parameters + held.state + working)
 
     def _left(self, candidate: Choices, combined: Sequence[Change]) -> Held:
         """Bytes that are held at least where a candidate runs under these changes."""

@@ -204,8 +204,28 @@ def test_recurrent_layers_are_one_kernel_with_a_reserve(kind: str, directions: i
     values = RESERVED_VALUES[kind.lower() if kind != "RNN" else "rnn_tanh"]
     cells = 6 * 30 * 20 * 2 * directions
     assert saved_bytes(trace)[reserve_bytes(cells, 4, values, 0.5)] == 1
+    (layers,) = (o for o in trace.operations if o.name == "memfit.cudnn_rnn.default")
+    assert layers.rerunnable
+    assert layers.random  # of the dropout between layers
     assert captured.receiving == {name for name, _ in model.named_parameters()}
     assert "recurrent layers: cuDNN, whose reserve is estimated" in trace.notes[0]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_is_one_kernel_that_saves_one_number_a_row(affine: object) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.RMSNorm(64, elementwise_affine=bool(affine)))
+    captured = capture(StepSource(model, torch.randn(16, 32), summed, small.adamw, cuda=ADA))
+    assert saved_bytes(captured.trace) == {16 * 64 * 4: 1, 16 * 4: 1}
+    (kernel,) = (o for o in captured.trace.operations if o.name == "memfit.cuda_rms_norm.default")
+    assert kernel.rerunnable
+    assert captured.receiving == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_rms_norm_of_other_types_than_its_weight_is_single_operations() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.RMSNorm(64))
+    model[0].bfloat16()
+    assert not names(traced(model, torch.randn(16, 32).bfloat16()))["memfit.cuda_rms_norm.default"]
 
 
 # -- autocast and optimizers -----------------------------------------------------------------------------------------------

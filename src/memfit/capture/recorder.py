@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
 from memfit.capture.constants import run_recorded
+from memfit.capture.cuda.recurrent import NAME as RECURRENT
+from memfit.capture.cuda.rms_norm import NAME as RMS_NORM
 from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
@@ -35,6 +37,10 @@ from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, S
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
+
+
+# CUDA's kernels that have a stand-in of memfit's own, as torch has no meta kernel for them.
+_REPEATABLE: Final = REPEATABLE | {RECURRENT, RMS_NORM}
 
 
 @dataclass(slots=True)
@@ -184,7 +190,7 @@ class Recorder(TorchDispatchMode):
         recorded_func = in_place_func or func
         key, call = describe(recorded_func, args, kwargs)
         random = dispatch.is_random(func, args, kwargs)
-        rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=REPEATABLE)
+        rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE)
         needs_gradient = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.cuda import attention, autocast
 from memfit.capture.cuda.recurrent import recurrent
+from memfit.capture.cuda.rms_norm import rms_norm
 from memfit.hardware.machine import Capability
 
 NOT_COUNTED: Final = "not counted: workspaces of convolutions, the CUDA context"
@@ -154,6 +155,15 @@ class CudaKernels(TorchFunctionMode):
         self.assumed["batch norm: cuDNN"] = None
         return torch.cudnn_batch_norm(given, weight, bias, mean, variance, True, momentum, eps)[0]
 
+    def rms_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """One kernel."""
+        given, shape, weight, _ = _arguments(F.rms_norm, args, kwargs)
+        made = rms_norm(given, shape, weight) if _fake(given, weight) else None
+        if made is None:
+            return NotImplemented
+        self.assumed["RMS norm: one kernel"] = None
+        return made
+
     def recurrent(self, kind: str, *args: Any) -> Any:
         """Fused layers of cuDNN."""
         fake = any(isinstance(a, (list, tuple)) and _fake(*a) for a in args)
@@ -188,6 +198,7 @@ _STAND_INS: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.dropout: CudaKernels.dropout,
     F.scaled_dot_product_attention: CudaKernels.attention,
     F.batch_norm: CudaKernels.batch_norm,
+    F.rms_norm: CudaKernels.rms_norm,
     torch.lstm: _recurrent("lstm"),
     torch.gru: _recurrent("gru"),
     torch.rnn_tanh: _recurrent("rnn_tanh"),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 # Values per step, layer, direction and hidden unit that backward reads: the activated gates, the cell and its tanh, the output handed to the next layer.
 RESERVED_VALUES: Final = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 5, "lstm": 7}
-LIBRARY: Final = "memfit"
-NAME: Final = f"{LIBRARY}::cudnn_rnn"
+NAME: Final = "memfit::cudnn_rnn"
 
 torch.library.define(
     NAME,
@@ -83,8 +82,7 @@ def _differentiated(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     weights, states = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
     gradient = next((g for g in gradients[:1] if g is not None), None)
     gradient = torch.zeros_like(output) if gradient is None else gradient
-    back = getattr(torch.ops.memfit, f"{NAME.split('::')[1]}_backward")
-    d_input, flat, d_states = back(gradient, given, output, reserve, weights, states)
+    d_input, flat, d_states = torch.ops.memfit.cudnn_rnn_backward(gradient, given, output, reserve, weights, states)
 
     def parts(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
         return [p.view(t.shape) for p, t in zip(buffer.split([t.numel() for t in like]), like, strict=True)]

@@ -21,7 +21,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 
 
 class CostTable:

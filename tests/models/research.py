@@ -6,9 +6,12 @@ They are small: a plan takes about a second. What each is for stands with its cl
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -96,3 +99,151 @@ def numbers_kept() -> Built:
     """One layer pair with every kind of product with a number."""
     torch.manual_seed(0)
     return NumbersKept(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
+
+
+class Aggregates(nn.Module):
+    """A graph layer that gathers messages by mean, largest, smallest and spread, each scaled by degrees (Corso et al., 2020)."""
+
+    target: Tensor
+    source: Tensor
+
+    def __init__(self, hidden: int, nodes: int, edges: int) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(2 * hidden, hidden), nn.Linear(13 * hidden, hidden)
+        self.register_buffer("target", torch.randint(nodes, (edges,)))
+        self.register_buffer("source", torch.randint(nodes, (edges,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(nodes, hidden) to the same shape."""
+        message = self.message(torch.cat([x[self.target], x[self.source]], dim=1))
+        empty, place = torch.zeros_like(x), self.target.unsqueeze(1).expand_as(message)
+        degree = torch.zeros(len(x)).index_add_(0, self.target, torch.ones(len(message))).clamp(min=1).unsqueeze(1)
+        mean = empty.index_add(0, self.target, message) / degree
+        square = empty.index_add(0, self.target, message * message) / degree
+        largest = empty.scatter_reduce(0, place, message, "amax", include_self=False)
+        smallest = empty.scatter_reduce(0, place, message, "amin", include_self=False)
+        gathered = torch.cat([mean, largest, smallest, (square - mean * mean).relu().add(1e-5).sqrt()], dim=1)
+        scale = degree.log1p()
+        y: Tensor = self.update(torch.cat([x, gathered, gathered * scale / 1.5, gathered * 1.5 / scale], dim=1))
+        return y.relu()
+
+
+def aggregates() -> Built:
+    """Two layers over a random graph of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Aggregates(16, nodes=64, edges=400) for _ in range(2)))
+    return model, (torch.randn(64, 16), torch.randn(64, 16)), squared_error
+
+
+class Adjoint(Function):
+    """Euler's method whose backward runs forward again, step by step and back in time (Chen et al., 2018)."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, z: Tensor, steps: int, *parameters: Tensor) -> Tensor:
+        """The state at the end, of the same shape as `z`."""
+        ctx.field, ctx.steps = field, steps
+        for _ in range(steps):
+            z = z + field(z) / steps
+        ctx.save_for_backward(z, *parameters)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the state at the beginning and of the field's parameters."""
+        (adjoint,) = grads
+        z, *parameters = ctx.saved_tensors
+        sums = [torch.zeros_like(p) for p in parameters]
+        for _ in range(ctx.steps):
+            with torch.enable_grad():
+                before = z.detach().requires_grad_()
+                slope = ctx.field(before)
+                to_z, *to_parameters = torch.autograd.grad(slope, (before, *parameters), adjoint)
+            z = z - slope.detach() / ctx.steps
+            adjoint = adjoint + to_z / ctx.steps
+            sums = [total + found / ctx.steps for total, found in zip(sums, to_parameters, strict=True)]
+        return None, adjoint, None, *sums
+
+
+class Solved(nn.Module):
+    """A linear layer, a differential equation, a linear layer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.field = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.Tanh(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, hidden) to the same shape."""
+        z: Tensor = Adjoint.apply(self.field, self.first(x), 6, *self.field.parameters())  # type: ignore[no-untyped-call]
+        y: Tensor = self.last(z)
+        return y
+
+
+def adjoint_solver() -> Built:
+    """Six steps of Euler's method."""
+    torch.manual_seed(0)
+    return Solved(16), (torch.randn(96, 16), torch.randn(96, 16)), squared_error
+
+
+class Chosen(nn.Module):
+    """Entries and rows that masks choose: kernels list the places first, which takes more than the mask."""
+
+    entries: Tensor
+    rows: Tensor
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.register_buffer("entries", torch.rand(rows, hidden) < 0.9)
+        self.register_buffer("rows", torch.rand(rows) < 0.8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, hidden) to a scalar."""
+        h = self.first(x).sigmoid()
+        chosen: Tensor = h[self.entries].square().mean() - h[~self.entries].log().mean()
+        return chosen + self.last(h[self.rows]).square().mean()
+
+
+def chosen_by_masks() -> Built:
+    """Two masks of entries and one of rows."""
+    torch.manual_seed(0)
+    return Chosen(128, 32), torch.randn(128, 32), lambda model, x: model(x)
+
+
+class DeeplySupervised(nn.Module):
+    """A U-Net that gives an output at each level, all interpolated to the size of the image (Dou et al., 2016)."""
+
+    def __init__(self, channels: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        steps = tuple(pairwise(channels))
+        self.first = nn.Conv2d(3, channels[0], 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in steps)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in reversed(steps))
+        self.merge = nn.ModuleList(nn.Conv2d(2 * a, a, 3, padding=1) for a, _ in reversed(steps))
+        self.heads = nn.ModuleList(nn.Conv2d(width, classes, 1) for width in reversed(channels))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Images (batch, 3, H, W) to a list of scores (batch, classes, H, W), coarsest first."""
+        size, skips = x.shape[2:], []
+        x = self.first(x).relu()
+        for down in self.down:
+            skips.append(x)
+            x = down(functional.max_pool2d(x, 2)).relu()
+        found = [x]
+        for up, merge in zip(self.up, self.merge, strict=True):
+            found.append(merge(torch.cat([skips.pop(), up(found[-1])], dim=1)).relu())
+        scores = (head(x) for head, x in zip(self.heads, found, strict=True))
+        return [functional.interpolate(each, size=size, mode="bilinear") for each in scores]
+
+
+def at_every_depth(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The sum of the cross entropies at all levels, the finer ones counting more."""
+    x, y = batch
+    return torch.stack([functional.cross_entropy(each, y) * 2**level for level, each in enumerate(model(x))]).sum()
+
+
+def deeply_supervised() -> Built:
+    """Three levels, three outputs."""
+    torch.manual_seed(0)
+    sample = torch.randn(4, 3, 16, 16), torch.randint(3, (4, 16, 16))
+    return DeeplySupervised((4, 8, 16), 3), sample, at_every_depth

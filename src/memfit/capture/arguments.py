@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,6 +19,12 @@ FORWARD_OF: Final = {
     "aten._cudnn_rnn_backward.default": "aten._cudnn_rnn.default",
     "aten.miopen_rnn_backward.default": "aten.miopen_rnn.default",
 }
+
+
+# What they take meanwhile depends on how many places the mask chooses.
+_INDEXED_BY_MASKS: Final = frozenset(
+    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_select"}
+)
 
 
 class Filled:
@@ -71,6 +78,17 @@ def arguments_of(
     return filled, kwargs
 
 
+def _chosen(call: CallSpec) -> int:
+    """How many places the mask of a call chooses, where the call is an indexing by one mask; 0 elsewhere."""
+    name, specs = call.func._schema.name, call.tensors
+    if name not in _INDEXED_BY_MASKS or len(specs) < 2 or specs[1].dtype != torch.bool:
+        return 0
+    whole, mask = specs[0].shape, specs[1].shape
+    each = math.prod(whole[len(mask) :]) if name != "aten::masked_select" else 1
+    values = math.prod(specs[2].shape) if len(specs) > 2 else sum(call.made_bytes) // specs[0].dtype.itemsize
+    return values // each if each else 0
+
+
 def build(call: CallSpec, device: torch.device, shared: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for one run: integers zero (any index is valid), numbers 0.75.
 
@@ -92,6 +110,9 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         end = spec.offset * spec.dtype.itemsize - start[spec.place] + spec.extent * spec.dtype.itemsize
         size[spec.place] = max(size.get(spec.place, 0), end)
         kind.setdefault(spec.place, spec.dtype)
+    masks = {spec.place for spec in specs if spec.dtype == torch.bool} if _chosen(call) else set()
+    if masks:
+        shared = None
     storages: dict[int, torch.UntypedStorage] = {}
     for place, count in size.items():
         dtype = kind[place]
@@ -101,6 +122,10 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
             if shared is not None
             else _filled(elements, dtype, device).untyped_storage()
         )
+
+    for place in masks:
+        # Kernels list the places that a mask chooses, which takes more than the mask does: as many as in the step.
+        torch.empty(0, dtype=torch.bool, device=device).set_(storages[place])[: _chosen(call)].fill_(True)
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):

@@ -35,6 +35,8 @@ _WRITES_IN_CROSS_ENTROPY: Final = {
     _aten.mul.Tensor: _aten.mul_.Tensor,
 }
 _FORMULA_BY_VALUES: Final = ("ProdBackward", "CumprodBackward")
+# Whose formulas scatter out of place, watched or not.
+_NEVER_IN_PLACE: Final = ("ScatterReduceBackward", "IndexReduceBackward")
 
 
 class UnwatchedBackward:
@@ -47,18 +49,25 @@ class UnwatchedBackward:
         self._made: set[int] = set()
         self._unpacked: set[int] = set()  # saves that the node still holds
         self._holds = False  # whether it ever held any
+        # Of custom functions, whose backward may run a backward of its own, after which it goes on.
+        self._left: dict[int, tuple[Any, set[int], set[int], set[int], bool]] = {}
 
     def enter_node(self) -> bool:
         """Forget the previous node if another one runs now; returns whether that one's formula depends on a dispatch mode being active."""
         node = torch._C._current_autograd_node()
         if node is self._node:
             return False
+        if self._by_the_user:
+            self._left[id(self._node)] = (self._node, self._read, self._made, self._unpacked, self._holds)
         self._node = node
-        self._read.clear()
-        self._made.clear()
-        self._unpacked.clear()
-        self._holds = False
-        return node is not None and node.name().startswith(_FORMULA_BY_VALUES)
+        before = self._left.pop(id(node), None) if self._by_the_user else None
+        _, self._read, self._made, self._unpacked, self._holds = before or (node, set(), set(), set(), False)
+        return _named(node, _FORMULA_BY_VALUES)
+
+    @property
+    def _by_the_user(self) -> bool:
+        """Whether the present node is a custom function, whose backward is Python code: what it does out of place is so in the step."""
+        return isinstance(self._node, torch.autograd.function.FunctionCtx)
 
     def ran(self, reads: Iterable[int], makes: Iterable[int]) -> None:
         """An operation ran, of the present node or of forward."""
@@ -73,6 +82,8 @@ class UnwatchedBackward:
     def freed(self, save: int) -> None:
         """Autograd has freed a saved tensor."""
         self._unpacked.discard(save)
+        for _, _, _, unpacked, _ in self._left.values():
+            unpacked.discard(save)
 
     def in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:
         """The operation that runs instead, on the first argument in place, when no dispatch mode is on; None where it is the same."""
@@ -90,16 +101,20 @@ class UnwatchedBackward:
                 return None
             # A node lets go of what it saved before its results are added up; until then an addition is its own arithmetic.
             done = self._holds and not self._unpacked
-            if not done and (known in self._read or known in self._made):
+            if not done and (known in self._read or known in self._made or (self._by_the_user and self._holds)):
                 return None
             return torch.ops.aten.add_.Tensor if dispatch.is_dense(old) and _held_once(old) else None
-        if known not in self._made or isinstance(self._node, torch.autograd.function.FunctionCtx):
+        if known not in self._made or self._by_the_user or _named(self._node, _NEVER_IN_PLACE):
             return None
         instead = _WRITES_INTO_ITS_OWN.get(func)
-        if instead is None and self._node is not None and self._node.name().startswith("BinaryCrossEntropy"):
+        if instead is None and _named(self._node, ("BinaryCrossEntropy",)):
             instead = _WRITES_IN_CROSS_ENTROPY.get(func)
         # Only the formula can hold what it made, perhaps more than once on the way; no other tensor may share its storage.
         return instead if instead is not None and _storage_held_once(args[0]) else None
+
+
+def _named(node: Any, names: tuple[str, ...]) -> bool:
+    return node is not None and bool(node.name().startswith(names))
 
 
 def _held_once(tensor: torch.Tensor) -> bool:

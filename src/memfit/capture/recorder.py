@@ -232,6 +232,8 @@ class Recorder(TorchDispatchMode):
         self._numbers.ran(func, args, result, self.module, event)
         if self.phase is Phase.BACKWARD:
             self._numbers.ran_in(torch._C._current_autograd_node(), event)
+        if dispatch.is_sized_by_values(func, args):
+            key = f"{key} -> {[self.lifetimes.storages[s].bytes for s in made]}"
         if key not in self.calls:
             call.made_bytes = tuple(self.lifetimes.storages[s].bytes for s in made)
             call.layouts = tuple(layouts)

@@ -20,6 +20,7 @@ TECHNIQUES = FOLDER.parent / "docs" / "techniques"
 QUESTIONS = (
     "exactness",
     "paths",
+    "programs",
     "reference_gpt",
     "planning",
     "growth",

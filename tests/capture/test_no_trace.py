@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import memfit
 import small
+from memfit.capture import isolation
 from memfit.errors import SplitError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -274,3 +275,26 @@ def test_modules_in_plain_lists_are_captured_like_others() -> None:
     engine.step(small.rows())
     peak = engine.step(small.rows(), meter=True).peak_bytes
     assert peak == pytest.approx(plan.prediction.peak_bytes, abs=512)
+
+
+def test_large_tensors_in_containers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set in a dictionary is no state of the model."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small.chain(1)
+            self.rows = {"small": torch.zeros(small.WIDTH), "large": torch.zeros(64, small.WIDTH)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append({name: rows.data_ptr() for name, rows in self.rows.items()})
+            out: Tensor = self.body(x + self.rows["small"] + self.rows["large"][0])
+            return out
+
+    seen: list[dict[str, int]] = []
+    monkeypatch.setattr(isolation, "LARGEST_PRIVATE_BYTES", 16 * small.WIDTH)
+    model = Holds()
+    own = {name: rows.data_ptr() for name, rows in model.rows.items()}
+    memfit.plan(model, small.rows(8), small.squared_error, 1 << 50, small.adamw)
+    assert seen
+    assert all(each["small"] != own["small"] and each["large"] == own["large"] for each in seen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.dispatch import has_storage, storage_key, written
 from memfit.step.attributes import Attributes, Container, held_by
 from memfit.storage.raw_bytes import flat_storage
+
+# Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.
+LARGEST_PRIVATE_BYTES: Final = 256 << 20
 
 
 @contextmanager
@@ -93,12 +96,13 @@ def _exchange_in(container: Container, private: Callable[[torch.Tensor], torch.T
 
 
 def _with_private_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A tensor like this one on a copy of its storage, which others that shared it share again; what has no plain storage stays."""
+    """A tensor like this one on a copy of its storage, which others that shared it share again; what has no plain storage, or is large, stays."""
     if (
         not has_storage(tensor)
         or tensor.device.type == "meta"
         or type(tensor) is not torch.Tensor
         or tensor.grad_fn is not None
+        or tensor.untyped_storage().nbytes() > LARGEST_PRIVATE_BYTES
     ):
         return tensor
     key = storage_key(tensor)

@@ -8,7 +8,6 @@ PYTHONPATH=FOLDER python bench/programs/run.py --only WORDS    # of package and 
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import multiprocessing
 import sys
@@ -176,7 +175,8 @@ def row_of(program: Any, steps: int | None = None) -> dict[str, Any]:
         each = steps or (CHANGING_STEPS if program.changing else STEPS)
         for name, budget in wanted.items():
             plan = memfit.replan(plain, budget)
-            model = copy.deepcopy(first[0])  # as planning left it
+            # The very model that was planned for, as planning left it, and new ones: a copy would share what hooks close over.
+            model = (first if name == "share" else made())[0]
             row["budgets"][name] = trained(program, plan, (model, *first[1:]), 2 if name == "plain" else each)
             row |= {"recomputations": plan.script.recomputations, "notes": list(plan.notes)}
     except memfit.PlanFileError as error:

@@ -69,7 +69,9 @@ class NumbersKept:
         reference, life = self._made
         self._made = None
         result = reference()
-        node: Any = None if result is None else result.grad_fn
+        # Of a view that was written in place autograd makes the node anew when asked, under a lock, running operations that come here: asking again would wait
+        # for ever. Its number is not counted.
+        node: Any = None if result is None or result._is_view() else result.grad_fn
         if node is None:
             life.death = life.birth
         else:

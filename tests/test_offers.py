@@ -62,23 +62,23 @@ BOTH: Any = {"host_budget": "1GiB", "disk_budget": "1GiB"}
 @pytest.mark.parametrize(
     ("named", "tiers", "places"),
     [
-        ({}, [], set()),
-        ({"host_budget": "1GiB"}, ["disk"], {"disk"}),
-        ({"host_budget": 0}, [], set()),
-        (GPU, ["host"], {"host"}),
-        ({**GPU, "host_budget": "1GiB"}, ["host"], {"host"}),
-        ({**GPU, "host_budget": 0}, [], set()),
-        ({**GPU, **BOTH}, ["host", "disk"], {"host", "disk"}),
+        ({}, [], []),
+        ({"host_budget": "1GiB"}, ["disk"], ["disk"]),
+        ({"host_budget": 0}, [], []),
+        (GPU, ["host"], ["host"]),
+        ({**GPU, "host_budget": "1GiB"}, ["host"], ["host"]),
+        ({**GPU, "host_budget": 0}, [], []),
+        ({**GPU, **BOTH}, ["host", "disk"], ["disk", "host"]),
     ],
     ids=str,
 )
-def test_tiers_take_what_the_pages_say(named: dict[str, Any], tiers: list[str], places: set[str]) -> None:
+def test_tiers_take_what_the_pages_say(named: dict[str, Any], tiers: list[str], places: list[str]) -> None:
     """The table of docs/techniques/README.md: which tiers are open, where all of the state may be, and that layers go to the nearest alone."""
     search, _ = searched(fixed={"micro_batches": 1}, **named)
     below = search.bundle.lower_tier
     assert [link.tier for link in (below.chain if below is not None else ())] == tiers
     used = {c.state_place for c in search.bundle.candidates} - {"device"}
-    assert used == places
+    assert sorted(used) == places
     assert any(c.streamed for c in search.bundle.candidates) is bool(tiers)
     if tiers:
         assert search.bundle.topology.down[0][0].tier == tiers[0]

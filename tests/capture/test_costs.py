@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.capture import timing
+from memfit.capture import cost_table, timing
 from memfit.capture.arguments import build
 from memfit.capture.calls import CallSpec
 from memfit.capture.capture import capture, capture_real
@@ -330,16 +330,20 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     assert {cost.slowdown for cost in taken.values()} == {2.0}
     assert len(timed) == 2 * len(calls)  # once more at once
     busy_for(monkeypatch, 1.0)
-    assert first.measure(calls) == taken  # within one plan costs stay
+    assert first.measure(calls) == taken
+    assert CostTable(CPU, tmp_path).measure(calls) == taken  # within one process costs stay
     timed.clear()
+    monkeypatch.setattr(cost_table, "_SETTLED", {})
     busy_for(monkeypatch, 1.9)
     assert CostTable(CPU, tmp_path).measure(calls) == taken  # still as busy
     assert timed == []
+    monkeypatch.setattr(cost_table, "_SETTLED", {})
     busy_for(monkeypatch, 1.05)
     again = CostTable(CPU, tmp_path).measure(calls)
     assert {cost.slowdown for cost in again.values()} == {1.05}
     assert len(timed) == len(calls)
     timed.clear()
+    monkeypatch.setattr(cost_table, "_SETTLED", {})
     assert CostTable(CPU, tmp_path).measure(calls) == again
     assert timed == []
 

@@ -25,12 +25,14 @@ from memfit.storage.folders import cache_folder
 
 FORMAT: Final = 7
 
+_SETTLED: Final[dict[Path, set[str]]] = {}  # costs that this process has asked for, by table
+
 
 class CostTable:
     """Costs of one device, read from and kept on disk.
 
-    What was timed on a busy CPU is timed once more at once, and again by a later table that finds it less busy. Within one table a cost stays as it was when
-    first asked for, so that all candidates of a plan have the same.
+    What was timed on a busy CPU is timed once more at once, and again by a later process that finds it less busy. Within one process a cost stays as it was
+    when first asked for, so that all candidates of a plan have the same, and all plans that are compared.
     """
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
@@ -39,7 +41,7 @@ class CostTable:
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
         self._costs: dict[str, Cost] = {}
-        self._settled: set[str] = set()  # asked for already
+        self._settled = _SETTLED.setdefault(self.path, set())
         least = inf
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             stored = json.loads(self.path.read_text())

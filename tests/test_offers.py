@@ -33,7 +33,8 @@ def small_chain() -> Any:
 
 def searched(build: Any = wide, **named: Any) -> tuple[Planning, Any]:
     model, sample, loss_fn = build()
-    return planning_for(TraceSource(model, sample, loss_fn, small.adamw), requested(model, **named)), model
+    source = TraceSource(model, sample, loss_fn, small.adamw, None, named.get("device"))
+    return planning_for(source, requested(model, **named)), model
 
 
 def test_no_technique_does_better_than_its_bound() -> None:

@@ -84,7 +84,14 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("named", ELSEWHERE.values(), ids=ELSEWHERE)
+# Where something could be offloaded, ways out are searched longest; the other case stands for it by day.
+@pytest.mark.parametrize(
+    "named",
+    [
+        pytest.param(value, id=name, marks=pytest.mark.slow if name == "too little" else ())
+        for name, value in ELSEWHERE.items()
+    ],
+)
 def test_a_plan_for_a_gpu_that_is_not_here_says_nothing_of_the_cpu_that_is(named: dict[str, Any]) -> None:
     try:
         plan = planned(device="rtx4090", **named)

@@ -511,3 +511,23 @@ def test_half_precision_takes_the_faster_units() -> None:
         key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
         seconds.append(estimated_costs(captured.calls, gpu)[key].seconds)
     assert seconds[1] < seconds[0] / 4
+
+
+def test_a_file_that_another_process_wrote_takes_no_cost_away(tmp_path: Path, timed: list[str]) -> None:
+    calls = captured_chain().calls
+    first = CostTable(CPU, tmp_path)
+    known = first.measure(calls)
+    rows = json.loads(first.path.read_text())
+    first.path.write_text(json.dumps({**rows, "costs": {}}))
+    timed.clear()
+    assert CostTable(CPU, tmp_path).measure(calls) == known
+    assert timed == []
+
+
+def test_tables_of_one_process_know_what_each_has_measured(tmp_path: Path, timed: list[str]) -> None:
+    calls = captured_chain().calls
+    earlier, later = CostTable(CPU, tmp_path), CostTable(CPU, tmp_path)
+    known = later.measure(calls)
+    timed.clear()
+    assert earlier.measure(calls) == known
+    assert timed == []

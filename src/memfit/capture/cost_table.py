@@ -25,7 +25,7 @@ from memfit.storage.folders import cache_folder
 
 FORMAT: Final = 7
 
-_SETTLED: Final[dict[Path, set[str]]] = {}  # costs that this process has asked for, by table
+_SETTLED: Final[dict[Path, dict[str, Cost]]] = {}  # costs that this process has asked for, by table
 
 
 class CostTable:
@@ -41,12 +41,13 @@ class CostTable:
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
         self._costs: dict[str, Cost] = {}
-        self._settled = _SETTLED.setdefault(self.path, set())
+        self._settled = _SETTLED.setdefault(self.path, {})
         least = inf
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             stored = json.loads(self.path.read_text())
             least = float(stored["reference_seconds"] or inf)
             self._costs = {key: _read(row) for key, row in stored["costs"].items()}
+        self._costs.update(self._settled)  # another process may have written the file meanwhile
         self._reference = ReferenceWork(processor_clock(), least) if device.type == "cpu" else None
 
     def measure(
@@ -62,8 +63,14 @@ class CostTable:
                 if busy:
                     self._time(busy, calls, progress)
             self._write()
-        self._settled.update(digest(key) for key in calls)
-        return {key: self._costs[digest(key)] for key in calls}
+        for key in wanted:
+            self._settled[digest(key)] = self._costs[digest(key)]
+        return {key: self._cost_of(digest(key)) for key in calls}
+
+    def _cost_of(self, key: str) -> Cost:
+        if key not in self._settled:
+            self._settled[key] = self._costs[key]
+        return self._settled[key]
 
     def _wanted(self, calls: Mapping[str, CallSpec]) -> dict[str, CallSpec]:
         """The calls to be timed now."""

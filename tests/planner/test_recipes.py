@@ -54,6 +54,16 @@ def test_writes_belong_to_the_recipe_of_what_they_write_into() -> None:
     assert recipes.recipe_of[other] != recipes.recipe_of[mask]
 
 
+def test_the_generators_state_is_put_aside_while_a_random_operation_runs_and_no_longer() -> None:
+    w = Writer()
+    w.before(20)
+    mask = w.one((), 80)
+    w.run((), writes=(mask,), random=True, workspace=7)
+    w.run((), writes=(mask,), workspace=500)
+    assert recipe_for(Recipes(w.trace(rng_state_bytes=100)), mask).peak_bytes == 80 + 500
+    assert recipe_for(Recipes(w.trace(rng_state_bytes=1000)), mask).peak_bytes == 80 + 7 + 1000
+
+
 def test_a_write_into_two_storages_joins_their_recipes() -> None:
     w = Writer()
     a, b = w.one((), 10), w.one((), 20)

@@ -200,7 +200,9 @@ class Recipes:
             runnable = runnable and all(s in managed for s in operation.writes)
             made = sum(trace.storages[s].bytes for s in operation.makes)
             held += made
-            peak = max(peak, held + operation.workspace_bytes)
+            # While a random operation draws, the generator's present state is put aside.
+            aside = trace.rng_state_bytes if operation.random else 0
+            peak = max(peak, held + operation.workspace_bytes + aside)
             makes.extend(operation.makes)
             for s in operation.reads:
                 if s in managed:
@@ -219,9 +221,6 @@ class Recipes:
                         runnable = runnable and storage.bytes <= SMALL_CONSTANT_BYTES
         # A storage written after something outside read it would come back in its last state, as autograd saw it; written in backward, it would not.
         runnable = runnable and all(last_write.get(s, -1) < trace.forward_events for s in makes)
-        random_operations = sum(1 for op in ops if trace.operations[op].random)
-        if random_operations:
-            peak += trace.rng_state_bytes  # the generator's present state is put aside meanwhile
         index = len(self.recipes)
         for s in makes:
             self.recipe_of[s] = index
@@ -231,7 +230,7 @@ class Recipes:
                 tuple(inputs),
                 tuple(makes),
                 sum(trace.operations[op].seconds for op in ops),
-                random_operations,
+                sum(1 for op in ops if trace.operations[op].random),
                 peak,
                 runnable,
             )

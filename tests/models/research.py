@@ -101,6 +101,28 @@ def numbers_kept() -> Built:
     return NumbersKept(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
 
 
+class NumbersNotKept(nn.Module):
+    """Numbers that torch multiplies by in C++: the scale of attention with dropout, which a CPU computes by formulas, and a product by name."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, hidden) to the same shape."""
+        y = self.first(x)
+        heads = y.unflatten(1, (2, -1)).unsqueeze(0)
+        y = y + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).flatten(2)[0]
+        z: Tensor = self.second(torch.ops.aten.div.Scalar(torch.ops.aten.mul.Scalar(y, 0.3), 1.1))
+        return z
+
+
+def numbers_not_kept() -> Built:
+    """One layer pair with numbers that autograd keeps as they are."""
+    torch.manual_seed(0)
+    return NumbersNotKept(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
+
+
 class Aggregates(nn.Module):
     """A graph layer that gathers messages by mean, largest, smallest and spread, each scaled by degrees (Corso et al., 2020)."""
 

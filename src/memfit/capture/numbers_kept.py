@@ -19,8 +19,10 @@ from memfit.values.trace import Category
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-# Their gradient is a product with the second argument, which is saved whatever it is.
+# Their gradient is a product with the second argument, which is saved as the tensor that it is taken for. Calls from C++ (the scale of attention) are of
+# other overloads (`mul.Scalar`), whose formula keeps the number as it is.
 _SAVE_THEIR_SECOND: Final = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_"})
+_OVERLOAD: Final = "Tensor"
 _BYTES: Final[dict[type, int]] = {bool: 1, int: 8, float: 8, complex: 16}
 _MARK: Final = "memfit.number"
 
@@ -53,6 +55,7 @@ class NumbersKept:
         """An operation ran as this event; numbers lie in the host's memory, so those for another device do not count."""
         if (
             func._schema.name not in _SAVE_THEIR_SECOND
+            or func._schema.overload_name != _OVERLOAD
             or type(args[1]) not in _BYTES
             or not dispatch.wants_gradient(args[0])
             or result.device.type != "cpu"

@@ -96,6 +96,15 @@ def format_bytes(num_bytes: int) -> str:
     return f"{sign}{number} {_BINARY_UNITS[power]}"
 
 
+def format_budget(num_bytes: int) -> str:
+    """A size for `parse_bytes` of at least so many bytes, in the largest binary unit that adds at most a 64th: "52428800B", "512MiB"."""
+    for unit in ("GiB", "MiB"):
+        number = -(-num_bytes // _BYTES_OF[unit.lower()])
+        if number >= 64:
+            return f"{number}{unit}"
+    return f"{num_bytes}B"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a time, three significant digits: "12.3 ms", "1.50 s"; from two minutes on "2 min 05 s", "1 h 03 min"."""
     if not math.isfinite(seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,14 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_costs_are_measured_once_and_read_back(tmp_path: Path, timed: list[str]) -> None:
+def in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this one knows of costs is forgotten, but for the files."""
+    monkeypatch.setattr(cost_table, "_KNOWN", defaultdict(cost_table._Known))
+
+
+def test_costs_are_measured_once_and_read_back(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured = captured_chain()
     first = CostTable(CPU, tmp_path)
     measured = first.measure(captured.calls)
@@ -288,6 +296,7 @@ def test_costs_are_measured_once_and_read_back(tmp_path: Path, timed: list[str])
     assert first.measure(captured.calls) == measured
     assert len(timed) == len(captured.calls)
     timed.clear()
+    in_another_process(monkeypatch)
     second = CostTable(CPU, tmp_path)
     assert second.measure(captured.calls) == measured
     assert timed == []
@@ -333,17 +342,17 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     assert first.measure(calls) == taken
     assert CostTable(CPU, tmp_path).measure(calls) == taken  # within one process costs stay
     timed.clear()
-    monkeypatch.setattr(cost_table, "_SETTLED", {})
+    in_another_process(monkeypatch)
     busy_for(monkeypatch, 1.9)
     assert CostTable(CPU, tmp_path).measure(calls) == taken  # still as busy
     assert timed == []
-    monkeypatch.setattr(cost_table, "_SETTLED", {})
+    in_another_process(monkeypatch)
     busy_for(monkeypatch, 1.05)
     again = CostTable(CPU, tmp_path).measure(calls)
     assert {cost.slowdown for cost in again.values()} == {1.05}
     assert len(timed) == len(calls)
     timed.clear()
-    monkeypatch.setattr(cost_table, "_SETTLED", {})
+    in_another_process(monkeypatch)
     assert CostTable(CPU, tmp_path).measure(calls) == again
     assert timed == []
 

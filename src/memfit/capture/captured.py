@@ -23,7 +23,7 @@ class Captured:
         receiving: names of the parameters that got gradients.
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
         repeats: the forward before it ran the same operations.
-        before: what modules hold before it and not after it (`memfit.step.attributes.told`).
+        before: what modules hold before it and not after it (`memfit.step.fingerprint.fingerprint`).
         steady: other random numbers gave the same operations and sizes, or none that are drawn can decide any.
     """
 

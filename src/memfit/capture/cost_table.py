@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,21 @@ from memfit.storage.folders import cache_folder
 
 FORMAT: Final = 7
 
-_SETTLED: Final[dict[Path, dict[str, Cost]]] = {}  # costs that this process has asked for, by table
+
+@dataclass(slots=True)
+class _Known:
+    """What this process knows of one table.
+
+    Attributes:
+        costs: by the digest of a call.
+        settled: digests of those that something in this process has asked for.
+    """
+
+    costs: dict[str, Cost] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+
+
+_KNOWN: Final[defaultdict[Path, _Known]] = defaultdict(_Known)  # by the file
 
 
 class CostTable:
@@ -40,57 +55,46 @@ class CostTable:
         self.name = device_name(device)
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
-        self._costs: dict[str, Cost] = {}
-        self._settled = _SETTLED.setdefault(self.path, {})
+        self._known = _KNOWN[self.path]
         least = inf
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             stored = json.loads(self.path.read_text())
             least = float(stored["reference_seconds"] or inf)
-            self._costs = {key: _read(row) for key, row in stored["costs"].items()}
-        self._costs.update(self._settled)  # another process may have written the file meanwhile
+            # Another process may have written the file meanwhile.
+            costs = {key: _read(row) for key, row in stored["costs"].items() if key not in self._known.settled}
+            self._known.costs.update(costs)
         self._reference = ReferenceWork(processor_clock(), least) if device.type == "cpu" else None
 
     def measure(
         self, calls: Mapping[str, CallSpec], progress: Callable[[str, float], None] | None = None
     ) -> dict[str, Cost]:
         """Costs of all calls; those not known yet, or known from a busier time, are measured now and written to disk."""
-        wanted = self._wanted(calls)
+        digests = {key: digest(key) for key in calls}
+        wanted = self._wanted(digests)
         if wanted:
             # Random operations are timed too: what the user's run draws must not depend on what was in the cache.
             with forked_generators():
                 self._time(wanted, calls, progress)
-                busy = {key: call for key, call in wanted.items() if self._costs[digest(key)].slowdown > BUSY}
+                busy = {k: d for k, d in wanted.items() if self._known.costs[d].slowdown > BUSY}
                 if busy:
                     self._time(busy, calls, progress)
             self._write()
-        for key in wanted:
-            self._settled[digest(key)] = self._costs[digest(key)]
-        return {key: self._cost_of(digest(key)) for key in calls}
+        self._known.settled.update(digests.values())
+        return {key: self._known.costs[known] for key, known in digests.items()}
 
-    def _cost_of(self, key: str) -> Cost:
-        if key not in self._settled:
-            self._settled[key] = self._costs[key]
-        return self._settled[key]
-
-    def _wanted(self, calls: Mapping[str, CallSpec]) -> dict[str, CallSpec]:
-        """The calls to be timed now."""
-        fresh = {key: call for key, call in calls.items() if digest(key) not in self._settled}
-        wanted = {key: call for key, call in fresh.items() if digest(key) not in self._costs}
-        busy = {
-            key: self._costs[digest(key)].slowdown
-            for key in fresh
-            if key not in wanted and self._costs[digest(key)].slowdown > BUSY
-        }
+    def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """Of these, the calls to be timed now."""
+        costs, settled = self._known.costs, self._known.settled
+        fresh = {key: d for key, d in digests.items() if d not in settled}
+        wanted = {key: d for key, d in fresh.items() if d not in costs}
+        busy = {key: d for key, d in fresh.items() if d in costs and costs[d].slowdown > BUSY}
         if busy and self._reference is not None:
             now = self._reference.slowdown(now=True)
-            wanted |= {key: calls[key] for key, slowdown in busy.items() if now < QUIETER * slowdown}
+            wanted |= {key: d for key, d in busy.items() if now < QUIETER * costs[d].slowdown}
         return wanted
 
     def _time(
-        self,
-        wanted: Mapping[str, CallSpec],
-        calls: Mapping[str, CallSpec],
-        progress: Callable[[str, float], None] | None,
+        self, wanted: Mapping[str, str], calls: Mapping[str, CallSpec], progress: Callable[[str, float], None] | None
     ) -> None:
         """Time calls; of two costs of one call the one stays that was taken when the machine was less busy."""
 
@@ -98,15 +102,14 @@ class CostTable:
             if progress is not None:
                 progress("timing operations", number / len(wanted))
 
-        found = KernelTimer(self.device, calls, self._reference).measure(wanted, tell)
-        machine = present_machine(self.device)
-        for key, call in wanted.items():
-            known = self._costs.get(digest(key))
+        found = KernelTimer(self.device, calls, self._reference).measure({key: calls[key] for key in wanted}, tell)
+        machine, costs = present_machine(self.device), self._known.costs
+        for key, known in wanted.items():
             cost = found.get(key)
-            if known is None:
-                self._costs[digest(key)] = cost or Cost(estimated_seconds(call, machine), measured=False)
-            elif cost is not None and cost.slowdown < known.slowdown:
-                self._costs[digest(key)] = cost
+            if known not in costs:
+                costs[known] = cost or Cost(estimated_seconds(calls[key], machine), measured=False)
+            elif cost is not None and cost.slowdown < costs[known].slowdown:
+                costs[known] = cost
 
     def _write(self) -> None:
         # The cache is a convenience: a read-only or full disk must not stop a plan.
@@ -114,7 +117,7 @@ class CostTable:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
             least = inf if self._reference is None else self._reference.least_seconds
-            rows = {k: astuple(c) for k, c in self._costs.items()}
+            rows = {k: astuple(c) for k, c in self._known.costs.items()}
             temporary.write_text(json.dumps({"reference_seconds": None if least == inf else least, "costs": rows}))
             temporary.replace(self.path)
 

@@ -180,11 +180,9 @@ class _StepRecording:
                 recorder.unrecorded.clear()
             first = self._source.forwards_before == 0
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
-                if first:
-                    pass
-                elif several or inside:
+                if not first and (several or inside):
                     program.forward_backward(self._micro_batches[0], self._weight, recorder)
-                else:
+                elif not first:
                     with recorder:
                         loss = program.loss(self._source.sample)
                     del loss

@@ -15,14 +15,12 @@ import torch
 
 BUSY: Final = 1.25  # times its least time that the reference work takes on a busy machine; from run to run it differs by a few percent
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
-EVERY_SECONDS: Final = (
-    0.02  # of timing other work, after which the reference work is timed again; it takes about a twentieth of that
-)
+EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again; that takes about a twentieth of them
 RUNS: Final = 2
 
 
 class ReferenceWork:
-    """A product of matrices and a sum over more than the caches of a core hold.
+    """A product of matrices, for the clock rate, and a pass over a mebibyte, for the caches that cores share.
 
     Args:
         clock: seconds, as operations are timed.

@@ -13,7 +13,7 @@ from memfit.planner.description import where
 from memfit.planner.found import Found, Rejection, named
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solvers import Solvers
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_budget, format_bytes, format_seconds
 
 
 def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection]) -> InfeasibleError:
@@ -102,12 +102,6 @@ def _larger_budget(solvers: Solvers, budget_bytes: int, size: int, found: Found)
         have = f"the {format_bytes(devices[0].memory_bytes)} of {devices[0].name}"
         text = f"a device with {format_bytes(size)}, which is more than {have}" + (f" ({how})" if how else "")
         return Remedy(text, size - budget_bytes, seconds, "budget")
-    given = budget_of(size)
+    given = format_budget(size)
     text = f'budget="{given}"' + (f" ({how})" if how else "")
     return Remedy(text, size - budget_bytes, seconds, "budget", {"budget": given})
-
-
-def budget_of(size: int) -> str:
-    """A budget that is at least `size` bytes, as a person would write it where that wastes little."""
-    mib = -(-size // (1 << 20))
-    return f"{mib}MiB" if mib >= 64 else f"{size}B"

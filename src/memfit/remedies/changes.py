@@ -26,6 +26,7 @@ from memfit.lower_tiers import capacity
 from memfit.storage.staging import STAGES_BYTES
 from memfit.techniques.layer_streaming.blocks import own_parameters, repeated_blocks
 from memfit.techniques.registry import ALLOWED
+from memfit.units import format_budget, parse_bytes
 from memfit.values.bundle import Weighting
 from memfit.values.request import Request, TierBudget
 
@@ -150,12 +151,6 @@ def written(given: Mapping[str, Any], statements: Sequence[str] = ()) -> str:
     return " and ".join([*statements, *([told] if told else [])])
 
 
-def readable(size: int) -> str:
-    """A number of bytes at least as large, as a person would write it."""
-    mib = max(1, -(-size // (1 << 20)))
-    return f"{mib}MiB" if mib < 1024 else f"{-(-mib // 1024)}GiB"
-
-
 def _offloading(source: TraceSource, request: Request, room_bytes: int) -> Iterator[Change]:
     """More of the nearest lower tier: what a CPU offloads at all only on request, and a GPU without limit where none is given."""
     gpu = source.machine.kind == "cuda"
@@ -163,8 +158,8 @@ def _offloading(source: TraceSource, request: Request, room_bytes: int) -> Itera
     if gpu and have is None:
         return
     needed = room_bytes + (STAGES_BYTES if request.disk_budget is not None else 0)
-    given = readable(needed)
-    size = int(given[:-3]) << (20 if given.endswith("MiB") else 30)
+    given = format_budget(needed)
+    size = parse_bytes(given)
     if (have is not None and have.bytes >= size) or capacity(source.machine, "host", request.folder) < size:
         return
 

@@ -19,7 +19,7 @@ from torch import nn
 
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
 LARGEST_CONTAINER: Final = 10_000
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
 
@@ -51,7 +51,7 @@ class Attributes:
 
     def _noted(self, value: Any, *, inside: bool) -> Iterator[tuple[Any, bool]]:
         """Note one value; yields what it holds."""
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         held: Iterable[Any] = ()
@@ -92,7 +92,7 @@ class PlainValues:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (module, {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)})
+            (module, {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)})
             for module in model.modules()
             if not type(module).__module__.startswith("torch.")
         ]
@@ -101,7 +101,7 @@ class PlainValues:
         """Restore what has changed; what was not there goes."""
         for module, held in self._held:
             now = vars(module)
-            for name in [name for name, value in now.items() if isinstance(value, _PLAIN) and name not in held]:
+            for name in [name for name, value in now.items() if isinstance(value, PLAIN) and name not in held]:
                 del now[name]
             now.update(held)
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memfit.step.attributes import PLAIN
+
 _CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
-_VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
 _ABSENT: Final = object()
 _OF_TORCH: Final = frozenset(nn.Module().__dict__)
 
@@ -43,13 +44,14 @@ def _held(module: nn.Module) -> dict[str, Any]:
 def _find(model: nn.Module, place: str) -> Any:
     path, _, name = place.rpartition(".")
     try:
-        return _held(model.get_submodule(path)).get(name, _ABSENT)
+        module = model.get_submodule(path)
     except AttributeError:  # a module that is not there
         return _ABSENT
+    return module._buffers[name] if name in module._buffers else module.__dict__.get(name, _ABSENT)  # noqa: SLF001
 
 
 def _in_words(value: Any) -> str:
-    if type(value) in _VALUES:
+    if type(value) in PLAIN:
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{' with gradients' if value.requires_grad else ''}"

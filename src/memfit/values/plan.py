@@ -264,7 +264,7 @@ class Plan:
                 tuple(str(name) for name in data["changed_buffers"]),
                 tuple(Saving(**s) for s in data["savings"]),
                 tuple(FrozenPart(**f) for f in data["frozen"]),
-                str(data.get("device_kind", "cpu")),
+                str(data["device_kind"]),
             )
             if plan.device_kind not in DEVICE_KINDS:
                 raise ValueError(f"device_kind is {plan.device_kind!r}")

@@ -71,7 +71,7 @@ class FirstForward:
     """What is followed in the first forward of a model, which runs other operations than later ones: it builds what they find.
 
     Attributes:
-        before: what modules hold before that forward and not after it, by path and name (`memfit.step.attributes.told`). It tells whether this is the one.
+        before: what modules hold before that forward and not after it, by path and name (`memfit.step.fingerprint`): tells whether this is the one.
         script: to follow in it.
     """
 
@@ -193,11 +193,9 @@ class Script:
             tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
             tuple(
                 ModuleCall(str(module), int(number), (int(a), int(b)), (int(c), int(d)))
-                for module, number, a, b, c, d in data.get("kept_calls", ())
+                for module, number, a, b, c, d in data["kept_calls"]
             ),
-            None
-            if data.get("first") is None
-            else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
+            None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
         )
         count = len(operations)
         if len(script.wanted) != count:

@@ -186,7 +186,7 @@ class Trace:
         calls: of modules in forward, in the order in which they began.
         paths: the same step where it ran other operations, under other random numbers; this trace is that with the most operations.
         first: the first step, where its forward runs other operations than those of all later ones: it builds what they find.
-        before: of a first step, what modules hold before its forward and not after it (`memfit.step.attributes.told`).
+        before: of a first step, what modules hold before its forward and not after it (`memfit.step.fingerprint.fingerprint`).
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
     """
 

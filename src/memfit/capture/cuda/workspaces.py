@@ -6,6 +6,7 @@ Sources: PyTorch 2.13's `CUDAContext` (workspaces), flash attention's backward (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -53,19 +54,12 @@ def _efficient_backward(call: CallSpec) -> int:
 
 def _embedding_backward(call: CallSpec) -> int:
     gradient, indices = call.tensors[:2]
-    number, width = int(_product(indices.shape)), gradient.shape[-1]
+    number, width = math.prod(indices.shape), gradient.shape[-1]
     if number <= EMBEDDING_ROWS:
         return 0
     segments = min(number, int(call.args[2]))
     sums = number // EMBEDDING_PART + segments
     return 4 * sums * width + 8 * (6 * number + sums)
-
-
-def _product(shape: Iterable[int]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 _WORKSPACES: Final[Mapping[str, Callable[[CallSpec], int]]] = {

@@ -109,7 +109,7 @@ def test_a_budget_that_is_too_small_is_told_what_would_do(fixed: Any) -> None:
     made = memfit.plan(model, sample, squared_error, error.minimum_bytes, adamw, fixed=fixed)
     assert made.prediction.peak_bytes <= error.minimum_bytes
     with pytest.raises(InfeasibleError):
-        memfit.plan(model, sample, squared_error, error.minimum_bytes - 1, adamw, fixed=fixed)
+        memfit.replan(made, error.minimum_bytes - 1)
 
 
 @pytest.mark.parametrize("optimizer", [adamw, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["AdamW", "SGD"])

@@ -149,7 +149,7 @@ def test_no_more_is_captured_than_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_switch_of_the_model_is_put_back_and_told() -> None:
     transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 32}
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=20, num_key_value_heads=4, **shape)
     assert config.use_cache

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 def memfit(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Status, JSON answer and messages."""
-    command = [sys.executable, "-m", "memfit.cli.main", *arguments, "--json"]
+    command = [sys.executable, "-m", "memfit", *arguments, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=300, env=environment
@@ -119,7 +119,7 @@ def test_what_cannot_fit_says_what_would(folder: Path) -> None:
 
 
 def test_a_terminated_process_leaves_a_snapshot_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "memfit.cli.main", "train", "run.yaml", "--set", "train.steps=100000"]
+    command = [sys.executable, "-m", "memfit", "train", "run.yaml", "--set", "train.steps=100000"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

@@ -194,8 +194,9 @@ def test_16_bits_are_taken_only_where_they_are_allowed() -> None:
     smallest = {way.precision: search.solver(1, way).smallest().peak for way in search.bundle.candidates}
     assert smallest["bf16"] < smallest["full"]
     budget = (smallest["bf16"] + smallest["full"]) // 2
+    forbidden = memfit.plan(model, sample, loss_fn, 1 << 50, small.adamw, fixed=fixed)
     with pytest.raises(memfit.InfeasibleError):
-        memfit.plan(model, sample, loss_fn, budget, small.adamw, fixed=fixed)
+        api.replan(forbidden, budget)
 
     tight = api.replan(allowed, budget)
 

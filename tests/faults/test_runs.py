@@ -158,7 +158,7 @@ def test_a_really_full_disk_leaves_the_older_snapshot(place: Workplace) -> None:
         pytest.skip("there is no unshare")
     command = (
         "mount -t tmpfs -o size=300k none disk || exit 99; "
-        '"$0" -m memfit.cli.main train run.yaml --plan plan.json --set train.out=disk/run --set train.keep=9; '
+        '"$0" -m memfit train run.yaml --plan plan.json --set train.out=disk/run --set train.keep=9; '
         "status=$?; mkdir -p saved; cp -r disk/run saved/; exit $status"
     )
     (place.folder / "disk").mkdir()
@@ -184,7 +184,7 @@ def test_a_really_full_disk_leaves_the_older_snapshot(place: Workplace) -> None:
 def test_a_process_nobody_forked_is_killed_and_goes_on(place: Workplace) -> None:
     """The same once more as a person has it: the command in a process of its own, killed from outside, no moments."""
     out = place.folder / "own"
-    command = [sys.executable, "-m", "memfit.cli.main"]
+    command = [sys.executable, "-m", "memfit"]
     train = [*command, "train", "run.yaml", "--plan", "plan.json", "--set", f"train.out={out}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

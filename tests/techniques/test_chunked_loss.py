@@ -330,7 +330,7 @@ def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     assert whole.choices == plain.choices
     # One micro-batch is asked for, and with it every bit: then the head stays whole.
     with pytest.raises(memfit.InfeasibleError, match="_log_softmax_backward_data"):
-        planned(model, sample, None, less)
+        memfit.replan(planned(model, sample, None), less)
     narrow, sample = llama(vocab=16, batch=8)
     timeline = Timeline(memfit.record(narrow, sample, None, adamw, micro_batches=1).trace)
     head = head_of(timeline)

@@ -127,9 +127,10 @@ def test_seven_eighths_of_the_frozen_weights_are_saved() -> None:
 def test_the_planner_takes_it_where_it_is_allowed_and_needed() -> None:
     sample, model = (rows(4)), adapted()
     ask = (model, sample, small.squared_error)
-    least = memfit.smallest_budget(memfit.plan(*ask, 1 << 50, small.adamw))
+    forbidden = memfit.plan(*ask, 1 << 50, small.adamw)
+    least = memfit.smallest_budget(forbidden)
     with pytest.raises(memfit.InfeasibleError):
-        memfit.plan(*ask, round(0.6 * least), small.adamw)
+        memfit.replan(forbidden, round(0.6 * least))
     plan = memfit.plan(*ask, round(0.6 * least), small.adamw, allow=["4bit"])
     assert plan.choices.frozen_weights == "4bit"
     assert type(model[0].base) is nn.Linear, "planning leaves the model as it was"  # type: ignore[union-attr]

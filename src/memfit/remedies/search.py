@@ -39,6 +39,7 @@ from memfit.values.trace import Category
 MOST_WAYS: Final = 3  # told besides the budget that would do
 MOST_CANDIDATES: Final = 3  # captured for one combination
 MOST_CAPTURES: Final = 10  # for all; each takes as long as a part of planning did
+FAR: Final = 2  # times the budget: where a candidate needs more, no other one of the same changes is captured
 DIVIDING: Final = "micro-batches"
 
 
@@ -94,6 +95,7 @@ class _Search:
     own_model: bool = True
     found: int = 0  # ways out that the planner knows
     nothing_else: str = field(default="", init=False)
+    _left_out: bool = field(default=False, init=False)  # something was not tried
     _sources: dict[tuple[str, ...], TraceSource] = field(default_factory=dict, init=False)
     _solved: dict[Any, tuple[int, Found] | None] = field(default_factory=dict, init=False)
 
@@ -118,8 +120,8 @@ class _Search:
         ways: list[_Tried] = []
         for change in possible:
             tell(self.source.progress, f"looking for ways out: {change.name}", 0.95)
-            found = None if change.name == DIVIDING else self._tried((change,))  # the planner tried that alone
-            if found is not None and found.size <= self.budget_bytes:
+            found = None if change.name == DIVIDING else self._fits((change,))  # the planner tried that alone
+            if found is not None:
                 ways.append(found)
             if len(ways) + self.found >= MOST_WAYS:
                 break
@@ -132,8 +134,8 @@ class _Search:
             told += [(Effect.ANOTHER_TRAINING, remedy) for remedy in self._other_training()[:left]]
         if not told and not self.found and possible:
             names = ", ".join(change.name for change in possible)
-            all_ = "" if len(self._solved) < MOST_CAPTURES else " that were tried"
-            self.nothing_else = f"Nothing fits with any of these besides, or with combinations of them{all_}: {names}"
+            tried = " that were tried" if self._left_out else ""
+            self.nothing_else = f"Nothing fits with any of these besides, or with combinations of them{tried}: {names}"
         return told
 
     def _dividing(self) -> list[Change]:
@@ -196,6 +198,7 @@ class _Search:
             key = (id(source), candidate, number, request.host_budget)
             if key not in self._solved:
                 if len(self._solved) == MOST_CAPTURES:
+                    self._left_out = True
                     break
                 self._solved[key] = _least_of(planning, candidate, number)
             solved = self._solved[key]
@@ -206,6 +209,9 @@ class _Search:
                 used = tuple(c for c in combined if _uses(candidate, c))
                 best = _Tried(used, size, found, self._request(used))
             if size <= self.budget_bytes:
+                break
+            if size > FAR * self.budget_bytes:
+                self._left_out = True
                 break
         return best
 
@@ -257,25 +263,30 @@ class _Search:
         """A combination that fits, from which nothing can be left out; None where none was found.
 
         Of what changes results no more than so much, everything is tried at once; where that fits, one change after the other is left out as long as it
-        still does, those that change most first.
+        still does, those that change most first. Where everything there is does not do, nothing is tried of less: each try is a capture.
         """
+        if not any(self._fits(together) for together in _compatible(possible)):
+            return None
         for effect in Effect:
             some = [change for change in possible if change.effect <= effect]
             if len(some) < 2 or not any(change.effect == effect for change in some):
                 continue
             for together in _compatible(some):
-                found = self._tried(together)
-                if found is not None and found.size <= self.budget_bytes:
+                found = self._fits(together)
+                if found is not None:
                     return self._leaner(found)
         return None
+
+    def _fits(self, combined: Sequence[Change]) -> _Tried | None:
+        """The plan with these changes, where it fits."""
+        found = self._tried(combined)
+        return found if found is not None and found.size <= self.budget_bytes else None
 
     def _leaner(self, found: _Tried) -> _Tried:
         for change in sorted(found.changes, key=lambda change: -change.effect):
             if len(found.changes) < 2:
                 break
-            fewer = self._tried([each for each in found.changes if each is not change])
-            if fewer is not None and fewer.size <= self.budget_bytes:
-                found = fewer
+            found = self._fits([each for each in found.changes if each is not change]) or found
         return found
 
     # -- what is told ---------------------------------------------------------------------------------------------------------

@@ -102,6 +102,9 @@ def apply(
     engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
     if planning is not None and source is not None:
         engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
+        # What is placed by hand is placed on one path; streamed layers run in an order of their own.
+        if planning.placement is None and not plan.choices.streamed:
+            engine.learner = _learner_of(engine, source.optimizer)
     return engine
 
 
@@ -110,6 +113,29 @@ def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
     with suppress(InputError), frozen(model, patterns):
         return model_digest(model)
     return model_digest(model)
+
+
+def _learner_of(engine: Engine, make_optimizer: OptimizerFactory | None) -> Callable[[Batch, Plan], Plan]:
+    """A function that captures a step and plans anew for all paths that are known of its shape, with the techniques of the plan so far."""
+
+    def learnt(batch: Batch, known: Plan) -> Plan:
+        planning = planning_of(known)
+        assert planning is not None, "plans of an engine are from this process where it learns"
+        optimizer = engine.optimizer
+        source = TraceSource(
+            engine.model,
+            batch,
+            engine.loss_fn,
+            None if optimizer is None else (make_optimizer or default_optimizer),
+            known.clip_norm,
+            trained_elsewhere=frozenset(
+                name for name, p in engine.model.named_parameters() if optimizer is not None and p in optimizer.state
+            ),
+            forwards_before=0,
+        )
+        return planning.knowing(known, source.trace_of)
+
+    return learnt
 
 
 def _planner_of(

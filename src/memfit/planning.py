@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
+from memfit.capture.learnt_paths import with_seen
 from memfit.errors import CaptureError, EngineError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
@@ -132,6 +133,32 @@ class Planning:
         alone = Planning(replace(self.bundle, request=request, candidates=(candidate,), refused=()), self.source)
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
+
+    def knowing(self, plan: Plan, seen: Callable[[Choices], Trace]) -> Plan:
+        """A plan in the same budget with the same techniques, that also follows what a later capture shows; the given plan where that shows nothing new.
+
+        Args:
+            plan: of this planning.
+            seen: captures the step with some choices.
+
+        Raises:
+            InfeasibleError: no plan for all paths fits.
+            CaptureError, InputError: as for `plan`.
+        """
+        ran = plan.choices.but(weights="whole")
+        choices, trace = next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
+        joined = with_seen(trace, seen(choices))
+        if joined is trace:
+            return plan
+        bundle = replace(
+            self.bundle.with_trace(choices, joined),
+            request=self.request.fixing(micro_batches=choices.micro_batches),
+            candidates=(Choices(techniques=choices.techniques),),
+            refused=(),
+        )
+        alone = Planning(bundle, self.source)
+        alone.plain = self.plain
+        return alone.plan(plan.budget_bytes)
 
     def frontier(self, points: int, progress: Progress | None = None) -> tuple[Plan, ...]:
         """Plans at budgets from plain PyTorch's down to the smallest, in order of falling peak, each faster than all with a smaller one."""

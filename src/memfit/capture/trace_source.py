@@ -49,6 +49,8 @@ class TraceSource:
         device: name of a device that this computer does not have; None for the model's.
         progress: called with what is being done.
         loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
+        trained_elsewhere: names of parameters that have optimizer state by now, from whichever path.
+        forwards_before: as in `StepSource`; 0 to capture the very next forward.
 
     Attributes:
         here: the device that the model is on.
@@ -63,6 +65,8 @@ class TraceSource:
     device: str | None = None
     progress: Progress | None = None
     loader_batches: int = 1
+    trained_elsewhere: frozenset[str] = frozenset()
+    forwards_before: int = 1
 
     def __post_init__(self) -> None:
         made_by_its_first_forward(self.model)
@@ -161,7 +165,15 @@ class TraceSource:
 
     def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
         source = StepSource(
-            self.model, self.sample, self.loss_fn, self.optimizer, self.clip_norm, self.loader_batches, cuda=self._cuda
+            self.model,
+            self.sample,
+            self.loss_fn,
+            self.optimizer,
+            self.clip_norm,
+            self.loader_batches,
+            forwards_before=self.forwards_before,
+            trained_elsewhere=self.trained_elsewhere,
+            cuda=self._cuda,
         )
 
         def run(way: Choices) -> Captured:

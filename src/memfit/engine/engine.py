@@ -62,6 +62,7 @@ class Engine:
         stream: the `LayerStream` of a plan that streams layers; None otherwise.
         folder: as given.
         planner: makes a plan for a batch whose forward diverged from the plan it fell under; None where nothing can be captured (a loaded plan).
+        learner: makes a plan that also knows the path of the present step, of one that the step diverged from; None as for `planner`.
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: its `step` is called after each optimizer step that is taken, not after a skipped one; None where the training loop calls it.
         backward: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
@@ -85,6 +86,7 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
+        self.learner: Callable[[Batch, Plan], Plan] | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
         self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
@@ -173,7 +175,10 @@ class Engine:
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
-        return self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
+        record = self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
+        if self.learner is not None and self._plans.wants_to_learn(signature):
+            self._learn(batch, signature, plan, self.learner)
+        return record
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
         """One optimizer step over the micro-batches of a loader, one of which is on the device at a time.
@@ -216,7 +221,11 @@ class Engine:
             self.schedule.step()
         if record.divergences and self.planner is not None:
             self._plans.note_divergence(signature)
-        again = "; the next batch of this shape gets a plan of its own" if self._plans.wants_own_plan(signature) else ""
+        again = ""
+        if self._plans.wants_own_plan(signature):
+            again = "; the next batch of this shape gets a plan of its own"
+        elif self.learner is not None and self._plans.wants_to_learn(signature):
+            again = "; the path that it took is captured and planned for, if a plan for it fits"
         for divergence in record.divergences:
             self.tell_divergence(divergence, again, stacklevel=4)
         return record
@@ -236,6 +245,15 @@ class Engine:
             made = self._plans.own_plan(batch, signature, known, planner)
         self.add(made)
         return made
+
+    def _learn(self, batch: Batch, signature: str, known: Plan, learner: Callable[[Batch, Plan], Plan]) -> None:
+        """Look at the step that has just diverged as it was, and from now on follow a plan that knows its path, too."""
+        before = self._transactions.before
+        assert before is not None, "a step has diverged"
+        with before.again(), self.gathered():
+            made = self._plans.learnt(batch, signature, known, learner)
+        if made is not known:
+            self.add(made)
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)

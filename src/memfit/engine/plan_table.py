@@ -1,20 +1,24 @@
 """The plans that an engine follows, by the signature of the batches that they are for.
 
 A batch falls under the plan of its own signature, or under the tightest one that it fits within. A shape whose forward diverged from the plan it fell
-under gets a plan of its own.
+under gets a plan of its own; one whose forward diverged from its own plan is captured again, to learn the path that it took.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.compiled import CompiledScript
 from memfit.errors import BatchError, CaptureError, InfeasibleError
 from memfit.values.plan import Plan
+
+MOST_LOOKS: Final = 5  # at a shape whose forward goes on to diverge: after 1, 2, 4, ... divergences, as each look is a capture
 
 
 class PlanTable:
@@ -24,6 +28,8 @@ class PlanTable:
         self._plans: dict[str, Plan] = {}
         self._compiled: dict[str, CompiledScript] = {}
         self._diverged: set[str] = set()
+        self._unknown: Counter[str] = Counter()  # divergences from a shape's own plan, since the last look
+        self._looks: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -65,13 +71,20 @@ class PlanTable:
     # -- shapes that diverge -------------------------------------------------------------------------------------------------
 
     def note_divergence(self, signature: str) -> None:
-        """A forward of such a batch was not as planned: the next one gets a plan of its own, unless it has one."""
+        """A forward of such a batch was not as planned: the next one gets a plan of its own; where it has one, that learns what the next one does."""
         if signature not in self._plans:
             self._diverged.add(signature)
+        else:
+            self._unknown[signature] += 1
 
     def wants_own_plan(self, signature: str) -> bool:
         """Whether the next batch of this signature is to get a plan of its own."""
         return signature in self._diverged and signature not in self._plans
+
+    def wants_to_learn(self, signature: str) -> bool:
+        """Whether the step that has just diverged is to be captured, for the path that it took."""
+        looks = self._looks[signature]
+        return looks < MOST_LOOKS and self._unknown[signature] >= 1 << looks
 
     def own_plan(self, batch: Batch, signature: str, known: Plan, planner: Callable[[Batch], Plan]) -> Plan:
         """A plan for this very shape; the one it falls under where none can be made. Not added yet.
@@ -88,3 +101,22 @@ class PlanTable:
         except (CaptureError, InfeasibleError) as error:
             warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=4)
             return replace(known, signature=signature)
+
+    def learnt(self, batch: Batch, signature: str, known: Plan, learner: Callable[[Batch, Plan], Plan]) -> Plan:
+        """The plan of a shape after a look at a step that diverged from the one it had. Not added yet.
+
+        Args:
+            batch: of that step; the model and the generators are as they were when it began.
+            signature: of the batch.
+            known: the plan of the shape so far, returned where nothing new was seen or no plan fits.
+            learner: makes a plan that also knows what this step does.
+        """
+        self._looks[signature] += 1
+        self._unknown[signature] = 0
+        try:
+            return learner(batch, known)
+        except (CaptureError, InfeasibleError) as error:
+            warnings.warn(
+                f"this step was captured to learn the path that it takes, and no plan follows it: {error}", stacklevel=4
+            )
+            return known

@@ -16,7 +16,7 @@ from torch import nn
 from memfit.engine.interrupts import interrupts_wait
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
-from memfit.step.guard import Guard
+from memfit.step.guard import Deciding, Guard
 from memfit.techniques.autocast.precision import Scaling
 
 
@@ -53,11 +53,13 @@ class Transactions:
 
     Attributes:
         buffers: copies of those that forward writes.
+        before: what may have decided the path of the last step, as it was when that began; None before the first.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.buffers = BufferCopies(model)
+        self.before: Deciding | None = None
         self._stuck = ""
 
     def check(self) -> None:
@@ -73,6 +75,7 @@ class Transactions:
             scaling: of the gradients, where they are scaled.
         """
         guard = Guard(self._model, self.buffers.copies, scaling)
+        self.before = guard.deciding
         rest = ExitStack()
         transaction = Transaction(self, rest)
         try:

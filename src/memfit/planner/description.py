@@ -93,7 +93,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             *trace.notes,
             *_reserved(solvers, prediction, timeline, solution),
             *_drawn(prediction, len(trace.drawn_bytes) + 1),
-            *_several(trace, prediction),
+            *_several(trace, prediction, budget_bytes),
             *(_builds(first_peak + solvers.extra_bytes, budget_bytes) if first is not None else ()),
         ),
         source=trace.source,
@@ -179,16 +179,22 @@ def _tiers(solvers: Solvers, trace: Trace, copying: Copying) -> tuple[TierUse, .
     return tuple(found[tier] for tier in TIERS if tier in found)
 
 
-def _several(trace: Trace, prediction: Prediction) -> tuple[str, ...]:
+def _several(trace: Trace, prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
     """What the user should know where forward takes several paths."""
     if not trace.paths:
         return ()
     note = (
         f"what to recompute is decided within calls of modules that run the same operations on every path, and the peak is that of the largest of the "
         f"{1 + len(trace.paths)} paths ({format_bytes(prediction.peak_bytes)}). A path that was not seen is followed wherever it makes these calls; what else "
-        "it makes is kept, so it may hold more"
+        f"it makes is kept, so it may hold more{_at_most(prediction, budget_bytes)}"
     )
     return (note,)
+
+
+def _at_most(prediction: Prediction, budget_bytes: int) -> str:
+    """How far above the budget a path that nobody has seen may be: as far as the largest of those that were, if nothing of it were dropped."""
+    more = prediction.plain_peak_bytes - budget_bytes
+    return f": up to {format_bytes(more)} above the budget, were it as large as the largest of these with nothing dropped" if more > 0 else ""
 
 
 def _on_paths(solver: Solver, solution: Solution) -> list[int]:

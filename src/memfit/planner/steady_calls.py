@@ -116,7 +116,8 @@ def _stretch(trace: Trace, call: ModuleCall, length: int) -> ModuleCall:
     end = call.operations[0] + length
     saves = 0
     for save in trace.saves[slice(*call.saves)]:
-        if trace.events[save.by] >= end:
+        # What the very first operation saves of its inputs is noted before any event.
+        if save.by >= 0 and trace.events[save.by] >= end:
             break
         saves += 1
     return replace(call, operations=(call.operations[0], end), saves=(call.saves[0], call.saves[0] + saves))

@@ -1,13 +1,16 @@
 """What a step changes besides parameters, gradients and optimizer state (buffers, plain attributes, generators, the scale of gradients): saved and restored.
 
-Used wherever a step may be undone: in the engine's transaction, and in the rehearsal.
+Used wherever a step may be undone, in the engine's transaction and in the rehearsal; and where a step that has happened is looked at again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +21,37 @@ from memfit.step.generators import GeneratorStates
 from memfit.techniques.autocast.precision import Scaling
 
 
+class Deciding:
+    """What may decide which path a forward takes, tensors apart: plain attributes of modules and the states of all generators, as they are when this is made.
+
+    Args:
+        model: whose modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values = PlainValues(model)
+        self._generators = GeneratorStates(device_of(model))
+        self._outside = random.getstate(), np.random.get_state()  # noqa: NPY002 - models draw from the global one
+
+    def put_back(self) -> None:
+        """Restore what has changed."""
+        self._values.put_back()
+        self._generators.put_back()
+        random.setstate(self._outside[0])
+        np.random.set_state(self._outside[1])  # noqa: NPY002
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all of it is as it was; afterwards as it is now."""
+        now = Deciding(self._model)
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
+
+
 class Guard:
     """Saves buffers, plain attributes, generators and gradient scale when it is made, to be restored later.
 
@@ -25,6 +59,9 @@ class Guard:
         model: whose buffers.
         copies: of the buffers that forward writes in place, filled here (`BufferCopies`).
         scaling: of the gradients, where they are scaled.
+
+    Attributes:
+        deciding: which of it may decide the path of forward.
     """
 
     def __init__(
@@ -34,15 +71,13 @@ class Guard:
         scaling: Scaling | None = None,
     ) -> None:
         self._buffers = Buffers(model, copies or {})
-        self._values = PlainValues(model)
-        self._generators = GeneratorStates(device_of(model))
+        self.deciding = Deciding(model)
         self._scaling = scaling
         self._scale: dict[str, Any] | None = None if scaling is None else scaling.state()
 
     def put_back(self) -> None:
         """Restore what was saved."""
         self._buffers.put_back()
-        self._values.put_back()
-        self._generators.put_back()
+        self.deciding.put_back()
         if self._scaling is not None and self._scale is not None:
             self._scaling.set_state(self._scale)

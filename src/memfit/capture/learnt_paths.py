@@ -1,0 +1,58 @@
+"""What training shows of a step that planning had not seen: a path of forward, or larger sizes, added to the trace that was planned from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.capture.comparing import path_taken, same_operations
+from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
+
+
+def with_seen(known: Trace, seen: Trace) -> Trace:
+    """The known trace, its paths and sizes with those of a capture made later; the known one itself where that shows nothing new.
+
+    Args:
+        known: what was planned from.
+        seen: the same step captured again, from another state of the model and its generators.
+    """
+    state = max(trace.bytes_of(Category.OPTIMIZER_STATE) for trace in (known, *known.paths, seen, *seen.paths))
+    paths: list[Trace] = []
+    new = False
+    for trace in (known, *known.paths, seen, *seen.paths):
+        alone = _with_state(replace(trace, paths=(), first=None), state)
+        same = next((n for n, path in enumerate(paths) if path_taken(path) == path_taken(alone)), None)
+        if same is None:
+            new = new or trace in (seen, *seen.paths)
+            paths.append(alone)
+        elif (larger := _larger(paths[same], alone)) is not None:
+            new = True
+            paths[same] = larger
+    if not new:
+        return known
+    longest = max(paths, key=lambda path: path.forward_operations)
+    others = tuple(replace(path, notes=()) for path in paths if path is not longest)
+    return replace(longest, paths=others, first=known.first, notes=known.notes)
+
+
+def _larger(known: Trace, seen: Trace) -> Trace | None:
+    """The known path with the sizes of this capture as further draws; None where it runs other operations, or nothing in it is larger than known."""
+    if not same_operations(known, seen):
+        return None
+    largest = [max(sizes) for sizes in zip(*_draws(known), strict=True)]
+    more = tuple(sizes for sizes in _draws(seen) if any(a > b for a, b in zip(sizes, largest, strict=True)))
+    return replace(known, drawn_bytes=(*known.drawn_bytes, *more)) if more else None
+
+
+def _draws(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    """Bytes of every storage, under each draw."""
+    return (tuple(storage.bytes for storage in trace.storages), *trace.drawn_bytes)
+
+
+def _with_state(trace: Trace, state_bytes: int) -> Trace:
+    """With as much optimizer state as any path has: what one path trains keeps its state on all."""
+    missing = state_bytes - trace.bytes_of(Category.OPTIMIZER_STATE)
+    if missing <= 0:
+        return trace
+    end = len(trace.events)
+    storages = (*trace.storages, Storage(missing, Category.OPTIMIZER_STATE, "", BEFORE_STEP, end))
+    return replace(trace, storages=storages, drawn_bytes=tuple((*row, missing) for row in trace.drawn_bytes))

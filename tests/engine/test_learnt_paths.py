@@ -1,0 +1,122 @@
+"""Paths that no planning saw: the step that takes one first is kept plain, a later one is captured, and from then on its plan holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+import small
+from models.paths import Block, loss_of, sample, seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+
+FIRST = 7  # step of the longer path
+
+
+class Growing(nn.Module):
+    """Runs its blocks once in the first steps and one more of them later, as models that think for longer do."""
+
+    def __init__(self, longer_from: int = FIRST) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.longer_from, self.forwards = longer_from, 0
+
+    def longer(self) -> bool:
+        """Whether this forward is."""
+        return self.forwards >= self.longer_from
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same shape."""
+        self.forwards += 1
+        for block in (*self.blocks, self.blocks[0]) if self.longer() else self.blocks:
+            x = block(x)
+        return x
+
+
+class NowAndThen(Growing):
+    """Runs one of its blocks again every fifth time."""
+
+    def longer(self) -> bool:
+        """Whether this forward is."""
+        return self.forwards % 5 == 0
+
+
+class Doubling(Growing):
+    """Later on it runs over eight times as many rows as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same shape."""
+        y: Tensor = super().forward(torch.cat([x] * 8) if self.forwards + 1 >= self.longer_from else x)
+        return y[: len(x)]
+
+
+def trained(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[memfit.StepRecord]]:
+    """A plan at this share of the plain peak that planning knows, and the steps under it, each with the numbers of plain PyTorch."""
+    seeded(0)
+    model = build()
+    seeded(0)
+    reference = build()
+    fixed = {"micro_batches": 1}
+    most = memfit.plan(model, sample(), loss_of, 1 << 50, small.adamw, fixed=fixed)
+    budget = round(share * most.prediction.plain_peak_bytes)
+    plan = memfit.plan(model, sample(), loss_of, budget, small.adamw, fixed=fixed)
+    engine = memfit.apply(plan, model)
+    optimizer = small.adamw(reference.parameters())
+    records = []
+    for step in range(steps):
+        seeded(100 + step)
+        record = engine.step(sample(), meter=True)
+        seeded(100 + step)
+        loss = loss_of(reference, sample())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record.loss == loss.item()
+        records.append(record)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    return plan, records
+
+
+def above(records: list[memfit.StepRecord], budget: int) -> list[int]:
+    return [record.step for record in records if record.peak_bytes is not None and record.peak_bytes > budget]
+
+
+def told(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[memfit.StepRecord], str]:
+    """As `trained`, with what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan, records = trained(build, share, steps)
+    return plan, records, "\n".join(str(warning.message) for warning in caught)
+
+
+def test_a_forward_that_grows_is_learnt_after_one_step() -> None:
+    plan, records, said = told(Growing, 0.9, 12)
+    assert [record.step for record in records if record.divergences] == [FIRST]
+    assert set(above(records, plan.budget_bytes)) <= {FIRST}
+    assert "the path that it took is captured and planned for" in said
+
+
+def test_a_path_taken_now_and_then_is_learnt_when_it_first_comes() -> None:
+    plan, records, _ = told(NowAndThen, 0.9, 16)
+    assert [record.step for record in records if record.divergences] == [5]
+    assert set(above(records, plan.budget_bytes)) <= {5}
+
+
+def test_a_path_that_does_not_fit_is_told_and_numbers_stay() -> None:
+    plan, records, said = told(Doubling, 0.62, 12)
+    assert all(record.divergences for record in records[FIRST - 1 :])
+    assert "no plan follows it: " in said
+    assert "is too little: the smallest plan found needs" in said
+    assert above(records, plan.budget_bytes)
+
+
+def test_what_is_always_the_same_is_never_looked_at_again() -> None:
+    _, records, said = told(lambda: Growing(longer_from=0), 0.7, 6)
+    assert all(record.divergences == () for record in records)
+    assert "captured" not in said

@@ -18,7 +18,9 @@ from memfit.engine.compiled import CompiledScript
 from memfit.errors import BatchError, CaptureError, InfeasibleError
 from memfit.values.plan import Plan
 
-MOST_LOOKS: Final = 5  # at a shape whose forward goes on to diverge: after 1, 2, 4, ... divergences, as each look is a capture
+MOST_LOOKS: Final = (
+    5  # at a shape whose forward goes on to diverge: after 1, 2, 4, ... divergences, as each look is a capture
+)
 
 
 class PlanTable:
@@ -117,6 +119,6 @@ class PlanTable:
             return learner(batch, known)
         except (CaptureError, InfeasibleError) as error:
             warnings.warn(
-                f"this step was captured to learn the path that it takes, and no plan follows it: {error}", stacklevel=4
+                f"a step was captured to learn the path that it took, and no plan follows it: {error}", stacklevel=4
             )
             return known

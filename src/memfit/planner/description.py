@@ -194,7 +194,11 @@ def _several(trace: Trace, prediction: Prediction, budget_bytes: int) -> tuple[s
 def _at_most(prediction: Prediction, budget_bytes: int) -> str:
     """How far above the budget a path that nobody has seen may be: as far as the largest of those that were, if nothing of it were dropped."""
     more = prediction.plain_peak_bytes - budget_bytes
-    return f": up to {format_bytes(more)} above the budget, were it as large as the largest of these with nothing dropped" if more > 0 else ""
+    return (
+        f": up to {format_bytes(more)} above the budget, were it as large as the largest of these with nothing dropped"
+        if more > 0
+        else ""
+    )
 
 
 def _on_paths(solver: Solver, solution: Solution) -> list[int]:

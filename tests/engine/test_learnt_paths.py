@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memfit
 import small
+from memfit.values.report import StepRecord
 from models.paths import Block, loss_of, sample, seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread", "settled")
@@ -56,7 +57,7 @@ class Doubling(Growing):
         return y[: len(x)]
 
 
-def trained(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[memfit.StepRecord]]:
+def trained(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[StepRecord]]:
     """A plan at this share of the plain peak that planning knows, and the steps under it, each with the numbers of plain PyTorch."""
     seeded(0)
     model = build()
@@ -83,11 +84,11 @@ def trained(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.
     return plan, records
 
 
-def above(records: list[memfit.StepRecord], budget: int) -> list[int]:
+def above(records: list[StepRecord], budget: int) -> list[int]:
     return [record.step for record in records if record.peak_bytes is not None and record.peak_bytes > budget]
 
 
-def told(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[memfit.StepRecord], str]:
+def told(build: Callable[[], Any], share: float, steps: int) -> tuple[memfit.Plan, list[StepRecord], str]:
     """As `trained`, with what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

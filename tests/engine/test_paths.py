@@ -31,6 +31,10 @@ NIGHT = {
     "Passes",
     "OneOfTwo",
 }  # alike to the others
+RARE = {
+    "LeftOutByNumpy": 40,
+    "LeftOutInside": 60,
+}  # steps until the longest path has been taken; of the others 10 are enough
 SLACK = 512  # numbers that kernels wrap into tensors; plans keep as much free
 
 
@@ -79,7 +83,7 @@ def test_no_path_is_above_the_budget_and_numbers_are_those_of_plain_pytorch(name
     smallest = memfit.smallest_budget(plain)
     for budget in (plain.prediction.plain_peak_bytes * 6 // 10, smallest):
         plan = memfit.replan(plain, max(budget, smallest))
-        peaks = train(plan, build)
+        peaks = train(plan, build, RARE.get(name, 10))
         assert max(peaks) <= plan.budget_bytes
         assert plan.script.recomputations > 0
         if name not in SIZES_ONLY:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -24,23 +22,81 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 
 
-@dataclass(slots=True)
-class _Known:
-    """What this process knows of one table.
+class _KnownCosts:
+    """What this process knows of one table: the costs in its file, which any process appends to, a line each, and those that were timed here.
+
+    Args:
+        path: of the file.
 
     Attributes:
-        costs: by the digest of a call.
-        settled: digests of those that something in this process has asked for.
+        settled: digests of the calls whose costs something in this process has asked for.
+        least_reference_seconds: that the reference work has taken in any process; infinite where it has not been timed.
     """
 
-    costs: dict[str, Cost] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
+    def __init__(self, path: Path) -> None:
+        self.settled: set[str] = set()
+        self.least_reference_seconds = inf
+        self._path = path
+        self._costs: dict[str, Cost] = {}
+        self._rows: dict[str, Any] = {}  # as they were read, until somebody asks for them
+        self._read_bytes = 0
+
+    def read(self) -> None:
+        """Read what has been appended since the last time. A line that is no use is left out: the call is timed again."""
+        with suppress(OSError):
+            size = self._path.stat().st_size
+            if size < self._read_bytes:
+                self._read_bytes = 0  # another file by now
+            if size == self._read_bytes:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                lines = file.read().splitlines(keepends=True)
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self._read_bytes += len(line)
+                    self._note(line)
+
+    def _note(self, line: bytes) -> None:
+        with suppress(ValueError, TypeError):
+            key, row = json.loads(line)
+            if key == _REFERENCE:
+                self.least_reference_seconds = min(self.least_reference_seconds, float(row))
+            elif key not in self.settled:
+                self._rows[str(key)] = row
+                self._costs.pop(key, None)
+
+    def append(self, digests: Iterable[str], least_reference_seconds: float) -> None:
+        """Write these costs to the file. The file is a convenience: a read-only or full disk must not stop a plan."""
+        lines = [json.dumps([d, astuple(self._costs[d])]) for d in digests if d in self._costs]
+        if least_reference_seconds < self.least_reference_seconds:
+            self.least_reference_seconds = least_reference_seconds
+            lines.append(json.dumps([_REFERENCE, least_reference_seconds]))
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # One write, so that other processes' lines are before or after these; and a line of its own, should one have been killed in the midst of one.
+            with self._path.open("ab", buffering=0) as file:
+                file.write("".join(f"\n{line}" for line in [*lines, ""]).encode())
+
+    def get(self, key: str) -> Cost | None:
+        """The cost of a call; None where it is not known."""
+        if key in self._rows:
+            with suppress(ValueError, TypeError, IndexError):
+                self._costs[key] = _read(self._rows[key])
+            del self._rows[key]
+        return self._costs.get(key)
+
+    def put(self, key: str, cost: Cost) -> None:
+        """A cost timed now."""
+        self._rows.pop(key, None)
+        self._costs[key] = cost
 
 
-_KNOWN: Final[defaultdict[Path, _Known]] = defaultdict(_Known)  # by the file
+_REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
+_KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
 
 class CostTable:
@@ -54,15 +110,10 @@ class CostTable:
         self.device = device
         self.name = device_name(device)
         identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
-        self.path = (folder or cache_folder()) / "costs" / f"{identity}.json"
-        self._known = _KNOWN[self.path]
-        least = inf
-        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-            stored = json.loads(self.path.read_text())
-            least = float(stored["reference_seconds"] or inf)
-            # Another process may have written the file meanwhile.
-            costs = {key: _read(row) for key, row in stored["costs"].items() if key not in self._known.settled}
-            self._known.costs.update(costs)
+        self.path = (folder or cache_folder()) / "costs" / f"{identity}.jsonl"
+        self._known = _KNOWN.setdefault(self.path, _KnownCosts(self.path))
+        self._known.read()
+        least = self._known.least_reference_seconds
         self._reference = ReferenceWork(processor_clock(), least) if device.type == "cpu" else None
 
     def measure(
@@ -70,27 +121,29 @@ class CostTable:
     ) -> dict[str, Cost]:
         """Costs of all calls; those not known yet, or known from a busier time, are measured now and written to disk."""
         digests = {key: digest(key) for key in calls}
+        known = self._known
         wanted = self._wanted(digests)
         if wanted:
             # Random operations are timed too: what the user's run draws must not depend on what was in the cache.
             with forked_generators():
                 self._time(wanted, calls, progress)
-                busy = {k: d for k, d in wanted.items() if self._known.costs[d].slowdown > BUSY}
+                busy = {key: d for key, d in wanted.items() if _slowdown(known.get(d)) > BUSY}
                 if busy:
                     self._time(busy, calls, progress)
-            self._write()
-        self._known.settled.update(digests.values())
-        return {key: self._known.costs[known] for key, known in digests.items()}
+            known.append(wanted.values(), inf if self._reference is None else self._reference.least_seconds)
+        known.settled.update(digests.values())
+        found = {key: known.get(d) for key, d in digests.items()}
+        return {key: cost for key, cost in found.items() if cost is not None}
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""
-        costs, settled = self._known.costs, self._known.settled
-        fresh = {key: d for key, d in digests.items() if d not in settled}
-        wanted = {key: d for key, d in fresh.items() if d not in costs}
-        busy = {key: d for key, d in fresh.items() if d in costs and costs[d].slowdown > BUSY}
+        fresh = {key: d for key, d in digests.items() if d not in self._known.settled}
+        slowdowns = {d: _slowdown(self._known.get(d)) for d in fresh.values()}
+        wanted = {key: d for key, d in fresh.items() if slowdowns[d] == inf}
+        busy = {key: d for key, d in fresh.items() if BUSY < slowdowns[d] < inf}
         if busy and self._reference is not None:
             now = self._reference.slowdown(now=True)
-            wanted |= {key: d for key, d in busy.items() if now < QUIETER * costs[d].slowdown}
+            wanted |= {key: d for key, d in busy.items() if now < QUIETER * slowdowns[d]}
         return wanted
 
     def _time(
@@ -102,24 +155,20 @@ class CostTable:
             if progress is not None:
                 progress("timing operations", number / len(wanted))
 
-        found = KernelTimer(self.device, calls, self._reference).measure({key: calls[key] for key in wanted}, tell)
-        machine, costs = present_machine(self.device), self._known.costs
-        for key, known in wanted.items():
-            cost = found.get(key)
-            if known not in costs:
-                costs[known] = cost or Cost(estimated_seconds(calls[key], machine), measured=False)
-            elif cost is not None and cost.slowdown < costs[known].slowdown:
-                costs[known] = cost
+        timer = KernelTimer(self.device, calls, self._reference)
+        found = timer.measure({key: calls[key] for key in wanted}, tell)
+        machine = present_machine(self.device)
+        for key, d in wanted.items():
+            cost, before = found.get(key), self._known.get(d)
+            if cost is None and before is None:
+                self._known.put(d, Cost(estimated_seconds(calls[key], machine), measured=False))
+            elif cost is not None and cost.slowdown < _slowdown(before):
+                self._known.put(d, cost)
 
-    def _write(self) -> None:
-        # The cache is a convenience: a read-only or full disk must not stop a plan.
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            least = inf if self._reference is None else self._reference.least_seconds
-            rows = {k: astuple(c) for k, c in self._known.costs.items()}
-            temporary.write_text(json.dumps({"reference_seconds": None if least == inf else least, "costs": rows}))
-            temporary.replace(self.path)
+
+def _slowdown(cost: Cost | None) -> float:
+    """How busy the machine was when a cost was taken; infinite where none was."""
+    return inf if cost is None else cost.slowdown
 
 
 def _read(row: Sequence[Any]) -> Cost:

@@ -34,6 +34,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sweeps.parametrize(metafunc)
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sweeps.alternate(items)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same generator state, in whatever order the tests run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -69,6 +70,23 @@ def at_night(values: Iterable[Any], night: Collection[str]) -> list[Any]:
     unknown = set(night) - {name for _, name in named}
     assert not unknown, f"nothing is called {', '.join(sorted(unknown))}"
     return [pytest.param(value, id=name, marks=pytest.mark.slow if name in night else ()) for value, name in named]
+
+
+def alternate(items: Iterable[pytest.Item]) -> None:
+    """Of each test that is marked `alternate(half)`, mark one half of the variants slow (0 or 1: which); those that are slow anyway do not count.
+
+    Of four in a row the first and the last make one half, so that where two values take turns each is in both. Two tests that sweep over the same models take other halves (`alternate(0)`, `alternate(1)`).
+    """
+    variants: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("alternate")
+        if mark is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        number = variants[test]
+        if (number + number // 2) % 2 == mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        variants[test] += 1
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

@@ -190,6 +190,7 @@ def filled(pattern: str, texts: list[str]) -> str:
     return "".join(part + text for part, text in zip(parts, [*texts, ""], strict=True))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_number_of_a_plan_is_a_field_of_it(name: str) -> None:
     plan = PLANS[name]()

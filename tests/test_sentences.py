@@ -84,6 +84,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.alternate(1)
 # Where something could be offloaded, ways out are searched longest; the other case stands for it by day.
 @pytest.mark.parametrize(
     "named",

@@ -288,6 +288,7 @@ def test_a_capture_for_this_computer_is_the_same_before_and_after_one_for_a_gpu(
     assert traced(model, sample, loss, capability=None) == before
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", ["gpt_dropout", "checkpointed", "bert_sdpa_bf16", "resnet", "lstm", "views"])
 def test_a_real_model_is_confirmed_by_what_runs_here(name: str) -> None:
     model, sample, loss = models.case(name).build()[:3]

@@ -164,6 +164,7 @@ def outline(trace: Trace) -> Any:
     )
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     "name", ["gpt_tied", "frozen", "bert_sdpa", "resnet", "unet", "twice", "channels_last", "mlp_mixer"]
@@ -350,6 +351,7 @@ def test_a_model_on_meta_is_captured_without_memory() -> None:
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", ["gpt_tied", "frozen", "bert_sdpa_bf16", "resnet", "twice", "moe_like", "lstm"])
 def test_a_capture_after_another_needs_no_first_pass(name: str) -> None:
     model, sample, loss_fn = case(name).build()

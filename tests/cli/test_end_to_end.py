@@ -118,6 +118,7 @@ def test_what_cannot_fit_says_what_would(folder: Path) -> None:
     assert "Traceback" not in messages
 
 
+@pytest.mark.slow  # as with Ctrl-C, in the quick run
 def test_a_terminated_process_leaves_a_snapshot_too(folder: Path) -> None:
     command = [sys.executable, "-m", "memfit", "train", "run.yaml", "--set", "train.steps=100000"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -88,6 +88,7 @@ QUICK = {
 }
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "each",
     [pytest.param(c, marks=() if c.name in QUICK else pytest.mark.slow, id=c.name) for c in CASES if not c.slow],

@@ -54,6 +54,7 @@ def budgets() -> list[Any]:
     return quick + night
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(("case", "fractions"), budgets())
 def test_every_budget_gives_plain_numbers_and_the_predicted_peak(case: Case, fractions: tuple[float, ...]) -> None:
     check(case, fractions)
@@ -96,6 +97,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     "case",
     [

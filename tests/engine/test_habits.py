@@ -186,6 +186,7 @@ def same_values(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to_dense(), b.to_dense()))
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", HABITS)
 def test_numbers_stay_those_of_plain_torch(name: str) -> None:
     build, loss_fn = HABITS[name]
@@ -201,6 +202,7 @@ def test_numbers_stay_those_of_plain_torch(name: str) -> None:
         assert all(same_values(a, b) for a, b in zip(found.buffers, reference.buffers, strict=True))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", HABITS)
 def test_the_peak_is_as_predicted(name: str) -> None:
     build, loss_fn = HABITS[name]

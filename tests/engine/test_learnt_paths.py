@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,3 +123,35 @@ def test_what_is_always_the_same_is_never_looked_at_again() -> None:
     _, records, said = told(lambda: Growing(longer_from=0), 0.7, 6)
     assert all(record.divergences == () for record in records)
     assert "captured" not in said
+
+
+class Refusing(nn.Module):
+    """Draws from Python's and numpy's generators and counts, and may fail after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.forwards, self.fails = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same shape."""
+        self.forwards += 1
+        scale = random.random() + np.random.rand()  # noqa: NPY002 - as models do
+        if self.fails:
+            raise RuntimeError("as asked")
+        y: Tensor = self.block(x) * scale
+        return y
+
+
+def test_a_step_that_fails_draws_the_same_numbers_again() -> None:
+    seeded(0)
+    model = Refusing()
+    plan = memfit.plan(model, sample(), loss_of, "1GiB", small.adamw, fixed={"micro_batches": 1})
+    engine = memfit.apply(plan, model)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    model.fails = True
+    with pytest.raises(RuntimeError, match="as asked"):
+        engine.step(sample())
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert after == before
+    assert model.forwards == 0

@@ -87,6 +87,7 @@ def test_five_hundred_stacks_of_blocks_stream_as_plain(drawn: Drawn, optimizer: 
     check(drawn, optimizer)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_stack_as_models_have_it_is_streamed(name: str, parts: int) -> None:

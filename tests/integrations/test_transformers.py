@@ -149,6 +149,7 @@ def test_where_all_fits_nothing_is_set_and_nothing_dropped(trainer: Make) -> Non
     assert (fitting.args.per_device_train_batch_size, fitting.args.gradient_accumulation_steps) == (8, 2)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("make", [language_model, lambda: classifier(dropout=0.0)], ids=["tokens", "means"])
 def test_a_divided_batch_counts_as_trainer_counts_the_whole_one(trainer: Make, make: Any, accumulated: int) -> None:
@@ -318,6 +319,7 @@ def test_adapters_train_under_a_budget_and_the_frozen_rest_takes_neither_gradien
     assert every - alone > 2 * frozen  # the two moments of AdamW
 
 
+@pytest.mark.alternate(0)
 @OLD_NAME
 @pytest.mark.parametrize(("make", "accumulated"), [(classifier, 1), (language_model, 2), (adapted, 1)])
 def test_plain_is_the_step_that_the_trainer_runs_without_a_plan(trainer: Make, make: Any, accumulated: int) -> None:

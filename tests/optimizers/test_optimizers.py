@@ -85,6 +85,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------------------------- 32 bits
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_in_a_file_gives_the_same_bits(name: str, dtype: torch.dtype, small_chunks: None) -> None:
@@ -175,6 +176,7 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor], start: Sequence[T
     return math.sqrt(off / way)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(("name", "dtype"), by_turns(IN_8_BITS, [torch.float32, torch.float64]), ids=str)
 def test_8_bits_lose_little_and_the_same_in_a_file(name: str, dtype: torch.dtype, small_chunks: None) -> None:
     make = OPTIMIZERS[name]
@@ -352,6 +354,7 @@ def test_parameters_named_by_a_pattern_keep_32_bits() -> None:
         assert "exp_avg" in named.state[model["body"].weight]
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     ("name", "form", "place", "dtype"),
     by_turns(

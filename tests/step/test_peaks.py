@@ -63,6 +63,7 @@ def test_the_predicted_peak_is_the_measured_one(way: Choices) -> None:
     check(way, case("gpt").build)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(("way", "optimizer"), by_turns(WAYS, [small.adamw, foreach]), ids=named)
 def test_the_first_step_makes_its_state_in_the_room_of_later_ones(way: Choices, optimizer: Any) -> None:
     model, sample = small.chain(3), small.rows(64)

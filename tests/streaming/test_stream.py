@@ -129,6 +129,7 @@ WHOLE: dict[str, Callable[[], Built]] = {
 }
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(("name", "clip"), by_turns(WHOLE, [None, 0.3]))
 def test_one_micro_batch_is_plain_pytorch_to_the_bit(name: str, clip: float | None) -> None:
     build = WHOLE[name]
@@ -217,6 +218,7 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------------------ prediction
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     ("name", "clip", "micro_batches"), by_turns(["gpt_dropout", "bert", "llama", "frozen"], [None, 0.3], [1, 3])
 )

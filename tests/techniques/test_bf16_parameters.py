@@ -163,6 +163,7 @@ def test_a_step_is_that_of_a_loop_by_hand(build: Callable[[], Any]) -> None:
     assert {p.dtype for p in model.parameters()} >= {torch.bfloat16}
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     ("fixed", "fraction"),
     by_turns([{}, {"update": "in_backward"}, {"state_place": "disk"}, {"micro_batches": 2}], [1.0, 0.5, 0.0]),

@@ -65,6 +65,7 @@ def test_every_optimizer_gives_the_bits_of_an_update_after_backward(name: str) -
     assert_same(both(INSIDE, chain, OPTIMIZERS[name]))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "name",
     at_night(
@@ -154,6 +155,7 @@ HELD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(("name", "micro_batches", "fused"), by_turns(HELD, [2, 3], [True, False]))
 def test_several_micro_batches_hold_what_is_predicted_to_the_byte(
     name: str, micro_batches: int, *, fused: bool

@@ -64,6 +64,7 @@ SAMPLE = (
 QUICK = {"clip", "deberta-v2", "llama", "mamba", "mixtral", "vit", "whisper"}
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SAMPLE]
 )

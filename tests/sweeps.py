@@ -75,7 +75,8 @@ def at_night(values: Iterable[Any], night: Collection[str]) -> list[Any]:
 def alternate(items: Iterable[pytest.Item]) -> None:
     """Of each test that is marked `alternate(half)`, mark one half of the variants slow (0 or 1: which); those that are slow anyway do not count.
 
-    Of four in a row the first and the last make one half, so that where two values take turns each is in both. Two tests that sweep over the same models take other halves (`alternate(0)`, `alternate(1)`).
+    Of four in a row the first and the last make one half, so that where two values take turns each is in both. Two tests that sweep over the same models take
+    other halves (`alternate(0)`, `alternate(1)`).
     """
     variants: Counter[str] = Counter()
     for item in items:

@@ -133,7 +133,7 @@ def _learner_of(engine: Engine, make_optimizer: OptimizerFactory | None) -> Call
             ),
             forwards_before=0,
         )
-        return planning.knowing(known, source.trace_of)
+        return planning.knowing(known, engine.plan.budget_bytes, source.trace_of)
 
     return learnt
 

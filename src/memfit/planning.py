@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
 from memfit.capture.learnt_paths import with_seen
-from memfit.errors import CaptureError, EngineError, InputError
+from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
 from memfit.planner.description import PlainStep, plain_step
@@ -134,31 +135,43 @@ class Planning:
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
-    def knowing(self, plan: Plan, seen: Callable[[Choices], Trace]) -> Plan:
-        """A plan in the same budget with the same techniques, that also follows what a later capture shows; the given plan where that shows nothing new.
+    def knowing(self, plan: Plan, budget_bytes: int, seen: Callable[[Choices], Trace]) -> Plan:
+        """A plan with the same techniques that also follows what a later capture shows; the given plan where that shows nothing new.
+
+        Where no plan for everything that is known fits, one for what the capture shows alone; where that does not either, the smallest for everything, whose
+        budget is then larger.
 
         Args:
             plan: of this planning.
+            budget_bytes: that the new one is to have.
             seen: captures the step with some choices.
 
         Raises:
-            InfeasibleError: no plan for all paths fits.
             CaptureError, InputError: as for `plan`.
         """
         ran = plan.choices.but(weights="whole")
         choices, trace = next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
-        joined = with_seen(trace, seen(choices))
+        now = seen(choices)
+        joined = with_seen(trace, now)
         if joined is trace:
             return plan
+        for known in (joined, now):
+            with suppress(InfeasibleError):
+                return self._of(choices, known).plan(budget_bytes)
+        everything = self._of(choices, joined)
+        return everything.plan(everything.smallest()[0])
+
+    def _of(self, choices: Choices, trace: Trace) -> Planning:
+        """Of one candidate in one number of micro-batches, by this trace of it."""
         bundle = replace(
-            self.bundle.with_trace(choices, joined),
+            self.bundle.with_trace(choices, trace),
             request=self.request.fixing(micro_batches=choices.micro_batches),
             candidates=(Choices(techniques=choices.techniques),),
             refused=(),
         )
         alone = Planning(bundle, self.source)
         alone.plain = self.plain
-        return alone.plan(plan.budget_bytes)
+        return alone
 
     def frontier(self, points: int, progress: Progress | None = None) -> tuple[Plan, ...]:
         """Plans at budgets from plain PyTorch's down to the smallest, in order of falling peak, each faster than all with a smaller one."""

@@ -225,7 +225,7 @@ class Engine:
         if self._plans.wants_own_plan(signature):
             again = "; the next batch of this shape gets a plan of its own"
         elif self.learner is not None and self._plans.wants_to_learn(signature):
-            again = "; the path that it took is captured and planned for, if a plan for it fits"
+            again = "; the path that it took is captured and planned for"
         for divergence in record.divergences:
             self.tell_divergence(divergence, again, stacklevel=4)
         return record

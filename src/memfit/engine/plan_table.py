@@ -16,6 +16,7 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.compiled import CompiledScript
 from memfit.errors import BatchError, CaptureError, InfeasibleError
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
 MOST_LOOKS: Final = (
@@ -110,15 +111,20 @@ class PlanTable:
         Args:
             batch: of that step; the model and the generators are as they were when it began.
             signature: of the batch.
-            known: the plan of the shape so far, returned where nothing new was seen or no plan fits.
+            known: the plan of the shape so far, returned where nothing new was seen or the step cannot be captured.
             learner: makes a plan that also knows what this step does.
         """
         self._looks[signature] += 1
         self._unknown[signature] = 0
         try:
-            return learner(batch, known)
-        except (CaptureError, InfeasibleError) as error:
-            warnings.warn(
-                f"a step was captured to learn the path that it took, and no plan follows it: {error}", stacklevel=4
-            )
+            made = learner(batch, known)
+        except CaptureError as error:
+            warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
+        if made.budget_bytes > known.budget_bytes:
+            more = format_bytes(made.prediction.peak_bytes - known.budget_bytes)
+            warnings.warn(
+                f"no plan for the path that a step took fits in the budget: the smallest, which is followed from now on, takes {more} more",
+                stacklevel=4,
+            )
+        return made

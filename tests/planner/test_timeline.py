@@ -119,7 +119,7 @@ def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Re
     assert expected[found.peak_event] == found.peak_bytes
     runs = [timeline.recipes.recipes[r] for rs in recomputations.values() for r in rs]
     actions = sum(len(r.operations) or 2 for r in runs)  # a copy down and one up
-    engine = trace.dispatch_seconds * (trace.forward_operations + actions) if runs else 0
+    engine = trace.dispatch_seconds * trace.forward_operations + trace.recomputed_seconds * actions if runs else 0
     waiting = found.copying.exposed_seconds
     assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine + waiting)
 

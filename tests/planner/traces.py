@@ -281,7 +281,7 @@ def drawn(
             w.stays(gradient)
     w.update()
     w.run((gradient,), (r.randint(1, 50),), writes=(there[0],))
-    return w.trace(rng_state_bytes=rng_bytes, dispatch_seconds=dispatch)
+    return w.trace(rng_state_bytes=rng_bytes, dispatch_seconds=dispatch, recomputed_seconds=dispatch)
 
 
 def network(seed: int, *, blocks: int = 3, dispatch: float = 0.0) -> Trace:
@@ -316,4 +316,4 @@ def network(seed: int, *, blocks: int = 3, dispatch: float = 0.0) -> Trace:
         gradient = w.one((gradient, w.unpack(save)), 50)
     w.update()
     w.run((gradient,), writes=(weight,))
-    return w.trace(dispatch_seconds=dispatch)
+    return w.trace(dispatch_seconds=dispatch, recomputed_seconds=dispatch)

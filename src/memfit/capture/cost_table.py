@@ -22,7 +22,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 
 
 class _KnownCosts:

@@ -34,7 +34,12 @@ from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
 
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
-ENGINE_SECONDS: Final = 14e-6  # host time the engine adds to each forward operation; bench/overhead measures it
+RECOMPUTED_SECONDS: Final = (
+    40e-6  # and to each operation that runs again: noting it, running it, giving autograd what it made
+)
+ENGINE_SECONDS: Final = (
+    18e-6  # host time the engine adds to each forward operation that it follows; bench/overhead measures it, hot
+)
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -147,6 +152,7 @@ class TraceSource:
                 path,
                 rng_state_bytes=RNG_STATE_BYTES.get(self.machine.kind if self._cuda else self.here.type, 0),
                 dispatch_seconds=ENGINE_SECONDS,
+                recomputed_seconds=RECOMPUTED_SECONDS,
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
                 paths=tuple(map(completed, path.paths)),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
-from memfit.engine.kept_calls import CONFIRMED_EVERY
+from memfit.engine.kept_stretches import CONFIRMED_EVERY
 from memfit.values.script import Script
 
 
@@ -25,7 +25,7 @@ class CompiledScript:
         states_ending: (step, position among its runs) -> operations whose generator states nothing needs afterwards.
         calls: by module and number of the call, where the script is one of calls.
         recipe_of: by storage, the operations that make it again.
-        kept_calls: calls in which nothing is dropped, by the operation that they begin with.
+        kept_stretches: stretches in which nothing is dropped, by the operation that they begin with.
         first: the script of a first forward that builds something, and what modules hold before it; None where none does.
     """
 
@@ -56,9 +56,9 @@ class CompiledScript:
         self.calls: dict[str, dict[int, CompiledScript]] = {}
         for call in script.calls:
             self.calls.setdefault(call.module, {})[call.number] = CompiledScript(call.script)
-        self.kept_calls = {call.operations[0]: call for call in script.kept_calls}
+        self.kept_stretches = {stretch.operations[0]: stretch for stretch in script.kept_stretches}
         self._since_followed: int | None = None  # forwards; None where the last one differed, or none has run
-        self._modules: tuple[nn.Module, dict[int, nn.Module]] | None = None
+        self._modules: tuple[nn.Module, dict[int, tuple[nn.Module, nn.Module]]] | None = None
         self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
@@ -81,12 +81,18 @@ class CompiledScript:
         elif self._since_followed is not None:
             self._since_followed += 1
 
-    def modules_of(self, model: nn.Module) -> dict[int, nn.Module]:
-        """The modules of `kept_calls`, by the operation that they begin with."""
+    def modules_of(self, model: nn.Module) -> dict[int, tuple[nn.Module, nn.Module]]:
+        """The modules that `kept_stretches` begin and end with, by the first operation."""
         if self._modules is None or self._modules[0] is not model:
             named = dict(model.named_modules())
-            found = {at: named.get(call.module) for at, call in self.kept_calls.items()}
-            self._modules = model, {at: module for at, module in found.items() if module is not None}
+            self._modules = (
+                model,
+                {
+                    at: (named[stretch.begins], named[stretch.ends])
+                    for at, stretch in self.kept_stretches.items()
+                    if stretch.begins in named and stretch.ends in named
+                },
+            )
         return self._modules[1]
 
 

@@ -19,7 +19,7 @@ from memfit import dispatch
 from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle
-from memfit.engine.kept_calls import KeptCalls
+from memfit.engine.kept_stretches import End, KeptStretches
 from memfit.engine.tape import Tape
 from memfit.step import generators
 from memfit.values.script import KEPT
@@ -68,7 +68,7 @@ class Follower(TorchDispatchMode):
         compiled: what to follow.
         retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
-        model: whose calls in which nothing is dropped need not be followed; None to follow everything.
+        model: whose calls tell where a stretch begins or ends in which nothing is dropped; None to follow everything.
 
     Attributes:
         tape: what backward goes by.
@@ -106,34 +106,36 @@ class Follower(TorchDispatchMode):
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
         with torch.autograd.graph.saved_tensors_hooks(*hooks), self:
-            if self._model is None or not self.compiled.kept_calls or not self.compiled.confirmed:
+            if self._model is None or not self.compiled.kept_stretches or not self.compiled.confirmed:
                 yield self
             else:
                 modules = self.compiled.modules_of(self._model)
-                calls = KeptCalls(self, hooks, lambda module: self._may_skip(module, modules), self._skipped)
-                with calls.off_during(set(modules.values())):
+                stretches = KeptStretches(self, hooks, lambda module: self._kept_from(module, modules), self._skipped)
+                with stretches.off_during(modules.values()):
                     yield self
         self.finish()
 
-    def _may_skip(self, module: nn.Module, modules: Mapping[int, nn.Module]) -> bool:
-        """Whether a module that begins makes the next call of the plan, in which nothing is dropped."""
-        call = self.compiled.kept_calls.get(self.index)
+    def _kept_from(self, module: nn.Module, modules: Mapping[int, tuple[nn.Module, nn.Module]]) -> End | None:
+        """Where the stretch ends in which the plan drops nothing and that begins with a module's call; None where none does."""
+        stretch = self.compiled.kept_stretches.get(self.index)
+        first, last = modules.get(self.index, (None, None))
         if (
-            call is None
-            or modules.get(self.index) is not module
-            or self.save != call.saves[0]
+            stretch is None
+            or last is None
+            or first is not module
+            or self.save != stretch.saves[0]
             or self.divergence is not None
             or not torch.is_grad_enabled()
         ):
-            return False
+            return None
         self.tape.storages.not_followed()
-        return True
+        return last, stretch.calls
 
     def _skipped(self) -> None:
-        """The call that begins here has run unfollowed."""
-        call = self.compiled.kept_calls[self.index]
-        self.unfollowed += call.operations[1] - call.operations[0]
-        self.index, self.save = call.operations[1], call.saves[1]
+        """The stretch that begins here has run unfollowed."""
+        stretch = self.compiled.kept_stretches[self.index]
+        self.unfollowed += stretch.operations[1] - stretch.operations[0]
+        self.index, self.save = stretch.operations[1], stretch.saves[1]
 
     def finish(self) -> None:
         """What was followed has ended: see that nothing of it is missing, and that nobody writes into what is kept."""

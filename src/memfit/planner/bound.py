@@ -34,8 +34,7 @@ class LowerBound:
     def __init__(self, graph: RecomputeGraph, baseline: Evaluation) -> None:
         self.graph = graph
         self.baseline = baseline
-        trace = graph.trace
-        self._overhead = trace.dispatch_seconds * trace.forward_operations
+        self._overhead = graph.timeline.following.always
         self._known: dict[int, float] = {}
 
     def seconds(self, budget_bytes: int) -> float:

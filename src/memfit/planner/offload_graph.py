@@ -49,6 +49,10 @@ class OffloadGraph:
             for s in recipes.recipes[r].inputs
             if s in number
         ]
+        self._parts, part_arcs = timeline.following.in_network(
+            [(run[r], r) for r, may in zip(used, runnable, strict=True) if may], len(number) + len(used)
+        )
+        self._arcs += part_arcs
         self.recipe_of_node = np.array([run[recipes.recipe_of[s]] for s in self.nodes], dtype=np.int64)
         self._networks: dict[tuple[frozenset[int], float], PricedNetwork] = {}
         storages = [trace.storages[s] for s in self.nodes]
@@ -94,11 +98,12 @@ class OffloadGraph:
     def network(self, needed: frozenset[int], again: float) -> PricedNetwork:
         """The network in which backward reads the needed storages and seconds of recipes count `again` times."""
         if (needed, again) not in self._networks:
-            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * len(self._again_seconds)
+            others = len(self._again_seconds) + len(self._parts)
+            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * others
             seconds = np.where(np.isinf(self._again_seconds), inf, 0.0)
             finite = np.isfinite(self._again_seconds)
             seconds[finite] = self._again_seconds[finite] * again
-            sink = [0.0] * len(self.nodes) + seconds.tolist()
+            sink = [0.0] * len(self.nodes) + seconds.tolist() + [part * again for part in self._parts]
             self._networks[needed, again] = PricedNetwork(
                 source, sink, self._arcs, list(enumerate(self.recipe_of_node.tolist()))
             )

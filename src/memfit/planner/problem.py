@@ -44,7 +44,7 @@ class Problem:
 
     def front(self) -> Front:
         """A front with the baseline alone."""
-        overhead = self.trace.dispatch_seconds * self.trace.forward_operations
+        overhead = sum(self.timeline.following.seconds)
         return Front(SLOWEST * (self.trace.pass_seconds + overhead), [self.baseline])
 
     @cached_property

@@ -45,9 +45,11 @@ class RecomputeGraph:
         self._input_arcs = [
             (recipe_number[r], number[s], inf) for r in used for s in recipes.recipes[r].inputs if s in number
         ]
-        self.run_seconds = [
-            recipes.recipes[r].seconds + trace.dispatch_seconds * len(recipes.recipes[r].operations) for r in used
-        ]
+        self.run_seconds = [timeline.run_seconds(r) for r in used]
+        # A recipe that runs has its parts of forward followed.
+        self._parts, self._part_arcs = timeline.following.in_network(
+            [(recipe_number[r], r) for r in used], len(self.nodes) + len(used)
+        )
         size = sum(trace.storages[s].bytes for s in self.droppable)
         self.price_scale = sum(self.run_seconds) / size if size else 1.0
         self._networks: dict[frozenset[int], PricedNetwork] = {}
@@ -94,7 +96,8 @@ class RecomputeGraph:
     def network(self, needed: frozenset[int]) -> PricedNetwork:
         """The network in which backward reads the needed storages; the priced arcs are those from each storage to its recipe."""
         if needed not in self._networks:
-            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * len(self.run_seconds)
-            sink = [0.0] * len(self.nodes) + self.run_seconds
-            self._networks[needed] = PricedNetwork(source, sink, self._input_arcs, self._keep_arcs)
+            others = len(self.run_seconds) + len(self._parts)
+            source = [inf if s in needed else 0.0 for s in self.nodes] + [0.0] * others
+            sink = [0.0] * len(self.nodes) + self.run_seconds + self._parts
+            self._networks[needed] = PricedNetwork(source, sink, self._input_arcs + self._part_arcs, self._keep_arcs)
         return self._networks[needed]

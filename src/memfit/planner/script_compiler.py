@@ -12,10 +12,10 @@ from memfit.planner.draws import Draws
 from memfit.planner.recipes import Recipes
 from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
-from memfit.values.script import KEPT, CallScript, OffloadedStorage, Script, Step
+from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, Script, Step
 from memfit.values.trace import ModuleCall
 
-LEAST_KEPT: Final = 6  # operations of a call that is not followed: taking the follower off and putting it on again takes as long as following about four
+LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
 
 
 def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
@@ -158,22 +158,54 @@ def compile_script(
         writes,
         frozenset(s for s in held if s not in {made for op in forward for made in trace.operations[op].makes}),
     )
-    return script if within is not None else replace(script, kept_calls=_kept_calls(script, trace.calls))
+    return script if within is not None else replace(script, kept_stretches=_kept_stretches(script, trace.calls))
 
 
-def _kept_calls(script: Script, calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
-    """The largest calls in which the engine has nothing to do; calls come in the order in which they begin, outer ones first."""
-    operations = len(script.operations)
-    acted = list(accumulate((i in acts for acts in (script.acts_at(),) for i in range(operations)), initial=0))
+def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptStretch, ...]:
+    """The longest stretches in which the engine has nothing to do; calls come in the order in which they begin, outer ones first."""
+    acts = script.acts_at()
+    acted = list(accumulate((i in acts for i in range(len(script.operations))), initial=0))
     answered = list(accumulate((storage != KEPT for storage in script.saves), initial=0))
-    found: list[ModuleCall] = []
-    for call in calls:
-        (begin, end), (first, last) = call.operations, call.saves
-        if end - begin < LEAST_KEPT or (found and begin < found[-1].operations[1]):
+
+    def done(operation: int, save: int) -> tuple[int, int]:
+        """What the engine has done up to here."""
+        return acted[operation], answered[save]
+
+    # A stretch may end where the last call ends before the engine acts again; of calls that end at once, the outermost.
+    last: dict[tuple[int, int], int] = {}
+    for number, call in enumerate(calls):
+        at = call.operations[1], call.saves[1]
+        known = last.get(done(*at))
+        if not _within_itself(calls, number) and (
+            known is None or at > (calls[known].operations[1], calls[known].saves[1])
+        ):
+            last[done(*at)] = number
+    found: list[KeptStretch] = []
+    for number, call in enumerate(calls):
+        begin, first = call.operations[0], call.saves[0]
+        if found and (begin, first) < (found[-1].operations[1], found[-1].saves[1]):
             continue
-        if acted[begin] == acted[end] and answered[first] == answered[last]:
-            found.append(call)
+        end = last.get(done(begin, first))
+        if end is None or calls[end].operations[1] - begin < LEAST_KEPT:
+            continue
+        ending = calls[end]
+        # A call that began before this one, around it, is the only one of its module that ends here.
+        times = 1 if end < number else sum(each.module == ending.module for each in calls[number : end + 1])
+        found.append(
+            KeptStretch(call.module, ending.module, times, (begin, ending.operations[1]), (first, ending.saves[1]))
+        )
     return tuple(found)
+
+
+def _within_itself(calls: Sequence[ModuleCall], number: int) -> bool:
+    """Whether a module is called again within this call of it: then not every end of its calls is one of a call that began before."""
+    call = calls[number]
+    for later in calls[number + 1 :]:
+        if later.operations[0] >= call.operations[1] and later.saves[0] >= call.saves[1]:
+            return False
+        if later.module == call.module:
+            return True
+    return False
 
 
 def _offloads(

@@ -21,6 +21,7 @@ import numpy as np
 from memfit.planner.columns import RaggedRows, add_span
 from memfit.planner.copying import CopyClock, Copying
 from memfit.planner.earlier_micro_batches import held_more
+from memfit.planner.following import Following
 from memfit.planner.recipes import Recipes
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
@@ -121,9 +122,8 @@ class Timeline:
         self._makes = RaggedRows([r.makes for r in table])
         self._inputs = RaggedRows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
-        self._recipe_seconds = [r.seconds for r in table]
         # A reload is two actions of the engine: a copy down and a copy up.
-        self._recipe_operations = [len(r.operations) or 2 for r in table]
+        self._run_seconds = [r.seconds + trace.recomputed_seconds * (len(r.operations) or 2) for r in table]
         self._gone_by = np.array(
             [self.recipes.reloads[r].gone_by if r in self.recipes.reloads else -1 for r in range(len(table))],
             dtype=np.int64,
@@ -140,7 +140,7 @@ class Timeline:
         }
         self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
-        self._following = trace.dispatch_seconds * trace.forward_operations
+        self.following = Following(self.recipes)
 
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""
@@ -151,18 +151,12 @@ class Timeline:
         return self._computing(recomputations) + self.copying(recomputations).exposed_seconds
 
     def _computing(self, recomputations: Recomputations) -> float:
-        runs = operations = 0
-        extra = 0.0
-        for event in sorted(recomputations):
-            for recipe in recomputations[event]:
-                extra += self._recipe_seconds[recipe]
-                operations += self._recipe_operations[recipe]
-                runs += 1
-        return extra + self._following + self.trace.dispatch_seconds * operations if runs else 0.0
+        runs = [recipe for event in sorted(recomputations) for recipe in recomputations[event]]
+        return sum(map(self._run_seconds.__getitem__, runs)) + self.following.seconds_of(runs)
 
     def run_seconds(self, recipe: int) -> float:
         """Seconds of one run of a recipe, the engine's own included and waiting for copies not."""
-        return self._recipe_seconds[recipe] + self.trace.dispatch_seconds * self._recipe_operations[recipe]
+        return self._run_seconds[recipe]
 
     def copying(self, recomputations: Recomputations) -> Copying:
         """Seconds of the copies of a plan, and how many of them do not overlap with computing."""
@@ -265,7 +259,7 @@ class Timeline:
         np.subtract.at(changes, ends + 1, self._bytes[storages])
         if self.random_events:
             # Generator states, from the first run of a random operation to the last recomputation of its recipe.
-            last = np.full(len(self._recipe_seconds), -1)
+            last = np.full(len(self._run_seconds), -1)
             last[recipes] = slots
             again = np.flatnonzero(last >= 0)
             event, owner = self._random_rows.gather(again)

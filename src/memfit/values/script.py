@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from memfit.values.trace import ModuleCall
-
 TIERS: Final = ("host", "disk")  # lower tiers, the nearest first
 KEPT: Final = -1  # in `Script.saves`: autograd keeps the tensor itself
 
@@ -67,6 +65,25 @@ class CallScript:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptStretch:
+    """Operations in a row in which nothing is dropped, from where a call of a module begins to where one ends.
+
+    Attributes:
+        begins: path of the module whose call begins with them.
+        ends: path of the module whose call ends with them.
+        calls: of the module `ends` that begin and end in them; with the last of these they end.
+        operations: from the first up to, not including, the second.
+        saves: likewise, the tensors that autograd saves in them.
+    """
+
+    begins: str
+    ends: str
+    calls: int
+    operations: tuple[int, int]
+    saves: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class FirstForward:
     """What is followed in the first forward of a model, which runs other operations than later ones: it builds what they find.
 
@@ -97,7 +114,7 @@ class Script:
         inputs: storages that the first operation which reads them for a recomputation brings along: made before a call, and held for it.
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
-        kept_calls: the largest calls of modules in which nothing is dropped, held or written that the engine knows by number.
+        kept_stretches: the longest stretches between begins and ends of modules' calls in which nothing is dropped, held or written that the engine knows by number.
         first: what is followed instead in a first forward that builds what later ones find.
     """
 
@@ -113,7 +130,7 @@ class Script:
     writes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
     calls: tuple[CallScript, ...] = ()
-    kept_calls: tuple[ModuleCall, ...] = ()
+    kept_stretches: tuple[KeptStretch, ...] = ()
     first: FirstForward | None = None
 
     @property
@@ -155,7 +172,7 @@ class Script:
             "writes": {str(k): list(v) for k, v in self.writes.items()},
             "inputs": sorted(self.inputs),
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
-            "kept_calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.kept_calls],
+            "kept_stretches": [[s.begins, s.ends, s.calls, *s.operations, *s.saves] for s in self.kept_stretches],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
         }
 
@@ -192,8 +209,8 @@ class Script:
             frozenset(int(s) for s in data["inputs"]),
             tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
             tuple(
-                ModuleCall(str(module), int(number), (int(a), int(b)), (int(c), int(d)))
-                for module, number, a, b, c, d in data["kept_calls"]
+                KeptStretch(str(begins), str(ends), int(calls), (int(a), int(b)), (int(c), int(d)))
+                for begins, ends, calls, a, b, c, d in data["kept_stretches"]
             ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
         )
@@ -226,7 +243,7 @@ class Script:
         if answered and not script.steps:
             raise ValueError("saves are answered for, but no step answers")
         script._check_offloads()
-        script._check_kept_calls()
+        script._check_kept_stretches()
         rebuilt = {
             s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
         }
@@ -246,15 +263,21 @@ class Script:
         written = {operation for operation, storages in self.writes.items() if max(storages, default=-1) >= 0}
         return frozenset({*self.makes, *self.recorded, *moved, *written})
 
-    def _check_kept_calls(self) -> None:
-        """Raise ValueError where something is to be done in a call that is not followed."""
+    def _check_kept_stretches(self) -> None:
+        """Raise ValueError where something is to be done in a stretch that is not followed."""
         acts = self.acts_at()
-        for call in self.kept_calls:
-            (begin, end), (first, last) = call.operations, call.saves
+        for stretch in self.kept_stretches:
+            (begin, end), (first, last) = stretch.operations, stretch.saves
             if not (0 <= begin <= end <= len(self.operations) and 0 <= first <= last <= len(self.saves)):
-                raise ValueError(f"the call of {call.module!r} ends at operation {end} and save {last}")
+                raise ValueError(f"the stretch from {stretch.begins!r} on ends at operation {end} and save {last}")
+            if stretch.calls < 1:
+                raise ValueError(
+                    f"the stretch from {stretch.begins!r} on ends with call {stretch.calls} of {stretch.ends!r}"
+                )
             if not acts.isdisjoint(range(begin, end)) or any(s != KEPT for s in self.saves[first:last]):
-                raise ValueError(f"nothing is dropped in the call of {call.module!r}, but the engine is to act in it")
+                raise ValueError(
+                    f"nothing is dropped in the stretch from {stretch.begins!r} on, but the engine is to act in it"
+                )
 
     def _check_offloads(self) -> None:
         """Raise ValueError where places on a lower tier overlap, a storage is offloaded before it is made, or a tier does not exist."""

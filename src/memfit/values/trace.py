@@ -19,7 +19,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 8
+FORMAT_VERSION: Final = 9
 BEFORE_STEP: Final = -1
 
 
@@ -175,7 +175,8 @@ class Trace:
         model: hash of the model's structure (module paths, shapes, dtypes, requires_grad); where its first forward makes buffers, also that after it.
         notes: what the reader should know (fallbacks taken, operations not understood).
         rng_state_bytes: bytes the engine keeps to replay one random operation.
-        dispatch_seconds: host seconds the engine adds to each forward operation while it follows a plan.
+        dispatch_seconds: host seconds the engine adds to each forward operation that it follows.
+        recomputed_seconds: host seconds it adds to each operation that runs again: noting its arguments, running it, giving autograd what it made.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
@@ -205,6 +206,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     rng_state_bytes: int = 0
     dispatch_seconds: float = 0.0
+    recomputed_seconds: float = 0.0
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
     clip_norm: float | None = None

@@ -1,4 +1,4 @@
-"""Calls in which a plan drops nothing run without the follower: numbers and peak stay, and what goes wrong in them is still seen."""
+"""Stretches in which a plan drops nothing run without the follower: numbers and peak stay, and what goes wrong in them is still seen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.engine import Engine
 from memfit.engine.follower import Follower
-from memfit.engine.kept_calls import CONFIRMED_EVERY
+from memfit.engine.kept_stretches import CONFIRMED_EVERY
 from memfit.values.script import Script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,9 +72,9 @@ def forward_once(engine: Engine, batch: torch.Tensor) -> Follower:
 def test_the_follower_is_off_where_nothing_is_dropped() -> None:
     _, batch, engine = planned()
     assert engine.plan.script.recomputations > 0
-    assert engine.plan.script.kept_calls
+    assert engine.plan.script.kept_stretches
     followers = [forward_once(engine, batch) for _ in range(CONFIRMED_EVERY + 3)]
-    kept = sum(call.operations[1] - call.operations[0] for call in engine.plan.script.kept_calls)
+    kept = sum(stretch.operations[1] - stretch.operations[0] for stretch in engine.plan.script.kept_stretches)
     unfollowed = [follower.unfollowed for follower in followers]
     assert [n for n, count in enumerate(unfollowed) if not count] == [0, CONFIRMED_EVERY + 1]
     assert set(unfollowed) == {0, kept}
@@ -105,7 +105,10 @@ def test_numbers_and_peak_are_those_of_plain_pytorch(share: float) -> None:
 
 
 def first_kept(model: Blocks, engine: Engine) -> Block:
-    block = model.get_submodule(engine.plan.script.kept_calls[-1].module)
+    """A block that lies in a stretch as a whole: the one after that in which the last stretch begins."""
+    stretch = engine.plan.script.kept_stretches[-1]
+    assert stretch.ends == ""
+    block = model.blocks[int(stretch.begins.split(".")[1]) + 1]
     assert isinstance(block, Block)
     return block
 
@@ -158,12 +161,14 @@ def test_a_plan_file_that_skips_what_is_dropped_is_refused() -> None:
     script = engine.plan.script
     data = script.to_json()
     assert Script.from_json(data) == script
-    call = script.kept_calls[0]
-    whole = [call.module, 0, 0, len(script.operations), 0, len(script.saves)]
+    stretch = script.kept_stretches[0]
+    around = [stretch.begins, stretch.ends, 1]
     with pytest.raises(ValueError, match="the engine is to act in it"):
-        Script.from_json({**data, "kept_calls": [whole]})
+        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations), 0, len(script.saves)]]})
     with pytest.raises(ValueError, match="ends at operation"):
-        Script.from_json({**data, "kept_calls": [[call.module, 0, 0, len(script.operations) + 1, 0, 0]]})
+        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations) + 1, 0, 0]]})
+    with pytest.raises(ValueError, match="ends with call 0"):
+        Script.from_json({**data, "kept_stretches": [[stretch.begins, stretch.ends, 0, 0, 0, 0, 0]]})
 
 
 def test_what_runs_differently_inside_is_seen_in_the_next_whole_forward() -> None:
@@ -201,3 +206,57 @@ def test_a_mode_of_the_users_own_is_left_on_top() -> None:
         follower.end()
     finally:
         first.also = None
+
+
+class Shared(nn.Module):
+    """Small blocks, the second half of which is one block called again and again, then one that takes much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.again = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.last = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.first:
+            x = block(x)
+        for _ in range(4):
+            x = self.again(x)
+        return self.last(x)
+
+
+def test_a_stretch_goes_over_many_small_calls_and_ends_with_the_right_call_of_a_shared_module() -> None:
+    torch.manual_seed(0)
+    model, batch = Shared(), torch.randn(256, 16)
+    plan = memfit.recompute(
+        model,
+        batch,
+        loss_of,
+        keep=["last.norm", "last.wide", "last.narrow", "again", "first.*", "first.*.*", "again.*"],
+    )
+    engine = memfit.apply(plan, model, loss_of)
+    (stretch, *_) = plan.script.kept_stretches
+    assert (stretch.begins, stretch.ends) == ("", "again.0")  # what the last of them gives is held
+    assert stretch.calls == 4
+    engine.step(batch)
+    follower = forward_once(engine, batch)
+    assert follower.unfollowed >= stretch.operations[1]
+    assert follower.divergence is None
+    assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
+def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:
+    model, batch, engine = planned()
+    forward_once(engine, batch)
+    (stretch,) = engine.plan.script.kept_stretches
+    assert stretch.ends == ""
+    with engine.forward() as follower:  # without the model's own call, which would end it
+        x = batch
+        for block in model.blocks:
+            x = block(x)
+        loss = model.drop(x).square().mean()
+    assert isinstance(follower, Follower)
+    assert follower.divergence is not None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    loss.backward()
+    follower.end()

@@ -72,20 +72,20 @@ class Efficiencies:
         volta, data_center_ampere, ampere, ada, hopper: watts that a nominal TFLOP/s of 16-bit products needs, by how the chip is made (12, 7, 8, 5 and 4 nm).
     """
 
-    bandwidth: float = 0.852
-    product_depth: float = 306.0
-    convolution: float = 0.791
-    convolution_tf32: float = 0.38
-    grouped: float = 0.283
-    group_channels: float = 16.6
+    bandwidth: float = 0.794
+    product_depth: float = 348.0
+    convolution: float = 0.838
+    convolution_tf32: float = 0.374
+    grouped: float = 0.272
+    group_channels: float = 14.5
     attention: float = 0.65
-    overlap: float = 1.328
-    power: float = 0.6
-    volta: float = 4.54
-    data_center_ampere: float = 1.87
-    ampere: float = 3.05
+    overlap: float = 1.558
+    power: float = 0.515
+    volta: float = 3.96
+    data_center_ampere: float = 1.96
+    ampere: float = 2.98
     ada: float = 2.72
-    hopper: float = 1.95
+    hopper: float = 2.21
 
     def needed_watts(self, machine: Machine) -> float:
         """Watts at which its tensor cores could keep their nominal rate. Turing is made as Volta is, Blackwell (GeForce) as Ada."""

@@ -36,6 +36,7 @@ QUESTIONS = (
     "offloading",
     "seeds",
     "published",
+    "published_seconds",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 

@@ -299,6 +299,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     def gb(size: float) -> str:
         return f"{size / 1e9:.1f} GB"
 
+    def made(row: Mapping[str, Any]) -> str:
+        return str(row["machine"]["date"]) if "machine" in row else "now"
+
     first = measuring.table(
         [
             "model, tokens",
@@ -310,6 +313,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             "any",
             "at per-layer recompute's batch",
             "Paddle published",
+            "made",
         ],
         [
             [
@@ -320,6 +324,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 *(ours(r, way, i) for i in range(len(LIMITS))),
                 f"{100 * r['at_layers'][way]:+.0f} %",
                 paddle(r),
+                made(r),
             ]
             for r in berts
             for way in r["memfit"]
@@ -334,6 +339,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             "smallest",
             "in the published bytes",
             "published",
+            "made",
         ],
         [
             [
@@ -347,6 +353,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 (f"{gb(r['published'][0])} to " if r["published"][0] else "")
                 + gb(r["published"][1])
                 + (f" at {100 * r['published'][2]:+.0f} %" if r["published"][2] else ""),
+                made(r),
             ]
             for r in networks
             for way, m in r["memfit"].items()
@@ -376,11 +383,9 @@ def main() -> None:
         rows[name] = ask()
         print(table([rows[name]]), flush=True)
         ordered = [rows[n] for n in todo if n in rows]
-        measuring.keep(
-            "seeds",
-            measuring.machine(),
-            [{k: v for k, v in r.items() if k not in {"bench", "machine"}} for r in ordered],
-        )
+        # A row that was there keeps the machine, and the date, that it is of.
+        kept = [{k: v for k, v in r.items() if k != "bench"} for r in ordered]
+        measuring.keep("seeds", measuring.machine(), kept)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import Cost, with_costs
 from memfit.capture.reference_work import ReferenceWork
-from memfit.capture.roofline import estimated_costs
+from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
+from memfit.hardware.efficiency import Kind, Work, work_seconds
 from memfit.hardware.machine import known_machine
 from memfit.meter import metered
 from memfit.planning import planning_of
@@ -496,7 +497,7 @@ def test_arguments_in_different_places_of_one_storage_span_both() -> None:
 # -- a device that is not here ---------------------------------------------------------------------------------------------
 
 
-def test_an_absent_gpu_is_estimated_by_its_roofline() -> None:
+def test_an_absent_gpu_is_estimated_from_what_a_call_does() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = model(x)
         return y.sum()
@@ -506,12 +507,70 @@ def test_an_absent_gpu_is_estimated_by_its_roofline() -> None:
     table = estimated_costs(captured.calls, gpu)
     key = next(op.key for op in captured.trace.operations if op.name == "aten.mm.default")
     flops, moved = 2 * 1024 * 512 * 2048, 4 * (1024 * 512 + 512 * 2048 + 1024 * 2048)
-    assert table[key].seconds == pytest.approx(gpu.roofline_seconds(flops, moved, half=False))
+    assert table[key].seconds == pytest.approx(work_seconds(Work(Kind.PRODUCT, flops, moved, depth=512), gpu))
     view = next(op.key for op in captured.trace.operations if op.name == "aten.t.default")
     assert table[view].seconds == 0.0
     assert not any(c.measured for c in table.values())
     faster = estimated_costs(captured.calls, known_machine("h100"))
     assert faster[key].seconds < table[key].seconds
+
+
+def work_in(model: nn.Module, image: Tensor, name: str) -> Work:
+    """Of the first operation of this name in a step of the model on images."""
+
+    def loss(model: nn.Module, image: Tensor) -> Tensor:
+        y: Tensor = model(image)
+        return y.float().sum()
+
+    captured = capture(StepSource(model, image, loss))
+    return work_of(
+        captured.calls[next(op.key for op in captured.trace.operations if op.name == f"aten.{name}.default")]
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_convolution_of_16_bits_pays_for_another_layout_than_channels_last(half: bool, channels_last: bool) -> None:  # noqa: FBT001 - a parameter
+    dtype = torch.float16 if half else torch.float32
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = nn.Conv2d(4, 8, 3, padding=1, dtype=dtype, device="meta")
+    model.weight = nn.Parameter(model.weight.contiguous(memory_format=layout))
+    image = torch.empty(2, 4, 16, 16, dtype=dtype, device="meta").contiguous(memory_format=layout)
+    for name in ("convolution", "convolution_backward"):
+        work = work_in(model, image, name)
+        assert work.kind is Kind.CONVOLUTION
+        assert work.converted_bytes == (2 * work.moved_bytes if half and not channels_last else 0)
+
+
+def test_groups_divide_the_arithmetic_of_both_passes() -> None:
+    image = torch.empty(2, 32, 16, 16, device="meta", requires_grad=True)
+    works = [
+        [work_in(nn.Conv2d(32, 64, 3, groups=groups, device="meta"), image, name) for groups in (1, 8)]
+        for name in ("convolution", "convolution_backward")
+    ]
+    for whole, grouped in works:
+        assert grouped.kind is Kind.GROUPED
+        assert grouped.group_channels == 4
+        assert grouped.flops == whole.flops / 8
+    assert works[0][0].flops == 2 * 2 * 64 * 14 * 14 * 32 * 9
+    assert works[1][0].flops in (works[0][0].flops, 2 * works[0][0].flops)  # the image of a batch needs no gradient
+
+
+def test_a_product_is_as_deep_as_its_sums_are_long() -> None:
+    model = nn.Linear(96, 160, device="meta")
+    rows = torch.empty(48, 96, device="meta")
+    assert work_in(model, rows, "addmm").depth == 96
+    assert work_in(model, rows, "mm").depth == 48  # the gradient of the weight
+
+
+def test_products_in_tf32_are_as_torch_is_set() -> None:
+    model, rows = nn.Linear(8, 8, device="meta"), torch.empty(8, 8, device="meta")
+    try:
+        for precision, tf32 in (("highest", False), ("high", True)):
+            torch.set_float32_matmul_precision(precision)
+            assert work_in(model, rows, "addmm").tf32 is tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_plan_for_an_absent_gpu_says_that_its_seconds_are_estimated() -> None:

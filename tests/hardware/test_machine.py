@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.errors import InputError
-from memfit.hardware.machine import BANDWIDTH_EFFICIENCY, KNOWN, MATRIX_EFFICIENCY, known_machine
+from memfit.hardware.machine import KNOWN, known_machine
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,10 @@ def test_every_entry_is_found_by_its_own_name_and_is_plausible() -> None:
         assert 1 << 33 <= machine.memory_bytes <= 1 << 38
         assert machine.tensor_flops > machine.fp32_flops > 1e12
         assert machine.bandwidth > machine.link_bandwidth > 1e9
+        assert (machine.tf32_flops > 0) == (machine.capability >= (8, 0)) == machine.bf16
+        assert machine.tensor_flops > machine.tf32_flops
+        assert 50 <= machine.watts <= 1000
+        assert not machine.measured
     assert len({m.name for m in KNOWN}) == len(KNOWN)
 
 
@@ -46,9 +50,9 @@ def test_a_name_near_nothing_is_told_all() -> None:
 
 def test_the_slower_of_computing_and_moving_counts() -> None:
     machine = known_machine("a100")
-    compute = 1e12 / (machine.fp32_flops * MATRIX_EFFICIENCY)
-    half = 1e12 / (machine.tensor_flops * MATRIX_EFFICIENCY)
-    move = 1e12 / (machine.bandwidth * BANDWIDTH_EFFICIENCY)
+    compute = 1e12 / machine.fp32_flops
+    half = 1e12 / machine.tensor_flops
+    move = 1e12 / machine.bandwidth
     launch = machine.launch_seconds
     assert machine.roofline_seconds(1e12, 0, half=False) == pytest.approx(compute + launch)
     assert machine.roofline_seconds(1e12, 0, half=True) == pytest.approx(half + launch)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.hardware.machine import BANDWIDTH_EFFICIENCY, MATRIX_EFFICIENCY, Machine
+from memfit.hardware.machine import Machine
 
 
 def device_name(device: torch.device) -> str:
@@ -56,15 +56,15 @@ def present_machine(device: torch.device) -> Machine:
         if device.type == "cuda"
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    # Measured rates are what is reached, so the roofline's efficiencies are taken out again.
     return Machine(
         device_name(device),
         device.type,
         int(memory),
-        flops / MATRIX_EFFICIENCY,
-        half_flops / MATRIX_EFFICIENCY,
-        bandwidth / BANDWIDTH_EFFICIENCY,
+        flops,
+        half_flops,
+        bandwidth,
         launch_seconds=5e-6,
         allocation_bytes=512 if device.type == "cuda" else 1,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        measured=True,
     )

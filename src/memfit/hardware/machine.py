@@ -1,7 +1,7 @@
 """One device: bytes, FLOP/s, bandwidth, the link to its nearest lower tier. A value, with a table of common GPUs for planning without having one.
 
-Figures of the table are the makers' data sheets (dense rates, no sparsity; memory as sold). Planning on them is marked *estimated*: real kernels reach
-a part of them, which `MATRIX_EFFICIENCY` and `BANDWIDTH_EFFICIENCY` stand for.
+Figures of the table are the makers' data sheets (dense rates, no sparsity, 16-bit products added up in fp32; memory as sold). Planning on them is marked
+*estimated*: real kernels reach a part of them, by kind and size (`efficiency.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ GIB: Final = 1024**3
 TERA: Final = 1e12
 GIGA: Final = 1e9
 
-MATRIX_EFFICIENCY: Final = 0.6
-BANDWIDTH_EFFICIENCY: Final = 0.8
-
 Capability = tuple[int, int]
 """CUDA compute capability: major and minor version."""
 
@@ -32,12 +29,15 @@ class Machine:
         name: as written in the table, or as the system reports it.
         kind: "cuda" or "cpu".
         memory_bytes: all of its memory.
-        fp32_flops: FLOP/s of fp32, with TF32 left off (PyTorch's default).
+        fp32_flops: FLOP/s of fp32, without TF32.
         tensor_flops: FLOP/s of 16-bit matrix products.
+        tf32_flops: FLOP/s of TF32; 0 where there is none.
         bandwidth: of its memory, bytes/s.
         link_bandwidth: to the host, bytes/s each way.
         bf16: whether it has bf16 units.
         launch_seconds: least time of one operation.
+        watts: the board's power limit; 0 where it is not known.
+        measured: the rates are what was reached here, not a data sheet's.
         allocation_bytes: granularity of its allocator.
         capability: which kernels a GPU can run; (0, 0) for what is none.
     """
@@ -53,12 +53,15 @@ class Machine:
     launch_seconds: float = 5e-6
     allocation_bytes: int = 1
     capability: Capability = (0, 0)
+    tf32_flops: float = 0.0
+    watts: float = 0.0
+    measured: bool = False
 
     def roofline_seconds(self, flops: float, moved_bytes: float, *, half: bool) -> float:
-        """Time of an operation that computes `flops` and moves `moved_bytes`, whichever takes longer (Williams et al. 2009)."""
-        rate = (self.tensor_flops if half else self.fp32_flops) * MATRIX_EFFICIENCY
+        """Time of an operation that computes `flops` and moves `moved_bytes` at these rates, whichever takes longer (Williams et al. 2009)."""
+        rate = self.tensor_flops if half else self.fp32_flops
         compute = flops / rate if rate else 0.0
-        return max(compute, moved_bytes / (self.bandwidth * BANDWIDTH_EFFICIENCY)) + self.launch_seconds
+        return max(compute, moved_bytes / self.bandwidth) + self.launch_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,15 @@ class Link:
 
 
 def _gpu(
-    name: str, gib: float, fp32: float, tensor: float, gb_s: float, link: float, capability: Capability
+    name: str,
+    gib: float,
+    fp32: float,
+    tf32: float,
+    tensor: float,
+    gb_s: float,
+    link: float,
+    watts: float,
+    capability: Capability,
 ) -> Machine:
     return Machine(
         name,
@@ -124,24 +135,33 @@ def _gpu(
         bf16=capability >= (8, 0),
         allocation_bytes=512,
         capability=capability,
+        tf32_flops=tf32 * TERA,
+        watts=watts,
     )
 
 
-# PCIe 3/4/5 x16 at about 80 % of the nominal rate.
+# Name, GiB; TFLOP/s in fp32, TF32, 16 bits; GB/s of memory, of the link (PCIe 3/4/5 x16 at about 80 % of the nominal rate); watts; compute capability.
 KNOWN: Final[tuple[Machine, ...]] = (
-    _gpu("rtx3060", 12, 12.7, 51.2, 360, 25, (8, 6)),
-    _gpu("rtx3090", 24, 35.6, 71.0, 936, 25, (8, 6)),
-    _gpu("rtx4090", 24, 82.6, 165.2, 1008, 25, (8, 9)),
-    _gpu("rtx5090", 32, 104.8, 209.5, 1792, 52, (12, 0)),
-    _gpu("t4", 16, 8.1, 65.0, 320, 12, (7, 5)),
-    _gpu("v100", 32, 15.7, 125.0, 900, 12, (7, 0)),
-    _gpu("a100-40gb", 40, 19.5, 312.0, 1555, 25, (8, 0)),
-    _gpu("a100", 80, 19.5, 312.0, 2039, 25, (8, 0)),
-    _gpu("a10", 24, 31.2, 125.0, 600, 25, (8, 6)),
-    _gpu("l4", 24, 30.3, 121.0, 300, 25, (8, 9)),
-    _gpu("l40s", 48, 91.6, 362.0, 864, 25, (8, 9)),
-    _gpu("h100", 80, 66.9, 989.4, 3350, 52, (9, 0)),
-    _gpu("h200", 141 * 1e9 / GIB, 66.9, 989.4, 4800, 52, (9, 0)),
+    _gpu("rtx3060", 12, 12.7, 12.7, 25.5, 360, 25, 170, (8, 6)),
+    _gpu("rtx3090", 24, 35.6, 35.6, 71.0, 936, 25, 350, (8, 6)),
+    _gpu("rtx3090ti", 24, 40.0, 40.0, 80.0, 1008, 25, 450, (8, 6)),
+    _gpu("rtx4090", 24, 82.6, 82.6, 165.2, 1008, 25, 450, (8, 9)),
+    _gpu("rtx5090", 32, 104.8, 104.8, 209.5, 1792, 52, 575, (12, 0)),
+    _gpu("rtx8000", 48, 16.3, 0.0, 130.5, 672, 12, 260, (7, 5)),
+    _gpu("rtx-a6000", 48, 38.7, 77.4, 154.8, 768, 25, 300, (8, 6)),
+    _gpu("rtx6000-ada", 48, 91.1, 182.1, 364.2, 960, 25, 300, (8, 9)),
+    _gpu("t4", 16, 8.1, 0.0, 65.0, 320, 12, 70, (7, 5)),
+    _gpu("v100", 32, 15.7, 0.0, 125.0, 900, 12, 300, (7, 0)),
+    _gpu("a100-40gb", 40, 19.5, 156.0, 312.0, 1555, 25, 400, (8, 0)),
+    _gpu("a100-40gb-pcie", 40, 19.5, 156.0, 312.0, 1555, 25, 250, (8, 0)),
+    _gpu("a100", 80, 19.5, 156.0, 312.0, 2039, 25, 400, (8, 0)),
+    _gpu("a100-pcie", 80, 19.5, 156.0, 312.0, 1935, 25, 300, (8, 0)),
+    _gpu("a10", 24, 31.2, 62.5, 125.0, 600, 25, 150, (8, 6)),
+    _gpu("l4", 24, 30.3, 60.5, 121.0, 300, 25, 72, (8, 9)),
+    _gpu("l40s", 48, 91.6, 183.0, 362.0, 864, 25, 350, (8, 9)),
+    _gpu("h100", 80, 66.9, 494.7, 989.4, 3350, 52, 700, (9, 0)),
+    _gpu("h100-pcie", 80, 51.2, 378.0, 756.0, 2000, 52, 350, (9, 0)),
+    _gpu("h200", 141 * 1e9 / GIB, 66.9, 494.7, 989.4, 4800, 52, 700, (9, 0)),
 )
 
 

@@ -183,8 +183,8 @@ class Engine:
 
         For a window of n batches of a loader, plan with a sample that holds all their samples: with `loader_batches=n`, then hand over an iterator that makes
         one at a time; or with `fixed={"micro_batches": n}`, then a list of n, which are all in memory. Fewer may come (the last window of an epoch). Each
-        counts for what the loss averages over, as the plan has found: samples, or tokens that are not masked. How much that is in all is known only at the end, so
-        gradients are added up in units of the first micro-batch and divided once: the same step as over all samples at once up to the order of additions.
+        counts for what the loss averages over, as the plan has found: samples, or tokens that are not masked. How much that is in all is known only at the end,
+        so gradients are added up in units of the first micro-batch and divided once: the same step as over all samples at once up to the order of additions.
 
         Args:
             micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's, one at a time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from small import adamw, rows, squared_error
+from memfit import rehearsal
+from memfit.errors import InfeasibleError
+from memfit.units import format_bytes
+from small import adamw, chain, rows, squared_error
 
 
 class Averaging(nn.Module):
@@ -170,3 +174,52 @@ def test_counters_averages_and_what_is_built_once_are_as_before() -> None:
     assert (model.calls, model.last, model.average.tolist()) == (0, [1.0], [1.0] * sample[0].shape[1])
     assert not hasattr(model, "table")
     assert [engine.step(sample).loss for _ in range(3)] == plain_losses(plain, sample)
+
+
+# ------------------------------------------------------------------------------------------------------------ repairs
+
+MISSING = 30_000  # bytes that a prediction does not know of
+
+
+@pytest.fixture
+def taking_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rehearsal measures so many bytes more than there were."""
+    known = rehearsal.rehearse
+
+    def more(*given: Any, **named: Any) -> Any:
+        found = known(*given, **named)
+        return dataclasses.replace(found, measured_peak_bytes=found.measured_peak_bytes + MISSING)
+
+    monkeypatch.setattr(rehearsal, "rehearse", more)
+
+
+def fitted(budget: int | str, **named: Any) -> memfit.Engine:
+    return memfit.fit(chain(4), rows(), squared_error, budget, adamw, **{"fixed": {"micro_batches": 1}, **named})
+
+
+def smallest() -> int:
+    made = memfit.plan(chain(4), rows(), squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
+    return memfit.smallest_budget(made)
+
+
+@pytest.mark.usefixtures("one_thread", "taking_more")
+def test_a_repair_that_fails_names_the_users_budget_and_one_that_would_do() -> None:
+    budget = smallest() + MISSING // 2
+    with pytest.raises(InfeasibleError) as refused:
+        fitted(budget)
+    error = refused.value
+    assert error.budget_bytes == budget
+    assert f"above the budget of {format_bytes(budget)} and" in str(error)
+    larger, *others = error.remedies
+    assert larger.text in str(error)
+    assert larger.arguments == {"budget": larger.text.partition("=")[2].strip('"')}
+    assert larger.saved_bytes == error.minimum_bytes - budget
+    engine = fitted(larger.arguments["budget"])
+    assert engine.rehearsal is not None
+    assert engine.rehearsal.measured_peak_bytes <= error.minimum_bytes
+    assert engine.plan.budget_bytes >= error.minimum_bytes
+    # Another number of micro-batches than the fixed one is told where it does.
+    for other in others:
+        assert other.arguments is not None
+        fitted(budget, **other.arguments)
+    assert others

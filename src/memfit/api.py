@@ -34,6 +34,7 @@ from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, StepRecord
 from memfit.values.request import Budget, Request
 from memfit.values.script import Script
+from memfit.window import of_loader, plan_window
 
 
 def plan(
@@ -51,6 +52,7 @@ def plan(
     clip_norm: float | None = None,
     device: str | None = None,
     lower_tier: str | Path | None = None,
+    loader_batches: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan how to train inside `budget` bytes, and predict bytes and seconds of a step; nothing is trained.
@@ -75,6 +77,8 @@ def plan(
         device: None for the device of the model, or the name of a GPU that this computer does not have ("rtx4090"): then seconds are
             estimated, and bytes are those of CUDA's kernels, which the plan's notes name.
         lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
+        loader_batches: how many batches of a loader the sample's are, where `engine.accumulate` takes them from an iterator, one on the device at a time; 1
+            where the sample is there as a whole.
         progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:
@@ -95,7 +99,7 @@ def plan(
         device=device,
         folder=lower_tier,
     )
-    return _planned(model, sample, loss_fn, optimizer, request, progress)
+    return _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)[0]
 
 
 def _planned(
@@ -105,7 +109,14 @@ def _planned(
     optimizer: OptimizerFactory | None,
     request: Request,
     progress: Progress | None = None,
-) -> Plan:
+    loader_batches: int = 1,
+) -> tuple[Plan, Batch]:
+    """The plan, and the batch that it is for: one of the loader's where a step takes several."""
+    if loader_batches != 1:
+        window, asked = of_loader(model, sample, loss_fn, optimizer, loader_batches, request)
+        found = plan_window(window, asked, progress)
+        tell(progress, "planned", 1.0)
+        return found, window.sample
     source = TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, request.device, progress)
     planning = planning_for(source, request)
     tell(progress, "planning", 0.9)
@@ -114,7 +125,7 @@ def _planned(
     except InfeasibleError as error:
         raise with_ways_out(error, planning, source, request) from None
     tell(progress, "planned", 1.0)
-    return found
+    return found, sample
 
 
 def recompute(
@@ -282,6 +293,7 @@ def fit(
     fixed: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     lower_tier: str | Path | None = None,
+    loader_batches: int = 1,
     progress: Progress | None = None,
     fabric: Any = None,
 ) -> Engine:
@@ -311,12 +323,12 @@ def fit(
         clip_norm=clip_norm,
         folder=lower_tier,
     )
-    made = _planned(model, sample, loss_fn, optimizer, request, progress)
+    made, each = _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)
     engine = apply(made, model, lower_tier=lower_tier)
     if fabric is not None:
         through_fabric.set_up(engine, fabric)
     try:
-        rehearsed(engine, sample, progress)
+        rehearsed(engine, each, progress, loader_batches=loader_batches, held=loader_batches == 1)
     except BaseException:
         if engine.stream is not None:
             engine.stream.close()  # as in `apply`

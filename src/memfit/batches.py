@@ -5,6 +5,7 @@ A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -149,6 +150,12 @@ def signature(batch: Batch) -> str:
     return ", ".join(parts)
 
 
+def signature_bytes(text: str) -> int:
+    """Bytes of the tensors of a batch with this signature."""
+    shapes = ((kind, shape) for _, kind, shape in parse_signature(text) if shape is not None)
+    return sum(math.prod(shape) * int(getattr(torch, kind).itemsize) for kind, shape in shapes)
+
+
 def parse_signature(text: str) -> list[tuple[str, str, tuple[int, ...] | None]]:
     """(name, dtype, shape) for each leaf of a signature; shape is None for leaves that are not tensors."""
     out: list[tuple[str, str, tuple[int, ...] | None]] = []
@@ -176,6 +183,25 @@ def fits_within(batch_signature: str, planned_signature: str) -> bool:
         if len(shape) != len(planned_shape) or any(a > b for a, b in zip(shape, planned_shape, strict=True)):
             return False
     return True
+
+
+def larger_than_planned(
+    batch_signature: str,
+    planned_signature: str,
+    micro_batch_size: int | None = None,
+    again: str = "plan again with a sample of the largest shape that will come",
+) -> BatchError:
+    """The error for a batch that does not fit within the plan's, the same wherever batches come in.
+
+    Args:
+        batch_signature, planned_signature: of the batch, and of the one that was planned for.
+        micro_batch_size: samples that the batch may have, where it is one micro-batch of the planned one.
+        again: how its user would plan for larger ones.
+    """
+    of = "" if micro_batch_size is None else f" in micro-batches of {micro_batch_size} samples"
+    return BatchError(
+        f"the batch is [{batch_signature}], the plan is for batches up to [{planned_signature}]{of}: {again}, or cut the batch down to it; it has not run"
+    )
 
 
 def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> Any:

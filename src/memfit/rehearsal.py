@@ -13,30 +13,31 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memfit import dispatch
+from memfit import batches, dispatch
 from memfit.batches import Batch
 from memfit.engine.engine import Engine
-from memfit.errors import InfeasibleError, SnapshotError
+from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.attributes import Attributes, held_by
 from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
 from memfit.step.program import model_tensors
-from memfit.units import format_bytes
+from memfit.units import format_budget, format_bytes
 from memfit.values.report import Rehearsal, StepRecord
 
 CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
 REPAIR_ROUNDS: Final = 3
 
 
-def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsal:
+def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bool = True) -> Rehearsal:
     """One metered step (after an unmetered one that makes the optimizer's state); everything is restored, tensors from a copy on disk.
 
     Args:
         engine: whose step it is.
         sample: the batch of a step, or one of its batches.
         loader_batches: batches like the sample that a step takes one after the other.
+        held: whether the last of them is there until the step ends; else each is made when its turn comes, and freed after it.
 
     Raises:
         SnapshotError: the copy on disk could not be written; nothing was run.
@@ -53,8 +54,8 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
             parameter.grad = None
         if engine.stream is not None:
             stack.enter_context(engine.stream.undone())
-        _step_taken(engine, sample, loader_batches)
-        record = _step_taken(engine, sample, loader_batches, meter=True)
+        _step_taken(engine, sample, loader_batches, held=held)
+        record = _step_taken(engine, sample, loader_batches, held=held, meter=True)
         reading = engine.reading
     return Rehearsal(
         engine.plan_for(sample).prediction.peak_bytes,
@@ -66,7 +67,9 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1) -> Rehearsa
     )
 
 
-def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1) -> None:
+def rehearsed(
+    engine: Engine, sample: Batch, progress: Progress | None = None, *, loader_batches: int = 1, held: bool = True
+) -> None:
     """Rehearse, and plan again for less where the measured peak exceeds the budget; raises what `fit` does. Arguments as for `rehearse`."""
     made = engine.plan
     planning = planning_of(made)
@@ -74,14 +77,17 @@ def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *
     target = budget_bytes
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=number)
+        engine.rehearsal = replace(rehearse(engine, sample, loader_batches, held=held), rounds=number)
         excess = engine.rehearsal.measured_peak_bytes - budget_bytes
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
         target -= excess + engine.rehearsal.measured_peak_bytes // 1000
         assert planning is not None, "an engine whose plan was made here is rehearsed"
-        with engine.gathered():
-            again = planning.plan(target)
+        try:
+            with engine.gathered():
+                again = planning.plan(target)
+        except InfeasibleError as error:
+            raise _no_smaller_plan(error, engine.rehearsal, budget_bytes) from None
         repaired = changed(
             again,
             budget_bytes=budget_bytes,
@@ -99,6 +105,40 @@ def rehearsed(engine: Engine, sample: Batch, progress: Progress | None = None, *
             budget_bytes=budget_bytes,
             minimum_bytes=measured,
         )
+
+
+def _no_smaller_plan(error: InfeasibleError, measured: Rehearsal, budget_bytes: int) -> InfeasibleError:
+    """Why a plan that took more than predicted cannot be repaired, in terms of the user's budget.
+
+    Args:
+        error: of planning for less, which knows only the lowered budget.
+        measured: the rehearsal.
+        budget_bytes: the user's.
+    """
+    peak, least = measured.measured_peak_bytes, error.minimum_bytes
+    missing = peak - measured.predicted_peak_bytes
+    needed, remedies, ways = None, error.remedies, "give a larger budget"
+    if least is not None:
+        # Where the first plan takes all of a larger budget, its repair is for that much less, and a thousandth of what is measured.
+        needed = least + missing
+        needed += -(-(needed + missing) // 999)
+        budget = format_budget(needed)
+        larger = Remedy(f'budget="{budget}"', needed - budget_bytes, 0.0, "budget", {"budget": budget})
+        remedies = (larger, *(remedy for remedy in error.remedies if remedy.kind != "budget"))
+        ways = (
+            f"the smallest one is predicted to take {format_bytes(least)}, which with what is missing from the prediction is about {format_bytes(needed)}. "
+            f"Ways out: {'; '.join(remedy.text for remedy in remedies)}"
+        )
+    return InfeasibleError(
+        f"the rehearsal measured a peak of {format_bytes(peak)}, {format_bytes(peak - budget_bytes)} above the budget of {format_bytes(budget_bytes)} and "
+        f"{format_bytes(missing)} more than predicted, and there is no plan that much smaller: {ways}",
+        budget_bytes=budget_bytes,
+        minimum_bytes=needed,
+        moment=error.moment,
+        module=error.module,
+        remedies=remedies,
+        weighed=error.weighed,
+    )
 
 
 @contextmanager
@@ -170,12 +210,14 @@ def _address(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if dense else None
 
 
-def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, meter: bool = False) -> StepRecord:
+def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, held: bool, meter: bool = False) -> StepRecord:
     """A step whose update was taken: the first ones in fp16 are skipped until the scale is low enough, and hold less."""
 
     def step() -> StepRecord:
-        window = [sample] * loader_batches
-        return engine.step(sample, meter=meter) if loader_batches == 1 else engine.accumulate(window, meter=meter)
+        if loader_batches == 1:
+            return engine.step(sample, meter=meter)
+        copies = (batches.map_tensors(torch.clone, sample) for _ in range(loader_batches))
+        return engine.accumulate([sample] * loader_batches if held else copies, meter=meter)
 
     while (record := step()).skipped:
         pass

@@ -231,12 +231,27 @@ class Product(nn.Module):
         return self.product(1 + 0.1 * self.inner(x).tanh())
 
 
+def one_zero(h: Tensor) -> Tensor:
+    """With a zero in each row, made in the step."""
+    return h * (torch.arange(32) != 3)
+
+
+def zero_corner(h: Tensor) -> Tensor:
+    """With one zero in all."""
+    return h * (torch.arange(h.numel()) != 3).view_as(h)
+
+
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "prod": lambda h: h.prod(1),
+    "prod of all": lambda h: h.prod(),
     "cumprod": lambda h: h.cumprod(1),
-    "prod of zeros": lambda h: (h * torch.arange(32)).prod(1),
-    "cumprod of zeros": lambda h: (h * torch.arange(32)).cumprod(1),
+    "prod of zeros": lambda h: one_zero(h).prod(1),
+    "prod of zeros down": lambda h: one_zero(h).prod(0, keepdim=True),
+    "prod of all with a zero": lambda h: zero_corner(h).prod(),
+    "prod of one factor each": lambda h: one_zero(h).unsqueeze(1).prod(1),
+    "cumprod of zeros": lambda h: one_zero(h).cumprod(1),
 }
+EXACT = {"prod of zeros", "prod of zeros down", "prod of all with a zero"}
 
 
 def planned_product(name: str) -> tuple[nn.Module, Tensor, memfit.Plan]:
@@ -251,16 +266,17 @@ def test_of_products_the_plan_says_that_they_are_not_known_exactly(name: str) ->
     assert any(note.startswith("backward of a product in the model") for note in made.notes), made.notes
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="autograd takes a formula by whether the input holds a zero, and a third one while a dispatch mode watches: more is predicted, or less with zeros",
-)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_predicted(name: str) -> None:
+def test_products_take_no_more_than_is_predicted_and_what_is_predicted_where_there_are_zeros(name: str) -> None:
+    """Autograd takes a formula by whether the input holds a zero, and a third one while a dispatch mode watches."""
     model, batch, made = planned_product(name)
     engine = memfit.apply(made, model)
     engine.step(batch)
-    assert engine.step(batch, meter=True).peak_bytes == pytest.approx(made.prediction.peak_bytes, rel=0.005)
+    measured = engine.step(batch, meter=True).peak_bytes
+    assert measured is not None
+    assert measured <= made.prediction.peak_bytes
+    if name in EXACT:
+        assert measured == made.prediction.peak_bytes
 
 
 # -- the file --------------------------------------------------------------------------------------------------------------

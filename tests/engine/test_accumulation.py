@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import memfit
 import small
-from memfit.errors import BatchError, InputError, NonFiniteLossError
+from memfit.errors import BatchError, InfeasibleError, InputError, NonFiniteLossError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,25 +159,112 @@ def test_only_one_micro_batch_is_there_at_a_time(planned: memfit.Plan) -> None:
     assert len(alive) == 4
 
 
-def test_accumulating_holds_no_more_than_was_predicted() -> None:
-    model, sample = small.chain(4), small.rows(512)
-    made = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4})
-    half = memfit.replan(made, round(0.7 * made.prediction.peak_bytes))
-    assert not half.script.plain
-    engine = memfit.apply(half, model)
+Rows = tuple[Tensor, Tensor]
 
-    def loader() -> Iterator[Any]:
-        for start in range(0, 512, 128):
-            yield tuple(t[start : start + 128] for t in sample)
 
-    engine.accumulate(loader())
-    record = engine.accumulate(loader(), meter=True)
+def many_tensors(parameters: Any) -> torch.optim.Optimizer:
+    """Its update takes more than a backward of small batches."""
+    return torch.optim.Adam(parameters, lr=1e-2, foreach=True)
+
+
+def fresh(sample: Rows, count: int) -> Iterator[Rows]:
+    """The batches of a step, each made when it is asked for."""
+    size = len(sample[0]) // count
+    for start in range(0, size * count, size):
+        yield sample[0][start : start + size].clone(), sample[1][start : start + size].clone()
+
+
+@pytest.mark.parametrize(
+    ("samples", "fixed", "share", "how"),
+    [
+        pytest.param(512, {}, 1.0, {}, id="nothing dropped"),
+        pytest.param(512, {}, 0.7, {}, id="recomputation"),
+        pytest.param(512, {"micro_batches": 8}, 0.95, {}, id="each divided"),
+        pytest.param(16, {}, 1.0, {"optimizer": many_tensors, "clip_norm": 1.0}, id="peak in the update"),
+    ],
+)
+def test_batches_made_one_after_the_other_take_what_is_predicted(
+    samples: int, fixed: dict[str, Any], share: float, how: dict[str, Any]
+) -> None:
+    model, sample = small.chain(4), small.rows(samples)
+    given: dict[str, Any] = {"optimizer": small.adamw, **how}
+    plain = memfit.plan(model, sample, small.squared_error, "1GiB", fixed=fixed, loader_batches=4, **given)
+    made = plain if share == 1.0 else memfit.replan(plain, round(share * plain.prediction.peak_bytes))
+    assert made.script.plain == (share == 1.0)
+    assert made.choices.micro_batches == fixed.get("micro_batches", 4)
+    engine = memfit.apply(made, model)
+    engine.accumulate(fresh(sample, 4))  # the first step makes the optimizer's state
+    record = engine.accumulate(fresh(sample, 4), meter=True)
     assert record.divergences == ()
-    assert record.recomputations > 0
-    assert record.peak_bytes is not None
-    batch_bytes = sum(t.nbytes for t in sample)
-    # The prediction counts the whole batch; here no part of it is made inside the step.
-    assert record.peak_bytes == pytest.approx(half.prediction.peak_bytes - batch_bytes, rel=0.005)
+    assert record.peak_bytes == made.prediction.peak_bytes
+    assert (record.recomputations > 0) == (share < 1.0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_batches_in_a_list_take_what_is_predicted_for_all_of_them(share: float) -> None:
+    model, sample = small.chain(4), small.rows(512)
+    plain = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4})
+    made = memfit.replan(plain, round(share * plain.prediction.peak_bytes))
+    engine, window = memfit.apply(made, model), list(fresh(sample, 4))
+    engine.accumulate(window)
+    assert engine.accumulate(window, meter=True).peak_bytes == made.prediction.peak_bytes
+
+
+def test_a_list_under_a_plan_for_one_batch_at_a_time_is_refused() -> None:
+    model, sample = small.chain(2), small.rows(64)
+    made = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, loader_batches=4)
+    engine = memfit.apply(made, model)
+    before = small.state_of(model)
+    with pytest.raises(
+        BatchError, match=r"a list of 4 batches holds 16.0 KiB on the device at once, and the plan counts 4.00 KiB"
+    ):
+        engine.accumulate(list(fresh(sample, 4)))
+    assert small.same(small.state_of(model), before)
+    assert engine.accumulate([next(fresh(sample, 4))]).micro_batches == 1
+
+
+def test_a_loader_of_single_samples_is_fitted_and_counts_by_tokens() -> None:
+    """One sample does not show what a loss averages over; all of a step do."""
+    model = Tagger()
+    whole = gradient_of(model, [texts()])
+    before = [p.detach().clone() for p in model.parameters()]
+    engine = memfit.fit(model, texts(), None, "1GiB", sgd, loader_batches=4)
+    assert engine.plan.choices.weights == "tokens:labels"
+    assert engine.rehearsal is not None
+    assert engine.rehearsal.measured_peak_bytes == engine.plan.prediction.peak_bytes
+    engine.accumulate(cut(texts(), (1, 1, 1, 1)))
+    assert difference(step_of(model, before), whole) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        ({"loader_batches": 3}, "the sample has 8 samples, which are to be as many batches of one size"),
+        ({"loader_batches": 0}, "loader_batches=0: the sample has 8 samples"),
+        ({"loader_batches": 4, "fixed": {"micro_batches": 6}}, "there is any multiple of 4 up to 8"),
+        ({"loader_batches": 4, "fixed": {"update": "in_backward"}}, "does not know which batch is the last"),
+    ],
+)
+def test_a_step_that_cannot_be_so_many_batches_is_refused(named: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        memfit.plan(small.chain(1), small.rows(8), small.squared_error, "1GiB", small.adamw, **named)
+
+
+def test_ways_out_of_a_step_of_several_batches_lead_to_plans() -> None:
+    def planned_in(budget: int | str, **named: Any) -> memfit.Plan:
+        model, sample = small.chain(4), small.rows(512)
+        return memfit.plan(model, sample, small.squared_error, budget, small.adamw, loader_batches=4, **named)
+
+    fixed = {"micro_batches": 4}
+    least = memfit.smallest_budget(planned_in("1GiB", fixed=fixed))
+    with pytest.raises(InfeasibleError) as refused:
+        planned_in(least - 2000, fixed=fixed)
+    told = [remedy for remedy in refused.value.remedies if remedy.arguments is not None]
+    assert {"budget", "micro_batches"} <= {remedy.kind for remedy in told}
+    for remedy in told:
+        made = planned_in(**{"budget": least - 2000, "fixed": fixed, **(remedy.arguments or {})})
+        engine = memfit.apply(made, small.chain(4))
+        assert engine.accumulate(fresh(small.rows(512), 4)).micro_batches == made.choices.micro_batches
 
 
 def test_the_norm_is_clipped_once_on_the_whole_gradient() -> None:

@@ -302,7 +302,8 @@ def test_a_batch_longer_than_planned_is_refused_and_training_goes_on(at: int) ->
     for number in range(STEPS):
         if number == at:
             with pytest.raises(
-                memfit.BatchError, match=r"plan again with a sample of the largest shape, or cut the batch"
+                memfit.BatchError,
+                match=r"plan again with a sample of the largest shape that will come, or cut the batch",
             ):
                 made.step(batch(99, size=65))
             assert alike(state_of(made), states[number - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit import rehearsal
 from memfit.errors import BatchError, InfeasibleError, InputError, SplitError
 from memfit.planning import planning_of
+from memfit.units import format_bytes
 
 lightning = pytest.importorskip("lightning")
 
@@ -456,6 +459,51 @@ def test_too_small_a_budget_for_whole_batches_divides_them() -> None:
 
     assert divided.plan.choices.micro_batches > 1
     assert max(record.peak_bytes for record in divided.engine.records) <= budget
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_where_nothing_fits_only_what_lightning_users_can_say_is_named_and_it_trains(accumulated: int) -> None:
+    settings = {"accumulate_grad_batches": accumulated}
+    whole = {"micro_batches": accumulated}
+
+    def attempted(budget: int | str, **named: Any) -> Any:
+        fitted = memfit.lightning.FitToMemory(budget, **named)
+        trained(Module(), fitted, **settings)
+        return fitted
+
+    with pytest.raises(InfeasibleError) as hopeless:
+        attempted(1000)
+    assert [remedy.kind for remedy in hopeless.value.remedies] == ["budget"]
+    assert not any(word in str(hopeless.value) for word in ("allow", "bf16", "8bit", "4bit", "precision"))
+    smaller = attempted(hopeless.value.remedies[0].arguments["budget"])
+    assert smaller.plan.prediction.peak_bytes <= hopeless.value.minimum_bytes
+
+    with pytest.raises(InfeasibleError) as refused:  # in whole batches
+        attempted(budget := hopeless.value.minimum_bytes + 20_000, fixed=whole)
+    remedies = refused.value.remedies
+    assert {"budget", "micro_batches"} <= {remedy.kind for remedy in remedies}
+    for remedy in remedies:
+        fitted = attempted(**{"budget": budget, "fixed": whole, **(remedy.arguments or {})})
+        assert len(fitted.engine.records) == 4 // accumulated
+        assert remedy.text in str(refused.value)
+
+
+def test_a_failed_repair_names_the_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = rehearsal.rehearse
+
+    def more(*given: Any, **named: Any) -> Any:
+        found = known(*given, **named)
+        return dataclasses.replace(found, measured_peak_bytes=found.measured_peak_bytes + 50_000)
+
+    fitted = memfit.lightning.FitToMemory(1 << 40, fixed={"micro_batches": 1})
+    trained(Module(), fitted)
+    budget = memfit.smallest_budget(fitted.plan) + 1000
+    monkeypatch.setattr(rehearsal, "rehearse", more)
+    with pytest.raises(InfeasibleError, match=f"above the budget of {format_bytes(budget)}") as refused:
+        trained(Module(), memfit.lightning.FitToMemory(budget, fixed={"micro_batches": 1}))
+    assert refused.value.budget_bytes == budget
+    (larger,) = refused.value.remedies
+    trained(Module(), memfit.lightning.FitToMemory(**{"fixed": {"micro_batches": 1}, **(larger.arguments or {})}))
 
 
 def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

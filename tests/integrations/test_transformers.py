@@ -516,6 +516,36 @@ def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
     assert made.args.per_device_train_batch_size == 8  # nothing was set
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_where_nothing_fits_only_arguments_of_this_fit_are_named_and_each_trains(
+    trainer: Make, accumulated: int
+) -> None:
+    def attempted(budget: int | str, **named: Any) -> Any:
+        made = trainer(classifier(), gradient_accumulation_steps=accumulated, max_steps=2)
+        fitted = memfit.transformers.fit(made, budget, **named)
+        made.train()
+        return fitted
+
+    with pytest.raises(InfeasibleError) as hopeless:
+        attempted(1000)
+    assert [remedy.kind for remedy in hopeless.value.remedies] == ["budget"]
+
+    fixed = {"micro_batches": accumulated, "state_format": "32bit"}
+    least = hopeless.value.minimum_bytes
+    assert least is not None
+    budget = least + 20_000
+    with pytest.raises(InfeasibleError) as refused:  # in whole batches
+        attempted(budget, fixed=fixed)
+    remedies = refused.value.remedies
+    assert {"budget", "micro_batches", ""} == {remedy.kind for remedy in remedies}
+    for remedy in remedies:
+        assert remedy.text in str(refused.value)
+        assert remedy.arguments is not None
+        assert set(remedy.arguments.get("fixed", fixed)) == set(fixed)
+        fitted = attempted(**{"budget": budget, "fixed": fixed, **remedy.arguments})
+        assert len(fitted.engine.records) == 2
+
+
 def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [

@@ -35,8 +35,8 @@ _WRITES_IN_CROSS_ENTROPY: Final = {
     _aten.mul.Tensor: _aten.mul_.Tensor,
 }
 _FORMULA_BY_VALUES: Final = ("ProdBackward", "CumprodBackward")
-# Whose formulas scatter out of place, watched or not.
-_NEVER_IN_PLACE: Final = ("ScatterReduceBackward", "IndexReduceBackward")
+# Whose formulas scatter or fill out of place, watched or not.
+_NEVER_IN_PLACE: Final = ("ScatterReduceBackward", "IndexReduceBackward", "CumprodBackward")
 
 
 class UnwatchedBackward:

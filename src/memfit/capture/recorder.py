@@ -31,6 +31,7 @@ from memfit.capture.in_place import UnwatchedBackward
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
+from memfit.capture.products import ProductsBackward
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -98,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self._last_write: dict[int, int] = {}
         self._first_read: dict[int, int] = {}  # of storages that no recorded operation made
         self._unwatched = UnwatchedBackward(self.lifetimes)
+        self._products = ProductsBackward(self.lifetimes)
         self._numbers = NumbersKept(self.lifetimes)
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
@@ -232,6 +234,7 @@ class Recorder(TorchDispatchMode):
         self._numbers.ran(func, args, result, self.module, event)
         if self.phase is Phase.BACKWARD:
             self._numbers.ran_in(torch._C._current_autograd_node(), event)
+            self._products.ran(event, self.module)
         if dispatch.is_sized_by_values(func, args):
             key = f"{key} -> {[self.lifetimes.storages[s].bytes for s in made]}"
         if key not in self.calls:
@@ -268,8 +271,8 @@ class Recorder(TorchDispatchMode):
     def _enter_node(self) -> None:
         if self._unwatched.enter_node():
             self.notes[
-                f"backward of a product in {self._backward_module or 'the model'}: autograd takes one formula where the input has a zero, another where it "
-                "has none, and a third during capture, so the memory of this backward is not known exactly; a rehearsal measures it"
+                f"backward of a product in {self._backward_module or 'the model'}: autograd takes one formula where the input has a zero and another one, "
+                "which takes less, where it has none; the bytes of the larger are counted"
             ] = None
 
     # -- autograd's saved tensors --------------------------------------------------------------------------------------------
@@ -342,6 +345,7 @@ class Recorder(TorchDispatchMode):
         self._enter_node()
         self._unwatched.unpacked(placeholder.save)
         self._backward_module = save.module
+        self._products.ran(event, save.module, _shape_of(placeholder))
         if placeholder.tensor is not None:
             save.unpacks.append([event, event])
             return placeholder.tensor
@@ -400,6 +404,10 @@ class Recorder(TorchDispatchMode):
 def _returns_written_argument(func: OpOverload) -> bool:
     returns = func._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and bool(returns[0].alias_info.is_write)
+
+
+def _shape_of(placeholder: _Placeholder) -> torch.Size:
+    return torch.Size(placeholder.shape) if placeholder.tensor is None else placeholder.tensor.shape
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -224,6 +224,10 @@ class TraceSource:
                 replace(rest, weight_bytes=0, gradient_bytes=0),
             )
 
+    def compared(self) -> Batch:
+        """Samples whose losses show how those of micro-batches add up."""
+        return self.sample
+
     def weighting(self, freeze: Sequence[str]) -> Weighting:
         """How the losses of micro-batches add up to the batch's, with these patterns frozen."""
         patterns = tuple(freeze)
@@ -234,7 +238,7 @@ class TraceSource:
                 )
             tell(self.progress, "checking whether the batch splits", 0.5)
             with outside_torch_kept(), frozen(self.model, patterns):
-                self._splitting[patterns] = find_splitting(self.model, self.sample, self.loss_fn)
+                self._splitting[patterns] = find_splitting(self.model, self.compared(), self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
 

@@ -25,16 +25,14 @@ from memfit.engine.history import History
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.streamed import StreamedStep
 from memfit.engine.transaction import Transaction, Transactions
-from memfit.errors import (
-    EngineError,
-    InputError,
-)
+from memfit.errors import BatchError, EngineError, InputError
 from memfit.meter import MeterReading
 from memfit.step.device import device_of
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
@@ -181,28 +179,34 @@ class Engine:
         return record
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
-        """One optimizer step over the micro-batches of a loader, one of which is on the device at a time.
+        """One optimizer step over the micro-batches of a loader.
 
-        For a window of n batches of a loader, plan with a sample that holds all their samples and `fixed={"micro_batches": n}`; then hand over
-        any n of them, or fewer (the last window of an epoch). Each counts for what the loss averages over, as the plan has found: samples, or
-        tokens that are not masked. How much that is in all is known only at the end, so gradients are added up in units of the first
-        micro-batch and divided once: the same step as over all samples at once up to the order of additions.
+        For a window of n batches of a loader, plan with a sample that holds all their samples: with `loader_batches=n`, then hand over an iterator that makes
+        one at a time; or with `fixed={"micro_batches": n}`, then a list of n, which are all in memory. Fewer may come (the last window of an epoch). Each
+        counts for what the loss averages over, as the plan has found: samples, or tokens that are not masked. How much that is in all is known only at the end,
+        so gradients are added up in units of the first micro-batch and divided once: the same step as over all samples at once up to the order of additions.
 
         Args:
-            micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's.
+            micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's, one at a time.
             meter: as for `step`; of a list, all micro-batches that are on the device count.
 
         Raises:
-            BatchError: there are none, nothing in them counts for the loss, or one is larger than planned; nothing was changed.
-            InputError: the plan runs the batch as a whole, so it has neither weights nor memory for accumulated gradients; or it updates parameters inside
-                backward.
+            BatchError: there are none, nothing in them counts for the loss, one is larger than planned, or a list holds more bytes on the device than the plan
+                counts for batches; nothing was changed.
+            InputError: the plan runs the batch as a whole, so it has neither weights nor memory for accumulated gradients; it updates parameters inside
+                backward; or it streams layers.
             NonFiniteLossError, EngineError: as for `step`.
         """
         self._transactions.check()
         if self.plan.choices.micro_batches == 1:
             raise InputError(
                 "this plan runs the batch as a whole: it has no memory planned for gradients between micro-batches, and their weights are not known: "
-                'plan with a sample that holds all samples of the step and fixed={"micro_batches": n}, or call engine.step'
+                "plan with a sample that holds all samples of the step and loader_batches=n, or call engine.step"
+            )
+        if self.stream is not None:
+            raise InputError(
+                "this plan streams layers, through each of which all micro-batches pass before the next one is loaded: plan with "
+                'fixed={"streamed": ""}, or call engine.step with the batch of the whole step'
             )
         if self._program(self.plan).updates_in_backward:
             raise InputError(
@@ -211,7 +215,19 @@ class Engine:
             )
         listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
         there = [tensor for each in listed for tensor in batches.leaves(each)]
+        self._check_held(len(listed), there)
         return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
+
+    def _check_held(self, count: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that batches which are all on the device at once hold no more bytes than the plan counts for them."""
+        held = sum(t.nbytes for t in {id(t): t for t in tensors}.values() if t.device == self.device)
+        planned = batches.signature_bytes(self.plan.signature)
+        if held > planned:
+            raise BatchError(
+                f"a list of {count} batches holds {format_bytes(held)} on the device at once, and the plan counts {format_bytes(planned)} for batches "
+                f"[{self.plan.signature}]: hand over an iterator that makes one at a time, or plan with a sample that holds all their samples and "
+                'fixed={"micro_batches": n} in place of loader_batches=n; nothing was changed'
+            )
 
     def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
         """Run a step, step the schedule, and warn of divergences."""

@@ -15,7 +15,7 @@ from typing import Final
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.compiled import CompiledScript
-from memfit.errors import BatchError, CaptureError, InfeasibleError
+from memfit.errors import CaptureError, InfeasibleError
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
@@ -65,10 +65,7 @@ class PlanTable:
             return self._plans[signature]
         fitting = [plan for each, plan in self._plans.items() if batches.fits_within(signature, each)]
         if not fitting:
-            raise BatchError(
-                f"the batch is [{signature}], the plan is for batches up to [{first.signature}]: "
-                "plan again with a sample of the largest shape, or cut the batch down to it; nothing was changed"
-            )
+            raise batches.larger_than_planned(signature, first.signature)
         return min(fitting, key=lambda plan: plan.prediction.peak_bytes)
 
     # -- shapes that diverge -------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
-from memfit.errors import BatchError, InputError
-from memfit.integrations.window import FIXED, Window, plan_window
+from memfit.errors import InputError
+from memfit.integrations.window import FIXED
 from memfit.lower_tiers import requested
 from memfit.meter import metered
 from memfit.optimizers.alike import alike
@@ -30,6 +30,7 @@ from memfit.progress import Progress
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
 from memfit.values.request import Budget
+from memfit.window import Window, plan_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class TrainerStep:
         loss_fn: the trainer's own forward and loss.
         optimizer: the trainer's own.
         accumulated: batches in a step.
-        divisors: numbers of micro-batches that each batch may be divided into, rising.
+        divisors: numbers of micro-batches that each batch may be divided into, rising, whatever the user has said.
         clip_norm: global gradient norm that is clipped to; infinite where the norm is only computed, None where it is not.
         one_by_one: the batches of a step come one after the other; else all are there when it begins.
         why_whole: why this trainer cannot have a batch divided, perhaps known once a loss has been taken; "" where it can.
@@ -76,6 +77,7 @@ class Adapter:
         ENTRY: what users call to give a sample.
         CHOICES: what `fixed` may say; the rest is set in the trainer.
         SETTLED: choices that the trainer makes for every plan, besides those in `window.FIXED`.
+        ALLOWS: whether users can say `allow=`.
         engine: with the plan, the rehearsal, and a record of every step; None before there is a plan.
     """
 
@@ -83,6 +85,7 @@ class Adapter:
     ENTRY: ClassVar[str]
     CHOICES: ClassVar[tuple[str, ...]]
     SETTLED: ClassVar[Mapping[str, Any]] = {}
+    ALLOWS: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -159,8 +162,12 @@ class Adapter:
             )
         return int(asked // accumulated)
 
-    def _fit(self, step: TrainerStep) -> Engine:
+    def _fit(self, step: TrainerStep, asked: int | None = None) -> Engine:
         """Plan for this step and rehearse it; the trainer's own optimizer goes into the engine.
+
+        Args:
+            step: that is planned for.
+            asked: micro-batches of each batch, where the user has said it.
 
         Raises:
             InfeasibleError, SplitError, BudgetError, CaptureError, InputError: as for `memfit.fit`.
@@ -171,19 +178,22 @@ class Adapter:
             step.loss_fn,
             alike(step.optimizer, step.model),
             accumulated=step.accumulated,
-            divisors=step.divisors,
+            divisors=step.divisors if asked is None else [asked],
+            others=() if asked is None else step.divisors,
             one_by_one=step.one_by_one,
             why_whole=step.why_whole,
+            allows=self.ALLOWS,
         )
+        settled = {**FIXED, **self.SETTLED}
         request = requested(
             step.model,
             budget=self.budget,
             host_budget=self.host_budget,
             disk_budget=self.disk_budget,
             allow=self.allow,
-            fixed={**FIXED, **self.SETTLED, **self.fixed},
+            fixed=self.fixed,
             clip_norm=step.clip_norm,
-        )
+        ).settling(**{name: value for name, value in settled.items() if name not in self.fixed})
         made = plan_window(window, request, self.progress)
         engine = api.apply(made, step.model, step.loss_fn, step.optimizer)
         loader_batches = step.accumulated if step.one_by_one else 1
@@ -220,11 +230,8 @@ class Adapter:
         """
         have, planned = batches.signature(batch), self.plan.signature
         if not batches.fits_within(have, planned) or (most is not None and batches.size(batch) > most):
-            of = "" if most is None else f" in micro-batches of {most} samples"
-            raise BatchError(
-                f"a batch is [{have}], the plan is for batches up to [{planned}]{of}: give {self.ENTRY} a sample of the largest shape that will come, or cut "
-                "the data down to it"
-            )
+            again = f"give {self.ENTRY} a sample of the largest shape that will come"
+            raise batches.larger_than_planned(have, planned, most, again)
 
     @contextmanager
     def _following(self) -> Iterator[None]:

@@ -1,29 +1,13 @@
-"""The samples of one optimizer step in another trainer's loop: the largest that will come, and the plan that divides them into micro-batches.
-
-Such a loop runs a step as a window of several batches from its loader. The samples in a step stay the same, and so do the user's batches: a batch may be
-divided into equal micro-batches, and two are never joined.
-"""
+"""The samples of one optimizer step in another trainer's loop: the largest that will come, how a batch may be divided, what each part counts for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Final
 
-from memfit import batches
 from memfit.batches import Batch
-from memfit.capture.trace_source import TraceSource
-from memfit.errors import InfeasibleError, InputError, SplitError
-from memfit.offers import planning_for
-from memfit.planner.found import WORTH_MORE
-from memfit.planning import Planning
-from memfit.progress import Progress, tell
-from memfit.remedies.search import with_ways_out
-from memfit.values.bundle import Weighting
-from memfit.values.plan import Plan
-from memfit.values.request import Request
+from memfit.errors import InputError
 
 # Of the trainer, told to it and not to the plan.
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
@@ -71,104 +55,6 @@ def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield str(name), tuple(shape)
         elif isinstance(value, Sized):
             yield str(name), (len(value),)
-
-
-@dataclass(frozen=True)
-class Window:
-    """One step of another trainer's loop.
-
-    Attributes:
-        model, sample, loss_fn: as for `memfit.plan`.
-        make_optimizer: `optimizer` of `memfit.plan`.
-        accumulated: batches in the window.
-        divisors: numbers of parts that a batch may be divided into, rising.
-        one_by_one: the batches come one after the other, and the sample is one of them; else all are there, and the sample holds all.
-        why_whole: why the trainer cannot have a batch divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
-    """
-
-    model: Any
-    sample: Batch
-    loss_fn: batches.LossFunction
-    make_optimizer: Callable[..., Any]
-    accumulated: int
-    divisors: Sequence[int]
-    one_by_one: bool = False
-    why_whole: Callable[[], str] = str
-
-
-@dataclass(eq=False)
-class _WindowSource(TraceSource):
-    """Traces of a window of batches.
-
-    Attributes:
-        summed: its micro-batches are batches as the user has them, which the trainer adds up by itself: that needs no proof that it splits.
-        why_whole: as for `Window`.
-    """
-
-    summed: bool = False
-    why_whole: Callable[[], str] = str
-
-    def weighting(self, freeze: Sequence[str]) -> Weighting:
-        if self.summed:
-            return Weighting("sum")
-        found = Weighting(None) if self.why_whole() else super().weighting(freeze)
-        why = self.why_whole()
-        return Weighting(None, why) if why else found
-
-
-def plan_window(window: Window, request: Request, progress: Progress | None = None) -> Plan:
-    """The fastest plan, each batch of the window in one part or in as many as one of the divisors.
-
-    Args:
-        window: the step.
-        request: what the user and the trainer ask, but for the number of micro-batches.
-        progress: as for `memfit.plan`.
-
-    Raises:
-        InfeasibleError, SplitError, CaptureError, InputError: as for `memfit.plan`.
-    """
-    best: Plan | None = None
-    refused: InfeasibleError | None = None
-    least_of: Planning | None = None  # what refused
-    accumulated, divisors = window.accumulated, window.divisors
-    source = partial(
-        _WindowSource,
-        *(window.model, window.sample, window.loss_fn, window.make_optimizer, request.clip_norm, None, progress),
-        loader_batches=accumulated if window.one_by_one else 1,
-        why_whole=window.why_whole,
-    )
-    parted = source()
-    whole = source(summed=True) if accumulated > 1 else parted
-    # Without memfit the trainer runs each of its batches whole, whatever a plan does.
-    undivided = planning_for(whole, request.fixing(micro_batches=accumulated))
-    for divisor in divisors:
-        try:
-            asked = request.fixing(micro_batches=accumulated * divisor)
-            planning = undivided if divisor == 1 else planning_for(parted, asked)
-            planning.plain = None if divisor == 1 else undivided
-            tell(progress, "planning", 0.9)
-            made = planning.plan()
-        except InfeasibleError as error:
-            least = error.minimum_bytes or math.inf
-            if refused is not None and least >= (refused.minimum_bytes or math.inf):
-                break  # smaller parts hold no less
-            refused, least_of = error, planning
-            continue
-        except SplitError:
-            if divisor == divisors[0]:
-                raise
-            break
-        if best is not None and made.prediction.step_seconds * WORTH_MORE >= best.prediction.step_seconds:
-            break
-        best = made
-        if made.script.plain:
-            break
-    if best is not None:
-        return best
-    assert refused is not None
-    assert least_of is not None
-    summed = least_of is undivided
-    raise with_ways_out(refused, least_of, whole if summed else parted, least_of.request, own_model=False) from None
 
 
 def divisors_of(number: int) -> list[int]:

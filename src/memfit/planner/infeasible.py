@@ -83,10 +83,10 @@ def _remedies(solvers: Solvers, budget_bytes: int, size: int, found: Found) -> t
     bundle = solvers.bundle
     plain = solvers.baseline.trace.plain_step_seconds
     remedies = [_larger_budget(solvers, budget_bytes, size, found)]
-    if bundle.request.micro_batches is not None and bundle.samples > 1:
+    if bundle.request.numbers_are_open and bundle.samples > 1:
         smaller, free = smallest(solvers.of_request(bundle.request.leaving_open("micro_batches")))
         if smaller <= budget_bytes:
-            fixed = {**bundle.request.fixed, "micro_batches": free.number}
+            fixed = {**bundle.request.told_fixed, "micro_batches": free.number}
             text = f"fixed={json.dumps(fixed)}"
             remedies.append(Remedy(text, size - smaller, free.seconds - plain, "micro_batches", {"fixed": fixed}))
     return tuple(remedies)

@@ -11,10 +11,11 @@ two queues of each tells (`copying`).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +27,13 @@ from memfit.planner.recipes import Recipes
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
+
+NUMBER_BYTES: Final = 8  # of a tensor that torch makes of a Python number
+_TAKE_A_NUMBER_AS_TENSOR: Final = frozenset(
+    [f"aten.{name}{written}.Tensor" for name in ("add", "sub", "mul", "div") for written in ("", "_")]
+    + ["aten.div.Tensor_mode", "aten.div_.Tensor_mode", "aten.floor_divide.default", "aten.floor_divide_.default"]
+)
+_WITH_A_NUMBER: Final = re.compile(r"\S+ [^@]*@\d+ (f|-?\d+)( |$)")  # the key of a call whose second argument is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,7 @@ class Timeline:
         for event, op in enumerate(trace.events):
             if op >= 0:
                 self._workspace[event] = trace.operations[op].workspace_bytes
+        self._numbers = np.array([*map(self._number_bytes, range(self.events)), 0], dtype=np.int64)
         self._plain = np.zeros(self.events + 2, dtype=np.int64)
         for s, storage in enumerate(trace.storages):
             add_span(self._plain, max(storage.birth, 0), self.plain_end[s], storage.bytes)
@@ -141,6 +150,19 @@ class Timeline:
         self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self.following = Following(self.recipes)
+
+    def _number_bytes(self, event: int) -> int:
+        """Of the Python number of an operation of forward, where the engine follows it: `x + 0.5`.
+
+        torch makes a tensor of the number above every dispatch mode, and the mode below is handed the number again, of which its kernel makes another
+        (counted in its workspace). Kernels of a GPU take such numbers from host memory.
+        """
+        code = self.trace.events[event]
+        if code < 0 or event >= self.trace.forward_events:
+            return 0
+        operation = self.trace.operations[code]
+        takes = operation.workspace_bytes >= NUMBER_BYTES and operation.name in _TAKE_A_NUMBER_AS_TENSOR
+        return NUMBER_BYTES if takes and _WITH_A_NUMBER.match(operation.key) else 0
 
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""
@@ -267,7 +289,7 @@ class Timeline:
             np.subtract.at(changes, last[again][owner] + 1, self.trace.rng_state_bytes)
         totals = np.cumsum(changes)[:count]
         own = np.cumsum(plain)[: self.events + 1]
-        totals[slot_of_event] += own + self._workspace
+        totals[slot_of_event] += own + self._workspace + (self._numbers if order else 0)
         totals[slots] += own[events] + self._recipe_peak[recipes]
         return _Expanded(
             events,

@@ -140,8 +140,8 @@ def arguments(before: Request, after: Request) -> dict[str, Any]:
         budget: TierBudget | None = getattr(after, name)
         if budget != getattr(before, name) and budget is not None:
             made[name] = budget.given
-    if dict(before.fixed) != dict(after.fixed):
-        made["fixed"] = dict(after.fixed)
+    if before.told_fixed != after.told_fixed:
+        made["fixed"] = after.told_fixed
     return made
 
 
@@ -267,6 +267,7 @@ class _Adapted(TraceSource):
             original.clip_norm,
             original.device,
             original.progress,
+            original.loader_batches,
         )
         self._original = original
 

@@ -33,6 +33,7 @@ from memfit.remedies.changes import (
     written,
 )
 from memfit.techniques.choices import Choices
+from memfit.techniques.registry import ALLOWED
 from memfit.values.request import Request
 from memfit.values.trace import Category
 
@@ -61,7 +62,13 @@ class _Tried:
 
 
 def with_ways_out(
-    error: InfeasibleError, planning: Planning, source: TraceSource, request: Request, *, own_model: bool = True
+    error: InfeasibleError,
+    planning: Planning,
+    source: TraceSource,
+    request: Request,
+    *,
+    own_model: bool = True,
+    allows: bool = True,
 ) -> InfeasibleError:
     """The error with ways out that were tried, the one that changes results least first.
 
@@ -71,12 +78,15 @@ def with_ways_out(
         source: of its traces.
         request: what the user asked.
         own_model: whether model, optimizer and batch are the user's to change; otherwise a trainer's, and `request` alone may be changed.
+        allows: whether the user can be told a word of `allow=`; not where the call that they made has no such argument.
     """
     if error.minimum_bytes is None:
         return error
     larger = tuple(remedy for remedy in error.remedies if remedy.kind == "budget")
     divided = tuple(remedy for remedy in error.remedies if remedy.kind != "budget")
-    search = _Search(planning, source, request, error.budget_bytes, own_model=own_model, found=len(divided))
+    search = _Search(
+        planning, source, request, error.budget_bytes, own_model=own_model, allows=allows, found=len(divided)
+    )
     try:
         ways = search.run()
     except MemfitError:
@@ -93,6 +103,7 @@ class _Search:
     request: Request
     budget_bytes: int
     own_model: bool = True
+    allows: bool = True
     found: int = 0  # ways out that the planner knows
     nothing_else: str = field(default="", init=False)
     _left_out: bool = field(default=False, init=False)  # something was not tried
@@ -117,6 +128,8 @@ class _Search:
             possible = sorted([*possible, *self._dividing()], key=lambda change: change.effect)
         else:
             possible = [change for change in possible if change.source is None and change.name != "freeze"]
+        if not self.allows:
+            possible = [change for change in possible if change.name not in ALLOWED]
         ways: list[_Tried] = []
         for change in possible:
             tell(self.source.progress, f"looking for ways out: {change.name}", 0.95)
@@ -140,7 +153,7 @@ class _Search:
 
     def _dividing(self) -> list[Change]:
         """Another number of micro-batches where the user fixed it: the one with the smallest plan."""
-        if self.request.micro_batches is None or self.source.samples < 2:
+        if not self.request.numbers_are_open or self.source.samples < 2:
             return []
         _, free = self.planning.smallest_in_any_number()
         if free.number == self.request.micro_batches:

@@ -46,6 +46,7 @@ class Request:
         clip_norm: global gradient norm to clip to; None for no clipping.
         device: name of a device that this computer does not have; None for the one that the model is on.
         folder: for what is offloaded to disk; None for the default (MEMFIT_OFFLOAD_DIR).
+        settled: names in `fixed` that are not the user's: another library's trainer has settled them, so no way out may name them.
     """
 
     budget: TierBudget | None = None
@@ -57,6 +58,7 @@ class Request:
     clip_norm: float | None = None
     device: str | None = None
     folder: str | None = None
+    settled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -122,9 +124,23 @@ class Request:
         """The number that the user fixed; None where it is searched."""
         return self.fixed.get("micro_batches")
 
+    @property
+    def numbers_are_open(self) -> bool:
+        """Whether the user fixed a number of micro-batches and may as well fix another."""
+        return self.micro_batches is not None and "micro_batches" not in self.settled
+
+    @property
+    def told_fixed(self) -> dict[str, Any]:
+        """What of `fixed` is the user's, as a way out repeats it."""
+        return {name: value for name, value in self.fixed.items() if name not in self.settled}
+
     def fixing(self, **choices: Any) -> Request:
         """The same, with more choices fixed, or others."""
         return replace(self, fixed={**self.fixed, **choices})
+
+    def settling(self, **choices: Any) -> Request:
+        """The same, with choices fixed that are not the user's."""
+        return replace(self.fixing(**choices), settled=tuple(dict.fromkeys((*self.settled, *choices))))
 
     def leaving_open(self, name: str) -> Request:
         """The same, with one choice no longer fixed."""
@@ -132,7 +148,8 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "allow": list(self.allow), "freeze": list(self.freeze), "fixed": dict(self.fixed)}
+        lists = {name: list(getattr(self, name)) for name in ("allow", "freeze", "settled")}
+        return {**asdict(self), **lists, "fixed": dict(self.fixed)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
@@ -145,5 +162,5 @@ class Request:
             name: None if data[name] is None else TierBudget(**data[name])
             for name in ("budget", "host_budget", "disk_budget")
         }
-        lists = {name: tuple(map(str, data[name])) for name in ("allow", "freeze")}
+        lists = {name: tuple(map(str, data.get(name, ()))) for name in ("allow", "freeze", "settled")}
         return cls(**{**data, **budgets, **lists, "fixed": dict(data["fixed"])})

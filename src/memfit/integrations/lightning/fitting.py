@@ -56,6 +56,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
     ENTRY = "FitToMemory"
     CHOICES = ("loss_chunks", "micro_batches")
     SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
+    ALLOWS = False
 
     def __init__(
         self,
@@ -133,29 +134,26 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             return _loss_in(output)
 
         norm = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm").endswith("norm") else None
+        size = batches.size(batch)
         step = TrainerStep(
             module,
             batch,
             loss_fn,
             trainer.optimizers[0],
             accumulated,
-            self._divisors(batches.size(batch), accumulated),
+            doubled_up_to(size),
             norm or None,
             one_by_one=True,
             why_whole=lambda: whole,
         )
+        asked = self._divisor_asked(accumulated, size, range(1, size + 1))  # any, as a batch is divided here
         try:
-            self._fit(step)
+            self._fit(step, asked)
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
-
-    def _divisors(self, size: int, accumulated: int) -> list[int]:
-        """Numbers of micro-batches that a batch of so many samples may be divided into: any, as it is divided here."""
-        asked = self._divisor_asked(accumulated, size, range(1, size + 1))
-        return doubled_up_to(size) if asked is None else [asked]
 
     # -- in training ---------------------------------------------------------------------------------------------------------
 

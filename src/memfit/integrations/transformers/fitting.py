@@ -91,18 +91,14 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         self._own_batches: Callable[..., Any] = trainer.get_batch_samples
         self._trainer = trainer
         sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
-        engine = self._fit(
-            TrainerStep(
-                model,
-                sample,
-                self._loss,
-                trainer.create_optimizer(),
-                accumulated,
-                self._divisors(given, accumulated, drops=args.dataloader_drop_last),
-                # The norm is computed even where nothing is clipped: it is logged.
-                args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf,
-            )
-        )
+        possible = divisors_of(given)  # equal parts, as Trainer's loader makes them
+        asked = self._divisor_asked(accumulated, given, possible)
+        # With a last batch left out, smaller ones would leave out less.
+        weighed = [1] if args.dataloader_drop_last and asked is None else possible
+        # The norm is computed even where nothing is clipped: it is logged.
+        norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
+        optimizer = trainer.create_optimizer()
+        engine = self._fit(TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm), asked)
         trainer.optimizer = engine.optimizer
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
@@ -128,15 +124,6 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         for name in self.allow:
             if name in OF_TRAINER:
                 raise InputError(f"allow={list(self.allow)!r}: {name!r} is not for a Trainer: {OF_TRAINER[name]}")
-
-    def _divisors(self, given: int, accumulated: int, *, drops: bool) -> list[int]:
-        """Numbers of micro-batches that a batch of the user's may be divided into: equal ones, as Trainer's loader makes them."""
-        possible = divisors_of(given)
-        asked = self._divisor_asked(accumulated, given, possible)
-        if asked is not None:
-            return [asked]
-        # With a last batch left out, smaller ones would leave out less.
-        return [1] if drops else possible
 
     def _sample(self, trainer: Trainer, window: Batch) -> Batch:
         """The window as the engine is given it: with Trainer's count of what losses are divided by."""

@@ -114,7 +114,7 @@ class Script:
         inputs: storages that the first operation which reads them for a recomputation brings along: made before a call, and held for it.
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
-        kept_stretches: the longest stretches between begins and ends of modules' calls in which nothing is dropped, held or written that the engine knows by number.
+        kept_stretches: the longest stretches, between begins and ends of modules' calls, in which nothing is dropped, held or written that it knows by number.
         first: what is followed instead in a first forward that builds what later ones find.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -173,8 +173,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _fill(container: Container, contents: Any) -> None:
     if isinstance(container, dict):
-        # Of subclasses too (a counter's own `update` adds).
-        dict.clear(container)
+        # Of subclasses too (a counter's own `update` adds); but ordered ones have a list of their keys besides, which `dict.clear` leaves as it was.
+        (OrderedDict if isinstance(container, OrderedDict) else dict).clear(container)
         for key, value in contents.items():
             container[key] = value
     elif isinstance(container, set):

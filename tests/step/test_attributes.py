@@ -28,3 +28,22 @@ def test_hooks_registered_meanwhile_go_and_later_ones_can_be_removed() -> None:
     assert len(dict(module._forward_hooks)) == 1
     handle.remove()
     assert not dict(module._forward_hooks)
+
+
+class Irreducible(tuple[int, ...]):
+    """A tuple that is no list of anything, as e3nn has them."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length_is_looked_into() -> None:
+    module, inner = nn.Module(), [1]
+    vars(module)["kind"] = Irreducible((1, 2))
+    vars(module)["kept"] = (inner,)
+    before = Attributes([module])
+    inner.append(2)
+    before.put_back()
+    assert inner == [1]

@@ -34,6 +34,23 @@ def with_seen(known: Trace, seen: Trace) -> Trace:
     return replace(longest, paths=others, first=known.first, notes=known.notes)
 
 
+def same_path(one: Trace, other: Trace) -> bool:
+    """Whether the forwards of two captures run the same operations."""
+    return path_taken(one) == path_taken(other)
+
+
+def same_sizes(one: Trace, other: Trace) -> bool:
+    """Whether two captures show the same path in the same sizes, under as many draws."""
+    return same_path(one, other) and _draws(one)[:1] == _draws(other)[:1] and one.drawn_bytes == other.drawn_bytes
+
+
+def writes_for_good(trace: Trace) -> bool:
+    """Whether forward writes into a storage that was there before the step and is no buffer's: such a forward cannot be undone."""
+    forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
+    written = {trace.storages[s] for operation in forward for s in operation.writes}
+    return any(s.birth == BEFORE_STEP and s.category is not Category.BUFFER for s in written)
+
+
 def _larger(known: Trace, seen: Trace) -> Trace | None:
     """The known path with the sizes of this capture as further draws; None where it runs other operations, or nothing in it is larger than known."""
     if not same_operations(known, seen):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,9 @@ from memfit.engine.call_follower import CallFollower
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
+from memfit.engine.new_paths import Learner, PathWatch
 from memfit.engine.plan_table import PlanTable
+from memfit.engine.steps import Steps
 from memfit.engine.streamed import StreamedStep
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import (
@@ -86,7 +89,7 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
-        self.learner: Callable[[Batch, Plan], Plan] | None = None
+        self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
         self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
@@ -95,7 +98,8 @@ class Engine:
         self.frontier: tuple[FrontierPoint, ...] = ()
         self._plans = PlanTable()
         self._history = History()
-        self._transactions = Transactions(model)
+        self._transactions = Transactions(model, loss_fn)
+        self._steps = Steps(model, loss_fn, self._plans, self._transactions, self._history)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers, model)
         self.add(plan)
@@ -110,12 +114,16 @@ class Engine:
             EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be created for
                 what it offloads.
         """
+        self._arrange_for(plan)
+        self._plans.add(plan)
+
+    def _arrange_for(self, plan: Plan) -> None:
+        """Have what a plan needs besides the model."""
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
         self._transactions.buffers.add(plan.changed_buffers)
         if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
             self.scaling = Scaling(self.device)
-        self._plans.add(plan)
 
     def replace_plan(self, plan: Plan) -> None:
         """Follow another plan from now on (the repair after a rehearsal)."""
@@ -175,9 +183,18 @@ class Engine:
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
-        record = self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
+        record = self._steps.taken(
+            plan,
+            signature,
+            self.learner,
+            lambda plan, watch: self._recorded(partial(self._step, plan, batch, watch), batch, signature, meter=meter),
+            lambda: self._learn(batch, signature),
+        )
         if self.learner is not None and self._plans.wants_to_learn(signature):
-            self._learn(batch, signature, plan, self.learner)
+            before = self._transactions.before
+            assert before is not None, "a step has diverged"
+            with before.again():
+                self._learn(batch, signature)
         return record
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
@@ -246,20 +263,22 @@ class Engine:
         self.add(made)
         return made
 
-    def _learn(self, batch: Batch, signature: str, known: Plan, learner: Callable[[Batch, Plan], Plan]) -> None:
-        """Look at the step that has just diverged as it was, and from now on follow a plan that knows its path, too."""
-        before = self._transactions.before
-        assert before is not None, "a step has diverged"
-        with before.again(), self.gathered():
-            made = self._plans.learnt(batch, signature, known, learner)
+    def _learn(self, batch: Batch, signature: str) -> None:
+        """Look at a step that has diverged, as it is when it begins, and from now on follow plans that know its path, too."""
+        assert self.learner is not None, "whoever calls has asked"
+        known = self._plans.of(signature)
+        with self.gathered():
+            made = self._plans.learnt(batch, signature, self.plan.budget_bytes, self.learner)
         if made is not known:
-            self.add(made)
+            for plan in made:
+                self._arrange_for(plan)
+            self._plans.add_paths(signature, made)
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
         return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
 
-    def _step(self, plan: Plan, batch: Batch) -> None:
+    def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
         weighted: Sequence[tuple[Batch, float | None]] = weighted_micro_batches(plan, batch) or [(batch, None)]
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
@@ -273,7 +292,9 @@ class Engine:
                 inside = program.updates_in_backward and index == len(weighted) - 1
                 if inside:
                     transaction.begin_update(self._updated())
-                self._executor.forward_backward(program, compiled, micro_batch, weight, total, updates=inside)
+                self._executor.forward_backward(
+                    program, compiled, micro_batch, weight, total, updates=inside, watch=watch
+                )
             self._finish(program, total, transaction)
 
     def _accumulate(self, loaded: Iterable[Batch]) -> None:

@@ -99,6 +99,7 @@ class Script:
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
         kept_calls: the largest calls of modules in which nothing is dropped, held or written that the engine knows by number.
         first: what is followed instead in a first forward that builds what later ones find.
+        most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
     """
 
     operations: tuple[str, ...] = ()
@@ -115,6 +116,7 @@ class Script:
     calls: tuple[CallScript, ...] = ()
     kept_calls: tuple[ModuleCall, ...] = ()
     first: FirstForward | None = None
+    most_operations: int = 0
 
     @property
     def plain(self) -> bool:
@@ -157,6 +159,7 @@ class Script:
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
             "kept_calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.kept_calls],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
+            "most_operations": self.most_operations,
         }
 
     @classmethod
@@ -196,6 +199,7 @@ class Script:
                 for module, number, a, b, c, d in data["kept_calls"]
             ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
+            int(data.get("most_operations", 0)),
         )
         count = len(operations)
         if len(script.wanted) != count:

@@ -32,6 +32,7 @@ from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
 from memfit.values.plan import Plan
 from memfit.values.request import Request, TierBudget
+from memfit.values.trace import Trace
 
 
 def apply(
@@ -127,6 +128,7 @@ class _Learner(Learner):
     def __init__(self, engine: Engine, make_optimizer: OptimizerFactory | None) -> None:
         self._engine = engine
         self._make_optimizer = make_optimizer
+        self._known: dict[str, Trace] = {}  # of the step, by the signature of its batch
 
     def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
         engine = self._engine
@@ -145,7 +147,11 @@ class _Learner(Learner):
         planning = planning_of(known[0])
         if planning is None:  # a copy of another shape's, where no plan of its own could be made
             return known
-        return planning.knowing(known, engine.plan.budget_bytes, source.trace_of)
+        signature = known[0].signature
+        made, self._known[signature] = planning.knowing(
+            known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
+        )
+        return made
 
     def can_begin_anew(self, plan: Plan) -> bool:
         planning = planning_of(plan)

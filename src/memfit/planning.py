@@ -60,7 +60,6 @@ class Planning:
     Attributes:
         bundle: what is known by now.
         plain: of the step that predictions are compared with, where that is not this bundle's baseline; None where it is.
-        everything: the trace with all paths that are known, where this planning is for one of them alone; None where the bundle has them all.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Planning:
         self.source = source
         self.placement = placement
         self.plain: Planning | None = None
-        self.everything: Trace | None = None
         self._solvers: dict[Choices, Solver] = {}
         self._errors: dict[Choices, Exception] = {}  # as they were raised, for whoever asks in this process
 
@@ -137,7 +135,13 @@ class Planning:
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
-    def knowing(self, plans: tuple[Plan, ...], budget_bytes: int, seen: Callable[[Choices], Trace]) -> tuple[Plan, ...]:
+    def knowing(
+        self,
+        plans: tuple[Plan, ...],
+        known: Trace | None,
+        budget_bytes: int,
+        seen: Callable[[Choices], Trace],
+    ) -> tuple[tuple[Plan, ...], Trace]:
         """Plans with the same techniques that also know what a later capture shows; the given tuple where that shows nothing new.
 
         One for everything that is known, where it fits. Else the given ones, and one for each path that the capture shows and they do not know; where that does
@@ -145,26 +149,29 @@ class Planning:
 
         Args:
             plans: the first one of this planning; the others made here before, since one for all did not fit.
+            known: all that is known of their step, as it was returned last; None the first time.
             budget_bytes: that the new ones are to have.
             seen: captures the step with some choices.
+
+        Returns:
+            The plans, and all that is known by now.
 
         Raises:
             CaptureError, InputError: as for `plan`.
         """
         choices, trace = self._followed(plans[0])
-        everything = self.everything or trace
+        everything = known or trace
         joined = with_seen(everything, seen(choices))
         if joined is everything:
-            return plans
+            return plans, everything
         if len(plans) == 1:
             with suppress(InfeasibleError):
-                return (self._of(choices, joined).plan(budget_bytes),)
-        known = (everything, *everything.paths)
-        new = [path for path in (joined, *joined.paths) if not any(same_sizes(path, one) for one in known)]
+                return (self._of(choices, joined).plan(budget_bytes),), joined
+        before = (everything, *everything.paths)
+        new = [path for path in (joined, *joined.paths) if not any(same_sizes(path, one) for one in before)]
         made = []
         for path in new:
             alone = self._of(choices, replace(path, paths=(), first=None))
-            alone.everything = joined
             with suppress(InfeasibleError):
                 made.append(alone.plan(budget_bytes))
                 continue
@@ -175,9 +182,8 @@ class Planning:
             assert planning is not None, "made here, or before training"
             own = planning._followed(plan)[1]  # noqa: SLF001 - of this class
             if own.paths or not any(same_path(own, path) for path in new):  # else it was for smaller sizes
-                planning.everything = joined
                 kept.append(plan)
-        return (*kept, *made)
+        return (*kept, *made), joined
 
     def _followed(self, plan: Plan) -> tuple[Choices, Trace]:
         """The trace that a plan of this planning is for, with the choices that it is known by."""

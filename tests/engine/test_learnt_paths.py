@@ -217,6 +217,19 @@ def test_where_both_paths_do_not_fit_the_one_that_is_taken_now_is_planned_for() 
     assert "no plan for the path" not in said
 
 
+def test_a_second_engine_of_the_same_planning_learns_for_itself() -> None:
+    seeded(0)
+    model = Unrolled()
+    most = memfit.plan(model, sample(), loss_of, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    plan = memfit.replan(most, round(0.6 * most.prediction.plain_peak_bytes))
+    for _ in range(2):
+        engine = memfit.apply(plan, Unrolled(), loss_of, small.adamw)
+        with pytest.warns(UserWarning, match="was ended there"):
+            records = [engine.step(sample(), meter=True) for _ in range(FIRST + 2)]
+        assert (begun_anew(records), diverged(records)) == ([FIRST], [])
+        assert not above(records, plan.budget_bytes)
+
+
 def test_what_is_always_the_same_is_never_looked_at_again() -> None:
     _, records, said = told(lambda: Growing(longer_from=0), 0.7, 6)
     assert all(record.divergences == () for record in records)

@@ -131,6 +131,9 @@ class _Learner(Learner):
         self._known: dict[str, Trace] = {}  # of the step, by the signature of its batch
 
     def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        planning = planning_of(known[0])
+        if planning is None:  # a copy of another shape's, where no plan of its own could be made
+            return known
         engine = self._engine
         optimizer = engine.optimizer
         source = TraceSource(
@@ -143,10 +146,8 @@ class _Learner(Learner):
                 name for name, p in engine.model.named_parameters() if optimizer is not None and p in optimizer.state
             ),
             forwards_before=0,
+            loader_batches=getattr(planning.source, "loader_batches", 1),
         )
-        planning = planning_of(known[0])
-        if planning is None:  # a copy of another shape's, where no plan of its own could be made
-            return known
         signature = known[0].signature
         made, self._known[signature] = planning.knowing(
             known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of

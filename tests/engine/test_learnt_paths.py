@@ -259,6 +259,51 @@ def test_a_step_that_cannot_be_undone_is_kept_plain_and_learnt_after_it(build: C
     assert "the path that it took is captured and planned for" in said
 
 
+def engines(build: Callable[[], Any], share: float, number: int) -> tuple[memfit.Engine, Any]:
+    """An engine for so many micro-batches, and the same model in plain PyTorch."""
+    seeded(0)
+    model = build()
+    seeded(0)
+    reference = build()
+    fixed = {"micro_batches": number}
+    most = memfit.plan(model, sample(), loss_of, 1 << 50, small.adamw, fixed=fixed)
+    plan = memfit.replan(most, round(share * most.prediction.plain_peak_bytes))
+    return memfit.apply(plan, model), reference
+
+
+def test_what_a_loader_brings_is_learnt_after_the_step() -> None:
+    engine, _ = engines(lambda: Growing(longer_from=2 * FIRST), 0.9, 2)
+    parts = batches.split(sample(), [4, 4])
+    with pytest.warns(UserWarning, match="kept plain from there on"):
+        records = [engine.accumulate(iter(parts), meter=True) for _ in range(FIRST + 3)]
+    assert diverged(records) == [FIRST]
+    assert set(above(records, engine.plan.budget_bytes)) <= {FIRST}
+
+
+def test_what_a_loop_of_ones_own_does_is_learnt_where_it_hands_over_the_batch() -> None:
+    engine, reference = engines(Growing, 0.9, 1)
+    optimizer = small.adamw(reference.parameters())
+    told = []
+    for step in range(FIRST + 2):
+        seeded(step)
+        batch = sample()
+        with engine.forward(batch=batch) as follower:
+            loss = loss_of(engine.model, batch)
+        assert follower is not None
+        told.append(follower.divergence is not None)
+        loss.backward()
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        seeded(step)
+        expected = loss_of(reference, batch)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == expected.item()
+    assert told == [step + 1 == FIRST for step in range(FIRST + 2)]
+
+
 class Refusing(nn.Module):
     """Draws from Python's and numpy's generators and counts, and may fail after that."""
 

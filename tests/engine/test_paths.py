@@ -170,7 +170,7 @@ class Unforeseen(Blocks):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_what_a_path_has_in_common_with_those_that_were_seen_is_followed(learns: bool) -> None:
+def test_what_a_path_has_in_common_with_those_that_were_seen_is_followed(*, learns: bool) -> None:
     """Operations between the calls are not planned, so others there change nothing in the calls; that forward is longer is noticed all the same."""
     plain = planned(Unforeseen)
     plan = memfit.replan(plain, memfit.smallest_budget(plain))

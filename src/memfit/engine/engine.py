@@ -34,6 +34,7 @@ from memfit.errors import (
 )
 from memfit.meter import MeterReading
 from memfit.step.device import device_of
+from memfit.step.guard import Deciding
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
@@ -99,7 +100,11 @@ class Engine:
         self._plans = PlanTable()
         self._history = History()
         self._transactions = Transactions(model, loss_fn)
-        self._steps = Steps(model, loss_fn, self._plans, self._transactions, self._history)
+        self._diverged: Batch | None = (
+            None  # the first of a step, or of the user's own loop, whose forward was not as planned
+        )
+        self._before_it: Deciding | None = None
+        self._steps = Steps(self, self._plans, self._transactions, self._history)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers, model)
         self.add(plan)
@@ -114,10 +119,10 @@ class Engine:
             EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be created for
                 what it offloads.
         """
-        self._arrange_for(plan)
+        self.arrange_for(plan)
         self._plans.add(plan)
 
-    def _arrange_for(self, plan: Plan) -> None:
+    def arrange_for(self, plan: Plan) -> None:
         """Have what a plan needs besides the model."""
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
@@ -185,16 +190,12 @@ class Engine:
             plan = self._own_plan(batch, signature, plan, self.planner)
         record = self._steps.taken(
             plan,
+            batch,
             signature,
             self.learner,
             lambda plan, watch: self._recorded(partial(self._step, plan, batch, watch), batch, signature, meter=meter),
-            lambda: self._learn(batch, signature),
         )
-        if self.learner is not None and self._plans.wants_to_learn(signature):
-            before = self._transactions.before
-            assert before is not None, "a step has diverged"
-            with before.again():
-                self._learn(batch, signature)
+        self._steps.learn_after(batch, signature, self.learner, self._transactions.before)
         return record
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
@@ -228,7 +229,11 @@ class Engine:
             )
         listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
         there = [tensor for each in listed for tensor in batches.leaves(each)]
-        return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
+        record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
+        diverged, self._diverged = self._diverged, None
+        if diverged is not None:
+            self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
+        return record
 
     def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
         """Run a step, step the schedule, and warn of divergences."""
@@ -262,17 +267,6 @@ class Engine:
             made = self._plans.own_plan(batch, signature, known, planner)
         self.add(made)
         return made
-
-    def _learn(self, batch: Batch, signature: str) -> None:
-        """Look at a step that has diverged, as it is when it begins, and from now on follow plans that know its path, too."""
-        assert self.learner is not None, "whoever calls has asked"
-        known = self._plans.of(signature)
-        with self.gathered():
-            made = self._plans.learnt(batch, signature, self.plan.budget_bytes, self.learner)
-        if made is not known:
-            for plan in made:
-                self._arrange_for(plan)
-            self._plans.add_paths(signature, made)
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
@@ -315,6 +309,8 @@ class Engine:
             how,
             lambda part, weight: self._executor.forward_backward(program, compiled, part, weight, total),
         )
+        if total.divergences and self._diverged is None:
+            self._diverged = here
 
     def _finish(self, program: StepProgram, total: Accumulated, transaction: Transaction) -> None:
         """The rest of the step: the update, where none began in backward, and the record."""
@@ -334,13 +330,17 @@ class Engine:
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *state_tensors(self.optimizer)]
 
     @contextmanager
-    def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | CallFollower | None]:
+    def forward(
+        self, *, retain_graph: bool = False, batch: Batch | None = None
+    ) -> Iterator[Follower | CallFollower | None]:
         """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
         Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.
 
         Args:
             retain_graph: backward will run more than once through this graph; then no tensor is freed early.
+            batch: what forward is run on. Where it is given and forward takes a path that the plan does not know, that path is captured and planned for when
+                the next forward begins; the batch is kept until then.
         """
         if self.stream is not None:
             raise EngineError(
@@ -351,10 +351,20 @@ class Engine:
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
-        program = self._program(self.plan)
-        follower = self._executor.follower(self._plans.compiled(self.plan), retain=retain_graph)
+        signature = self.plan.signature
+        if self._diverged is not None:
+            diverged, self._diverged = self._diverged, None
+            self._steps.learn_after(diverged, signature, self.learner, self._before_it)
+        plan = self._plans.of(signature)[0]
+        program = self._program(plan)
+        follower = self._executor.follower(self._plans.compiled(plan), retain=retain_graph)
+        learns = batch is not None and self.learner is not None and self._plans.would_learn(signature)
+        self._before_it = Deciding(self.model, self.loss_fn) if learns else None
         with follower.following() if follower is not None else nullcontext(), program.as_chosen():
             yield follower
+        if learns and follower is not None and follower.divergence is not None:
+            self._plans.note_divergence(signature)
+            self._diverged = batch
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------
 

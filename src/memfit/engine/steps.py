@@ -4,53 +4,64 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import nn
 
-from memfit.batches import LossFunction
+from memfit import batches
+from memfit.batches import Batch, LossFunction
 from memfit.engine.history import History
 from memfit.engine.new_paths import Learner, NewPathError, PathWatch
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.transaction import Transactions
+from memfit.step.guard import Deciding
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+
+
+class Trained(Protocol):
+    """What of an engine is needed here."""
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    plan: Plan
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The whole model is there inside."""
+
+    def arrange_for(self, plan: Plan) -> None:
+        """Have what a plan needs besides the model."""
 
 
 class Steps:
     """The steps of one engine.
 
     Args:
-        model, loss_fn: of the engine.
+        engine: whose.
         plans, transactions, history: of the engine; what happens is noted there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        plans: PlanTable,
-        transactions: Transactions,
-        history: History,
-    ) -> None:
-        self._model, self._loss_fn = model, loss_fn
+    def __init__(self, engine: Trained, plans: PlanTable, transactions: Transactions, history: History) -> None:
+        self._engine = engine
         self._plans, self._transactions, self._history = plans, transactions, history
 
     def taken(
         self,
         plan: Plan,
+        batch: Batch,
         signature: str,
         learner: Learner | None,
         take: Callable[[Plan, PathWatch | None], StepRecord],
-        learn: Callable[[], None],
     ) -> StepRecord:
         """Take a step: under this plan, under the others of its shape where forward leaves it, and under a new one where it leaves all.
 
         Args:
             plan: to begin with.
+            batch: of the step.
             signature: of the batch.
             learner: of the engine.
             take: takes the step under a plan. Where the watch ends its forward it raises, and everything is as before it.
-            learn: looks at the step as it is when it begins, and adds what comes of it to the plans.
         """
         begun_anew: list[str] = []
         left: list[Plan] = []
@@ -69,7 +80,8 @@ class Steps:
             left.append(plan)
             if not others:
                 self._plans.note_divergence(signature)
-                learn()
+                assert learner is not None, "nothing ends a forward without one"
+                self._learn(batch, signature, learner)
                 others = self._others(signature, left)
             plan = others[0] if others else plan
             self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=5)
@@ -93,8 +105,34 @@ class Steps:
             learner is None
             or plan.script.plain
             or not (known or self._plans.would_learn(signature))
-            or any(parameter.grad is not None for parameter in self._model.parameters())
+            or any(parameter.grad is not None for parameter in self._engine.model.parameters())
             or not learner.can_begin_anew(plan)
         ):
             return None
-        return PathWatch(self._model, self._loss_fn, self._transactions.buffers.copies)
+        return PathWatch(self._engine.model, self._engine.loss_fn, self._transactions.buffers.copies)
+
+    def learn_after(self, batch: Batch, signature: str, learner: Learner | None, before: Deciding | None) -> None:
+        """Learn what a step was that has diverged and run to its end, where that is due.
+
+        Args:
+            batch: of the step, or a part of it.
+            signature: of the batch that is planned for.
+            learner: of the engine.
+            before: what decided the path of the step, as it was when that began.
+        """
+        if learner is None or before is None or not self._plans.wants_to_learn(signature):
+            return
+        with before.again():
+            self._learn(batches.repeated(batch, batches.planned_size(signature)), signature, learner)
+        # Where no step can be begun anew under another of several plans, the path that was taken last is the likeliest.
+        self._plans.was_right(signature, self._plans.of(signature)[-1])
+
+    def _learn(self, batch: Batch, signature: str, learner: Learner) -> None:
+        """Look at a step that has diverged, as it is when it begins, and from now on follow plans that know its path, too."""
+        known = self._plans.of(signature)
+        with self._engine.gathered():
+            made = self._plans.learnt(batch, signature, self._engine.plan.budget_bytes, learner)
+        if made is not known:
+            for plan in made:
+                self._engine.arrange_for(plan)
+            self._plans.add_paths(signature, made)

@@ -75,7 +75,7 @@ def linformer() -> tuple[Any, Any, Any]:
     return LinformerLM(num_tokens=256, dim=64, seq_len=64, depth=3, heads=4, k=16).train(), _tokens(), _next_token
 
 
-@program("routing-transformer", "attention among clusters of k-means, moved in forward")
+@program("routing-transformer", "attention among clusters of k-means, moved in forward", changing=True)
 def routing() -> tuple[Any, Any, Any]:
     from routing_transformer import AutoregressiveWrapper, RoutingTransformerLM
 

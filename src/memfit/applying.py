@@ -15,6 +15,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine.engine import Engine
+from memfit.engine.new_paths import Learner
 from memfit.errors import InputError, PlanFileError
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
@@ -31,6 +32,7 @@ from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
 from memfit.values.plan import Plan
 from memfit.values.request import Request, TierBudget
+from memfit.values.trace import Trace
 
 
 def apply(
@@ -104,7 +106,7 @@ def apply(
         engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
         # What is placed by hand is placed on one path; streamed layers run in an order of their own.
         if planning.placement is None and not plan.choices.streamed:
-            engine.learner = _learner_of(engine, source.optimizer)
+            engine.learner = _Learner(engine, source.optimizer)
     return engine
 
 
@@ -115,27 +117,46 @@ def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
     return model_digest(model)
 
 
-def _learner_of(engine: Engine, make_optimizer: OptimizerFactory | None) -> Callable[[Batch, Plan], Plan]:
-    """A function that captures a step and plans anew for all paths that are known of its shape, with the techniques of the plan so far."""
+class _Learner(Learner):
+    """Captures a step and plans anew for all paths that are known of its shape, with the techniques of the plan so far.
 
-    def learnt(batch: Batch, known: Plan) -> Plan:
-        planning = planning_of(known)
-        assert planning is not None, "plans of an engine are from this process where it learns"
+    Args:
+        engine: whose steps.
+        make_optimizer: makes an optimizer like the engine's; None for memfit's own.
+    """
+
+    def __init__(self, engine: Engine, make_optimizer: OptimizerFactory | None) -> None:
+        self._engine = engine
+        self._make_optimizer = make_optimizer
+        self._known: dict[str, Trace] = {}  # of the step, by the signature of its batch
+
+    def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        planning = planning_of(known[0])
+        if planning is None:  # a copy of another shape's, where no plan of its own could be made
+            return known
+        engine = self._engine
         optimizer = engine.optimizer
         source = TraceSource(
             engine.model,
             batch,
             engine.loss_fn,
-            None if optimizer is None else (make_optimizer or default_optimizer),
-            known.clip_norm,
+            None if optimizer is None else (self._make_optimizer or default_optimizer),
+            known[0].clip_norm,
             trained_elsewhere=frozenset(
                 name for name, p in engine.model.named_parameters() if optimizer is not None and p in optimizer.state
             ),
             forwards_before=0,
+            loader_batches=getattr(planning.source, "loader_batches", 1),
         )
-        return planning.knowing(known, engine.plan.budget_bytes, source.trace_of)
+        signature = known[0].signature
+        made, self._known[signature] = planning.knowing(
+            known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
+        )
+        return made
 
-    return learnt
+    def can_begin_anew(self, plan: Plan) -> bool:
+        planning = planning_of(plan)
+        return planning is not None and not planning.writes_for_good(plan)
 
 
 def _planner_of(

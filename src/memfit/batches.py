@@ -65,6 +65,25 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     return parts
 
 
+def repeated(batch: Batch, samples: int) -> Batch:
+    """A batch of so many samples, which are this one's over and over; tensors without the batch's length in front stay as they are."""
+    have = size(batch)
+    if have == samples:
+        return batch
+
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or len(tensor) != have:
+            return tensor
+        return tensor[torch.arange(samples, device=tensor.device) % have]
+
+    return map_tensors(longer, batch)
+
+
+def planned_size(planned_signature: str) -> int:
+    """Number of samples in a batch with this signature."""
+    return next((shape[0] for _, _, shape in parse_signature(planned_signature) if shape), 1)
+
+
 def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:
     """`total` samples in `micro_batches` parts, the largest last, differing by at most one.
 

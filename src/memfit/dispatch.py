@@ -161,8 +161,9 @@ def is_rerunnable(
     if kwargs.get("generator") is not None:
         return False  # the user's own generator; its state is not ours to rewind
     inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
+    # Of a sparse tensor there is no one storage to hold until it runs again.
     return all(type(t) in _PLAIN_TYPES or _is_fake(t) for t in inputs) and not any(
-        t.is_conj() or t.is_neg() for t in inputs if has_storage(t)
+        not has_storage(t) or t.is_conj() or t.is_neg() for t in inputs
     )
 
 

@@ -99,11 +99,14 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
         torch.cuda.synchronize(where)
         before = torch.cuda.memory_allocated(where)
         torch.cuda.reset_peak_memory_stats(where)
-        yield reading
-        torch.cuda.synchronize(where)
-        reading.peak_bytes = torch.cuda.max_memory_allocated(where)
-        reading.reserved_bytes = torch.cuda.max_memory_reserved(where)
-        reading.base_bytes = before
+        try:
+            yield reading
+        finally:
+            torch.cuda.synchronize(where)
+            reading.peak_bytes = torch.cuda.max_memory_allocated(where)
+            reading.reserved_bytes = torch.cuda.max_memory_reserved(where)
+            reading.base_bytes = before
+            reading.seconds = time.perf_counter() - start
     else:
         stretches = reading._stretches = _Stretches()  # noqa: SLF001 - its own
         with uncollected():
@@ -113,12 +116,12 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
             finally:
                 stretches.end()
                 reading._stretches = None  # noqa: SLF001
-        died = any(reference() is None for reference in watched)
-        changes = _changes(stretches.allocations) + (stretches.releases if died else [])
-        reading.changes = [size for _, size in sorted(changes, key=_when)]
-        reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
-        reading.reserved_bytes = reading.peak_bytes
-    reading.seconds = time.perf_counter() - start
+                died = any(reference() is None for reference in watched)
+                changes = _changes(stretches.allocations) + (stretches.releases if died else [])
+                reading.changes = [size for _, size in sorted(changes, key=_when)]
+                reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
+                reading.reserved_bytes = reading.peak_bytes
+                reading.seconds = time.perf_counter() - start
 
 
 _RELEASE: Final = "memfit released "

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
-from memfit.capture.learnt_paths import with_seen
+from memfit.capture.learnt_paths import same_path, same_sizes, with_seen, writes_for_good
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
@@ -135,31 +135,69 @@ class Planning:
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
-    def knowing(self, plan: Plan, budget_bytes: int, seen: Callable[[Choices], Trace]) -> Plan:
-        """A plan with the same techniques that also follows what a later capture shows; the given plan where that shows nothing new.
+    def knowing(
+        self,
+        plans: tuple[Plan, ...],
+        known: Trace | None,
+        budget_bytes: int,
+        seen: Callable[[Choices], Trace],
+    ) -> tuple[tuple[Plan, ...], Trace]:
+        """Plans with the same techniques that also know what a later capture shows; the given tuple where that shows nothing new.
 
-        Where no plan for everything that is known fits, one for what the capture shows alone; where that does not either, the smallest for everything, whose
-        budget is then larger.
+        One for everything that is known, where it fits. Else the given ones, and one for each path that the capture shows and they do not know; where that does
+        not fit either, the smallest for that path, whose budget is then larger.
 
         Args:
-            plan: of this planning.
-            budget_bytes: that the new one is to have.
+            plans: the first one of this planning; the others made here before, since one for all did not fit.
+            known: all that is known of their step, as it was returned last; None the first time.
+            budget_bytes: that the new ones are to have.
             seen: captures the step with some choices.
+
+        Returns:
+            The plans, and all that is known by now.
 
         Raises:
             CaptureError, InputError: as for `plan`.
         """
-        ran = plan.choices.but(weights="whole")
-        choices, trace = next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
-        now = seen(choices)
-        joined = with_seen(trace, now)
-        if joined is trace:
-            return plan
-        for known in (joined, now):
+        choices, trace = self._followed(plans[0])
+        everything = known or trace
+        joined = with_seen(everything, seen(choices))
+        if joined is everything:
+            return plans, everything
+        if len(plans) == 1:
             with suppress(InfeasibleError):
-                return self._of(choices, known).plan(budget_bytes)
-        everything = self._of(choices, joined)
-        return everything.plan(everything.smallest()[0])
+                return (self._of(choices, joined).plan(budget_bytes),), joined
+        before = (everything, *everything.paths)
+        new = [path for path in (joined, *joined.paths) if not any(same_sizes(path, one) for one in before)]
+        made = []
+        for path in new:
+            alone = self._of(choices, replace(path, paths=(), first=None))
+            with suppress(InfeasibleError):
+                made.append(alone.plan(budget_bytes))
+                continue
+            made.append(alone.plan(alone.smallest()[0]))
+        kept = []
+        for plan in plans:
+            planning = planning_of(plan)
+            assert planning is not None, "made here, or before training"
+            own = planning._followed(plan)[1]  # noqa: SLF001 - of this class
+            if own.paths or not any(same_path(own, path) for path in new):  # else it was for smaller sizes
+                kept.append(plan)
+        return (*kept, *made), joined
+
+    def _followed(self, plan: Plan) -> tuple[Choices, Trace]:
+        """The trace that a plan of this planning is for, with the choices that it is known by."""
+        ran = plan.choices.but(weights="whole")
+        return next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
+
+    def writes_for_good(self, plan: Plan) -> bool:
+        """Whether forward, on some path that is known, writes into what was there before the step and is put back by nobody.
+
+        A parameter, as of a teacher that follows the model, or a tensor among attributes; buffers are put back.
+        """
+        trace = self._followed(plan)[1]
+        paths = (trace, *trace.paths, *(() if trace.first is None else (trace.first,)))
+        return any(writes_for_good(path) for path in paths)
 
     def _of(self, choices: Choices, trace: Trace) -> Planning:
         """Of one candidate in one number of micro-batches, by this trace of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,21 @@ def test_a_forward_that_was_steady_in_one_way_is_not_drawn_for_in_another(monkey
     assert second.trace.notes == first.trace.notes
     jittered = trustworthy(StepSource(Jittered(), sample(), small.squared_error, small.adamw))
     assert not jittered.steady
+
+
+class SampledWithoutReplacement(nn.Module):
+    """Draws numbers until it has as many different ones as it wants, as a sampler of negative edges does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tensor(random.sample(range(4096), 500)) % len(x)
+        y: Tensor = self.inner(x[rows]).relu()
+        return y
+
+
+def test_numbers_drawn_until_they_differ_are_drawn_at_the_ends_too() -> None:
+    plan = memfit.plan(SampledWithoutReplacement(), torch.randn(64, HIDDEN), lambda m, x: m(x).mean(), "1GiB")
+    assert plan.prediction.peak_bytes > 0

@@ -5,7 +5,7 @@ the top of its range it leaves none out, with every one at the bottom all of the
 
 Of torch's generator, tensors of one element are set: larger ones (dropout's masks) decide no path by themselves. Python's generator and numpy's are Mersenne
 Twisters: a word of their state is *tempered* into the word that they give out (Matsumoto and Nishimura, https://doi.org/10.1145/272991.272995), and tempering
-can be undone, so a state can be written down that gives one word 624 times.
+can be undone, so a state can be written down that gives one word 600 times.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 WORDS: Final = 624  # of a state
+# Of these the last are ordinary. Python draws until it likes what it gets (`random.sample` wants numbers that it does not have yet); of a state that gives one
+# word for ever it would never have enough. What is drawn later than the others is no more at an end.
+ORDINARY_WORDS: Final = 24
 _TO_0_TO_1: Final = frozenset({aten.rand.default, aten.rand_like.default, aten.rand.generator})
 _INTEGERS: Final = frozenset({aten.randint.default, aten.randint.low})
 _BERNOULLI: Final = frozenset({aten.bernoulli.default, aten.bernoulli_.float, aten.bernoulli_.Tensor, aten.bernoulli.p})
@@ -50,9 +53,9 @@ def drawing(end: End) -> Iterator[None]:
     before, _present = _present, end
     try:
         with outside_torch_kept():
-            words = _untempered(end.value)
-            random.setstate((3, (*[words] * WORDS, 0), None))
-            np.random.set_state(("MT19937", np.full(WORDS, words, dtype=np.uint32), 0, 0, 0.0))  # noqa: NPY002 - models draw from the global one
+            words = _words(end)
+            random.setstate((3, (*words, 0), None))
+            np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0, 0, 0.0))  # noqa: NPY002 - models draw from the global one
             yield
     finally:
         _present = before
@@ -91,6 +94,12 @@ def at_the_end(func: OpOverload, args: tuple[Any, ...], result: Any) -> Any:
 def drawn_one_by_one() -> int:
     """How many tensors of one element captures have drawn so far: Python code may decide by them."""
     return _single
+
+
+def _words(end: End) -> list[int]:
+    """Of a state."""
+    ordinary = random.Random(0).getstate()[1][:ORDINARY_WORDS]
+    return [_untempered(end.value)] * (WORDS - ORDINARY_WORDS) + [int(word) for word in ordinary]
 
 
 def _untempered(word: int) -> int:

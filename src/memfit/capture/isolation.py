@@ -39,6 +39,8 @@ def lent(
     made: dict[int, torch.Tensor] = {}
     keep: list[torch.Tensor] = []
 
+    lists: dict[int, list[Any]] = {}  # a list of tensors that several modules share stays one list
+
     def exchanged(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             keep.append(tensor)
@@ -70,7 +72,7 @@ def lent(
                     if tensor is not None:
                         table[name] = exchanged(tensor)  # type: ignore[assignment]
             for name, value in list(module.__dict__.items()):
-                replaced = _exchange(value, exchanged)
+                replaced = _exchange(value, exchanged, lists)
                 if replaced is not value:
                     module.__dict__[name] = replaced
         for container in before.containers:
@@ -90,7 +92,7 @@ def _exchange_in(container: Container, private: Callable[[torch.Tensor], torch.T
         if isinstance(value, torch.Tensor) or (
             type(value) is tuple and any(isinstance(v, torch.Tensor) for v in value)
         ):
-            replaced = _exchange(value, private)
+            replaced = _exchange(value, private, {})
             if replaced is not value:
                 container[place] = replaced
 
@@ -171,12 +173,24 @@ class _CopiesAtWrite(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor], lists: dict[int, list[Any]]) -> Any:
+    """A value with its tensors exchanged.
+
+    Args:
+        value: a tensor, or a list or tuple of some; anything else stays.
+        exchanged: what each tensor becomes.
+        lists: what lists have become so far, by the identity of the old one; added to.
+    """
     if isinstance(value, torch.Tensor):
         return exchanged(value)
-    if type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-        return type(value)(_exchange(v, exchanged) for v in value)
-    if type(value) is list and any(type(v) in (list, tuple) for v in value):
+    if type(value) is list and (
+        any(isinstance(v, torch.Tensor) for v in value)
         # torch.nn.RNNBase keeps its weights once more, in lists.
-        return [_exchange(v, exchanged) for v in value]
+        or any(type(v) in (list, tuple) for v in value)
+    ):
+        if id(value) not in lists:
+            lists[id(value)] = [_exchange(v, exchanged, lists) for v in value]
+        return lists[id(value)]
+    if type(value) is tuple and any(isinstance(v, torch.Tensor) for v in value):
+        return tuple(_exchange(v, exchanged, lists) for v in value)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memfit.capture.comparing import path_taken, same_operations
@@ -15,14 +16,18 @@ def with_seen(known: Trace, seen: Trace) -> Trace:
         known: what was planned from.
         seen: the same step captured again, from another state of the model and its generators.
     """
-    state = max(trace.bytes_of(Category.OPTIMIZER_STATE) for trace in (known, *known.paths, seen, *seen.paths))
+    everything = (known, *known.paths, seen, *seen.paths)
+    state = max(trace.bytes_of(Category.OPTIMIZER_STATE) for trace in everything)
+    buffers, buffer_bytes = _changed_buffers(everything)
     paths: list[Trace] = []
     new = False
-    for trace in (known, *known.paths, seen, *seen.paths):
+    for number, trace in enumerate(everything):
+        later = number > len(known.paths)
         alone = _with_state(replace(trace, paths=(), first=None), state)
+        alone = replace(alone, changed_buffers=buffers, changed_buffer_bytes=buffer_bytes)
         same = next((n for n, path in enumerate(paths) if path_taken(path) == path_taken(alone)), None)
         if same is None:
-            new = new or trace in (seen, *seen.paths)
+            new = new or later
             paths.append(alone)
         elif (larger := _larger(paths[same], alone)) is not None:
             new = True
@@ -32,6 +37,24 @@ def with_seen(known: Trace, seen: Trace) -> Trace:
     longest = max(paths, key=lambda path: path.forward_operations)
     others = tuple(replace(path, notes=()) for path in paths if path is not longest)
     return replace(longest, paths=others, first=known.first, notes=known.notes)
+
+
+def same_path(one: Trace, other: Trace) -> bool:
+    """Whether the forwards of two captures run the same operations."""
+    return path_taken(one) == path_taken(other)
+
+
+def same_sizes(one: Trace, other: Trace) -> bool:
+    """Whether two captures show the same path in the same sizes, under the same draws."""
+    sizes = [(_draws(each), each.changed_buffer_bytes) for each in (one, other)]
+    return same_path(one, other) and sizes[0] == sizes[1]
+
+
+def writes_for_good(trace: Trace) -> bool:
+    """Whether forward writes into a storage that was there before the step and is no buffer's: such a forward cannot be undone."""
+    forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
+    written = {trace.storages[s] for operation in forward for s in operation.writes}
+    return any(s.birth == BEFORE_STEP and s.category is not Category.BUFFER for s in written)
 
 
 def _larger(known: Trace, seen: Trace) -> Trace | None:
@@ -46,6 +69,16 @@ def _larger(known: Trace, seen: Trace) -> Trace | None:
 def _draws(trace: Trace) -> tuple[tuple[int, ...], ...]:
     """Bytes of every storage, under each draw."""
     return (tuple(storage.bytes for storage in trace.storages), *trace.drawn_bytes)
+
+
+def _changed_buffers(traces: Sequence[Trace]) -> tuple[tuple[str, ...], int]:
+    """The buffers that any of these paths writes, and the bytes of their copies, there in every step; at most so many where no path writes all."""
+    names, total = set[str](), 0
+    for trace in sorted(traces, key=lambda trace: -len(trace.changed_buffers)):
+        if not names.issuperset(trace.changed_buffers):
+            names.update(trace.changed_buffers)
+            total += trace.changed_buffer_bytes
+    return tuple(sorted(names)), total
 
 
 def _with_state(trace: Trace, state_bytes: int) -> Trace:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import dispatch
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower, kept_by_autograd, unpack
+from memfit.engine.new_paths import PathWatch
 
 
 class CallFollower(TorchDispatchMode):
@@ -27,14 +29,19 @@ class CallFollower(TorchDispatchMode):
         compiled: the scripts of the calls.
         model: whose modules they name.
         retain: backward may run more than once.
+        watch: told of divergences, and of what is written between calls; it may end the forward.
 
     Attributes:
-        divergence: of the first call that diverged; None where none did.
+        divergence: of the first call that diverged, or that the forward is longer than any that is known; None where neither is so.
     """
 
-    def __init__(self, compiled: CompiledScript, model: nn.Module, *, retain: bool = False) -> None:
+    def __init__(
+        self, compiled: CompiledScript, model: nn.Module, *, retain: bool = False, watch: PathWatch | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._retain = retain
+        self._retain, self._watch = retain, watch
+        self._operations, self._most = 0, compiled.script.most_operations
+        self._longer: str | None = None
         self._scripts = compiled.calls
         self._paths = _FollowedPaths(model, self)
         self._numbers: Counter[str] = Counter()
@@ -63,7 +70,19 @@ class CallFollower(TorchDispatchMode):
         scripts = self._scripts[module]
         compiled = scripts.get(min(number, max(scripts)))
         if compiled is not None:
-            self._inside, self._depth, self._module = Follower(compiled, retain=self._retain), depth, module
+            self._depth, self._module = depth, module
+            self._inside = Follower(compiled, retain=self._retain, diverged=self._diverged)
+
+    def _diverged(self, why: str) -> None:
+        if self._watch is not None:
+            self._watch.diverged(f"in {self._module}: {why}" if self._module else why)
+
+    def _count(self, func: OpOverload) -> None:
+        """Notice a forward that is longer than every path that is known: what it runs besides is kept, wherever that is."""
+        self._operations += 1
+        if self._operations > self._most and self._longer is None:
+            self._longer = f"operation {self._most} is {func}, and the longest path that is known has ended"
+            self._diverged(self._longer)
 
     def _leave_if_done(self) -> None:
         """A script may be of what a call begins with alone."""
@@ -81,12 +100,16 @@ class CallFollower(TorchDispatchMode):
         if self._inside.divergence is not None:
             self._inside.divergence = f"in {self._module}: {self._inside.divergence}"
         self._done.append(self._inside)
-        self._inside = None
+        self._inside, self._module = None, ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._leave_if_done()
+        if self._most and dispatch.is_operation(func):
+            self._count(func)
+        if self._watch is not None and self._inside is None and func._schema.is_mutable:
+            self._watch.unplanned_write(dispatch.written(func, args, kwargs or {}))
         if self._done:
             # What an earlier call keeps may be written now, though on the path that was planned for it is not: then a copy of its contents is kept.
             for tensor in dispatch.written(func, args, kwargs or {}):
@@ -106,7 +129,8 @@ class CallFollower(TorchDispatchMode):
     @property
     def divergence(self) -> str | None:
         """Where and why the first call that diverged did."""
-        return next((follower.divergence for follower in self._done if follower.divergence is not None), None)
+        found = next((follower.divergence for follower in self._done if follower.divergence is not None), None)
+        return found if found is not None else self._longer
 
     @property
     def recomputations(self) -> int:

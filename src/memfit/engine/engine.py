@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +23,15 @@ from memfit.engine.call_follower import CallFollower
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
+from memfit.engine.new_paths import Learner, PathWatch
 from memfit.engine.plan_table import PlanTable
+from memfit.engine.steps import Steps
 from memfit.engine.streamed import StreamedStep
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import BatchError, EngineError, InputError
 from memfit.meter import MeterReading
 from memfit.step.device import device_of
+from memfit.step.guard import Deciding
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
@@ -84,7 +88,7 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
-        self.learner: Callable[[Batch, Plan], Plan] | None = None
+        self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
         self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
@@ -93,7 +97,12 @@ class Engine:
         self.frontier: tuple[FrontierPoint, ...] = ()
         self._plans = PlanTable()
         self._history = History()
-        self._transactions = Transactions(model)
+        self._transactions = Transactions(model, loss_fn)
+        self._diverged: Batch | None = (
+            None  # the first of a step, or of the user's own loop, whose forward was not as planned
+        )
+        self._before_it: Deciding | None = None
+        self._steps = Steps(self, self._plans, self._transactions, self._history)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers, model)
         self.add(plan)
@@ -108,12 +117,16 @@ class Engine:
             EngineError: the plan names a buffer that the model does not have, or streams other layers than the plans before; or no file can be created for
                 what it offloads.
         """
+        self.arrange_for(plan)
+        self._plans.add(plan)
+
+    def arrange_for(self, plan: Plan) -> None:
+        """Have what a plan needs besides the model."""
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
         self._transactions.buffers.add(plan.changed_buffers)
         if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
             self.scaling = Scaling(self.device)
-        self._plans.add(plan)
 
     def replace_plan(self, plan: Plan) -> None:
         """Follow another plan from now on (the repair after a rehearsal)."""
@@ -173,9 +186,14 @@ class Engine:
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
-        record = self._recorded(lambda: self._step(plan, batch), batch, signature, meter=meter)
-        if self.learner is not None and self._plans.wants_to_learn(signature):
-            self._learn(batch, signature, plan, self.learner)
+        record = self._steps.taken(
+            plan,
+            batch,
+            signature,
+            self.learner,
+            lambda plan, watch: self._recorded(partial(self._step, plan, batch, watch), batch, signature, meter=meter),
+        )
+        self._steps.learn_after(batch, signature, self.learner, self._transactions.before)
         return record
 
     def accumulate(self, micro_batches: Iterable[Batch], *, meter: bool = False) -> StepRecord:
@@ -216,7 +234,11 @@ class Engine:
         listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
         there = [tensor for each in listed for tensor in batches.leaves(each)]
         self._check_held(len(listed), there)
-        return self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
+        record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
+        diverged, self._diverged = self._diverged, None
+        if diverged is not None:
+            self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
+        return record
 
     def _check_held(self, count: int, tensors: Sequence[torch.Tensor]) -> None:
         """Check that batches which are all on the device at once hold no more bytes than the plan counts for them."""
@@ -262,20 +284,11 @@ class Engine:
         self.add(made)
         return made
 
-    def _learn(self, batch: Batch, signature: str, known: Plan, learner: Callable[[Batch, Plan], Plan]) -> None:
-        """Look at the step that has just diverged as it was, and from now on follow a plan that knows its path, too."""
-        before = self._transactions.before
-        assert before is not None, "a step has diverged"
-        with before.again(), self.gathered():
-            made = self._plans.learnt(batch, signature, known, learner)
-        if made is not known:
-            self.add(made)
-
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
         return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
 
-    def _step(self, plan: Plan, batch: Batch) -> None:
+    def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
         weighted: Sequence[tuple[Batch, float | None]] = weighted_micro_batches(plan, batch) or [(batch, None)]
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
@@ -289,7 +302,9 @@ class Engine:
                 inside = program.updates_in_backward and index == len(weighted) - 1
                 if inside:
                     transaction.begin_update(self._updated())
-                self._executor.forward_backward(program, compiled, micro_batch, weight, total, updates=inside)
+                self._executor.forward_backward(
+                    program, compiled, micro_batch, weight, total, updates=inside, watch=watch
+                )
             self._finish(program, total, transaction)
 
     def _accumulate(self, loaded: Iterable[Batch]) -> None:
@@ -310,6 +325,8 @@ class Engine:
             how,
             lambda part, weight: self._executor.forward_backward(program, compiled, part, weight, total),
         )
+        if total.divergences and self._diverged is None:
+            self._diverged = here
 
     def _finish(self, program: StepProgram, total: Accumulated, transaction: Transaction) -> None:
         """The rest of the step: the update, where none began in backward, and the record."""
@@ -329,13 +346,17 @@ class Engine:
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *state_tensors(self.optimizer)]
 
     @contextmanager
-    def forward(self, *, retain_graph: bool = False) -> Iterator[Follower | CallFollower | None]:
+    def forward(
+        self, *, retain_graph: bool = False, batch: Batch | None = None
+    ) -> Iterator[Follower | CallFollower | None]:
         """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
         Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.
 
         Args:
             retain_graph: backward will run more than once through this graph; then no tensor is freed early.
+            batch: what forward is run on. Where it is given and forward takes a path that the plan does not know, that path is captured and planned for when
+                the next forward begins; the batch is kept until then.
         """
         if self.stream is not None:
             raise EngineError(
@@ -346,10 +367,20 @@ class Engine:
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
-        program = self._program(self.plan)
-        follower = self._executor.follower(self._plans.compiled(self.plan), retain=retain_graph)
+        signature = self.plan.signature
+        if self._diverged is not None:
+            diverged, self._diverged = self._diverged, None
+            self._steps.learn_after(diverged, signature, self.learner, self._before_it)
+        plan = self._plans.of(signature)[0]
+        program = self._program(plan)
+        follower = self._executor.follower(self._plans.compiled(plan), retain=retain_graph)
+        learns = batch is not None and self.learner is not None and self._plans.would_learn(signature)
+        self._before_it = Deciding(self.model, self.loss_fn) if learns else None
         with follower.following() if follower is not None else nullcontext(), program.as_chosen():
             yield follower
+        if learns and follower is not None and follower.divergence is not None:
+            self._plans.note_divergence(signature)
+            self._diverged = batch
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.call_follower import CallFollower
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
+from memfit.engine.new_paths import PathWatch
 from memfit.step.fingerprint import has_fingerprint
 from memfit.step.program import StepProgram
 
@@ -26,20 +27,29 @@ class Executor:
         self._lower_tiers = lower_tiers
         self._model = model
 
-    def follower(self, compiled: CompiledScript, *, retain: bool = False) -> Follower | CallFollower | None:
+    def follower(
+        self, compiled: CompiledScript, *, retain: bool = False, watch: PathWatch | None = None
+    ) -> Follower | CallFollower | None:
         """What follows a script through a forward (that of the first one where the model is as before it); None where the script drops nothing.
 
         Args:
             compiled: the script.
             retain: backward may run more than once.
+            watch: ends the forward where it leaves the plan; None to keep what is not planned.
         """
         if compiled.first is not None and has_fingerprint(self._model, compiled.first[1]):
             compiled = compiled.first[0]
         if compiled.script.plain:
             return None
         if compiled.calls:
-            return CallFollower(compiled, self._model, retain=retain)
-        return Follower(compiled, retain=retain, lower_tiers=self._lower_tiers, model=self._model)
+            return CallFollower(compiled, self._model, retain=retain, watch=watch)
+        return Follower(
+            compiled,
+            retain=retain,
+            lower_tiers=self._lower_tiers,
+            model=self._model,
+            diverged=None if watch is None else watch.diverged,
+        )
 
     def forward_backward(
         self,
@@ -50,6 +60,7 @@ class Executor:
         total: Accumulated,
         *,
         updates: bool = False,
+        watch: PathWatch | None = None,
     ) -> None:
         """One micro-batch.
 
@@ -60,9 +71,10 @@ class Executor:
             weight: its share of the loss; None for the whole.
             total: of the step so far, added to.
             updates: parameters are updated inside its backward.
+            watch: as for `follower`.
         """
         total.last = None
-        follower = self.follower(compiled)
+        follower = self.follower(compiled, watch=watch)
         try:
             # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
             total.last = program.forward_backward(
@@ -70,6 +82,7 @@ class Executor:
                 weight,
                 follower.following() if follower is not None else None,
                 check_finite=program.scaling is None,
+                after_forward=None if watch is None else watch.forward_ended,
                 around_backward=program.updating() if updates else None,
             )
         finally:

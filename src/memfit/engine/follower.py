@@ -6,7 +6,7 @@ storage the plan drops. At the first operation that differs, a *divergence*, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ class Follower(TorchDispatchMode):
         retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
         model: whose calls tell where a stretch begins or ends in which nothing is dropped; None to follow everything.
+        diverged: called with where and why the forward differs, before anything that is not planned runs; it may raise.
 
     Attributes:
         tape: what backward goes by.
@@ -83,6 +84,7 @@ class Follower(TorchDispatchMode):
         retain: bool = False,
         lower_tiers: LowerTiers | None = None,
         model: nn.Module | None = None,
+        diverged: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
@@ -92,6 +94,7 @@ class Follower(TorchDispatchMode):
         self.divergence: str | None = None
         self.unfollowed = 0
         self._model = model
+        self._diverged: Callable[[str], None] | None = None
         self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
         self._count = compiled.count
@@ -100,6 +103,7 @@ class Follower(TorchDispatchMode):
             self._diverge(
                 "an earlier forward, whose backward has not run yet, still has offloaded activations on the lower tier"
             )
+        self._diverged = diverged
 
     @contextmanager
     def following(self) -> Iterator[Follower]:
@@ -185,6 +189,8 @@ class Follower(TorchDispatchMode):
     def _diverge(self, why: str) -> None:
         self.divergence = why
         self.tape.diverge()
+        if self._diverged is not None:
+            self._diverged(why)
 
     def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not in the plan. Later recomputations may read a storage that it writes into: a copy of the present contents is kept."""

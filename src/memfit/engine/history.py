@@ -66,18 +66,31 @@ class History:
         self.records[-1] = record
         return record
 
-    def tell_divergence(self, divergence: str, more: str = "", *, stacklevel: int) -> None:
+    def began_anew(self, where: tuple[str, ...], ended_bytes: int) -> StepRecord:
+        """The record of the last step, whose forward was ended before and begun anew.
+
+        Args:
+            where: it left what was planned.
+            ended_bytes: peak of what was ended; of a step that is metered, the larger of both counts.
+        """
+        last = self.records[-1]
+        peak = None if last.peak_bytes is None else max(last.peak_bytes, ended_bytes)
+        self.records[-1] = replace(last, begun_anew=where, peak_bytes=peak)
+        return self.records[-1]
+
+    def tell_divergence(self, divergence: str, more: str = "", *, begun_anew: bool = False, stacklevel: int) -> None:
         """Warn that a forward was not as planned, once for each divergence.
 
         Args:
             divergence: where and why.
             more: what happens now.
+            begun_anew: the forward was ended there, not kept plain.
             stacklevel: of `warnings.warn`, from here.
         """
         if divergence not in self._told:
             self._told.add(divergence)
+            kept = f"was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
+            ended = f"was ended there: {divergence}. The step was begun anew, under a plan that knows its path if there is one"
             warnings.warn(
-                f"a forward differed from the plan and was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
-                + more,
-                stacklevel=stacklevel,
+                f"a forward differed from the plan and {ended if begun_anew else kept}{more}", stacklevel=stacklevel
             )

@@ -1,27 +1,31 @@
 """The plans that an engine follows, by the signature of the batches that they are for.
 
 A batch falls under the plan of its own signature, or under the tightest one that it fits within. A shape whose forward diverged from the plan it fell
-under gets a plan of its own; one whose forward diverged from its own plan is captured again, to learn the path that it took.
+under gets a plan of its own; one whose forward diverged from its own plan is captured again, to learn the path that it took. Paths for which no one plan fits
+have a plan each: a step begins under the one that was right most often of late, and is begun anew under another where it takes another path.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.compiled import CompiledScript
+from memfit.engine.new_paths import Learner
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
-MOST_LOOKS: Final = (
-    5  # at a shape whose forward goes on to diverge: after 1, 2, 4, ... divergences, as each look is a capture
-)
+# Looks at steps of one shape that diverge: each is a capture, which takes as long as planning does. The first ones are taken at once, so that the budget holds;
+# those after them, and after a look that shows nothing new, are ever further apart.
+MOST_LOOKS: Final = 16
+PROMPT_LOOKS: Final = 8
+FORGETTING: Final = 0.8  # what a step under a plan counts for after one more step
 
 
 class PlanTable:
@@ -29,27 +33,54 @@ class PlanTable:
 
     def __init__(self) -> None:
         self._plans: dict[str, Plan] = {}
-        self._compiled: dict[str, CompiledScript] = {}
+        self._others: dict[str, list[Plan]] = {}  # for other paths of the same shape
+        self._compiled: dict[int, tuple[Plan, CompiledScript]] = {}  # by the identity of the plan
+        self._right: dict[int, float] = {}  # how often a plan was right of late
         self._diverged: set[str] = set()
         self._unknown: Counter[str] = Counter()  # divergences from a shape's own plan, since the last look
         self._looks: Counter[str] = Counter()
+        self._vain: Counter[str] = Counter()  # looks that have shown nothing new
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def add(self, plan: Plan) -> None:
         """From now on the plan for batches of its signature."""
-        self._plans[plan.signature] = plan
-        self._compiled[plan.signature] = CompiledScript(plan.script)
+        self.add_paths(plan.signature, (plan,))
+
+    def add_paths(self, signature: str, plans: Sequence[Plan]) -> None:
+        """From now on the plans for batches of this signature, each for other paths; the first one is tried first."""
+        for gone in self.of(signature):
+            if all(gone is not plan for plan in plans):
+                del self._compiled[id(gone)], self._right[id(gone)]
+        self._plans[signature], self._others[signature] = plans[0], list(plans[1:])
+        for plan in plans:
+            if id(plan) not in self._compiled:
+                self._compiled[id(plan)] = plan, CompiledScript(plan.script)
+                self._right[id(plan)] = 0.0
 
     def clear(self) -> None:
         """Forget all plans."""
-        self._plans.clear()
-        self._compiled.clear()
+        for table in (self._plans, self._others, self._compiled, self._right):
+            table.clear()
 
     def compiled(self, plan: Plan) -> CompiledScript:
         """The script of a plan that was added."""
-        return self._compiled[plan.signature]
+        return self._compiled[id(plan)][1]
+
+    def of(self, signature: str) -> tuple[Plan, ...]:
+        """All plans for batches of exactly this signature, the one that is tried first at the front."""
+        return (self._plans[signature], *self._others[signature]) if signature in self._plans else ()
+
+    def was_right(self, signature: str, plan: Plan) -> None:
+        """A step of such a batch has run under this plan; the one that was right most often of late is tried first next time."""
+        plans = self.of(signature)
+        if len(plans) == 1 or all(plan is not each for each in plans):
+            return
+        for each in plans:
+            self._right[id(each)] = FORGETTING * self._right[id(each)] + (each is plan)
+        first, *others = sorted(plans, key=lambda each: -self._right[id(each)])
+        self._plans[signature], self._others[signature] = first, others
 
     def plan_for(self, signature: str, first: Plan) -> Plan:
         """The plan that batches of this signature fall under; the one with the smallest peak when several do.
@@ -83,8 +114,16 @@ class PlanTable:
 
     def wants_to_learn(self, signature: str) -> bool:
         """Whether the step that has just diverged is to be captured, for the path that it took."""
+        return self._is_due(signature, self._unknown[signature])
+
+    def would_learn(self, signature: str) -> bool:
+        """Whether a step that diverges now is to be captured."""
+        return signature in self._plans and self._is_due(signature, self._unknown[signature] + 1)
+
+    def _is_due(self, signature: str, divergences: int) -> bool:
         looks = self._looks[signature]
-        return looks < MOST_LOOKS and self._unknown[signature] >= 1 << looks
+        patience = self._vain[signature] + max(0, looks - PROMPT_LOOKS)
+        return looks < MOST_LOOKS and divergences >= 1 << patience
 
     def own_plan(self, batch: Batch, signature: str, known: Plan, planner: Callable[[Batch], Plan]) -> Plan:
         """A plan for this very shape; the one it falls under where none can be made. Not added yet.
@@ -102,26 +141,35 @@ class PlanTable:
             warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=4)
             return replace(known, signature=signature)
 
-    def learnt(self, batch: Batch, signature: str, known: Plan, learner: Callable[[Batch, Plan], Plan]) -> Plan:
-        """The plan of a shape after a look at a step that diverged from the one it had. Not added yet.
+    def learnt(self, batch: Batch, signature: str, budget_bytes: int, learner: Learner) -> tuple[Plan, ...]:
+        """The plans of a shape after a look at a step that diverged from all it had. Not added yet.
 
         Args:
             batch: of that step; the model and the generators are as they were when it began.
             signature: of the batch.
-            known: the plan of the shape so far, returned where nothing new was seen or the step cannot be captured.
-            learner: makes a plan that also knows what this step does.
+            budget_bytes: that the plans are to have.
+            learner: makes plans that also know what this step does.
+
+        Returns:
+            The plans so far, the same tuple, where nothing new was seen or the step cannot be captured.
         """
+        known = self.of(signature)
         self._looks[signature] += 1
         self._unknown[signature] = 0
         try:
             made = learner(batch, known)
         except CaptureError as error:
+            self._vain[signature] += 1
             warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
-        if made.budget_bytes > known.budget_bytes:
-            more = format_bytes(made.prediction.peak_bytes - known.budget_bytes)
+        self._vain[signature] += made is known
+        above = [
+            p.prediction.peak_bytes for p in made if p.budget_bytes > budget_bytes and all(p is not k for k in known)
+        ]
+        if above:
+            more = format_bytes(max(above) - budget_bytes)
             warnings.warn(
-                f"no plan for the path that a step took fits in the budget: the smallest, which is followed from now on, takes {more} more",
+                f"no plan for the path that a step took fits in the budget: the smallest, which is followed on that path from now on, takes {more} more",
                 stacklevel=4,
             )
         return made

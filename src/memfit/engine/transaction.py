@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from memfit.batches import LossFunction
 from memfit.engine.interrupts import interrupts_wait
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
@@ -50,14 +51,15 @@ class Transactions:
 
     Args:
         model: being trained.
+        loss_fn: its loss; what its modules note is put back, too.
 
     Attributes:
         buffers: copies of those that forward writes.
         before: what may have decided the path of the last step, as it was when that began; None before the first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+        self._model, self._loss_fn = model, loss_fn
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
         self._stuck = ""
@@ -74,7 +76,7 @@ class Transactions:
         Args:
             scaling: of the gradients, where they are scaled.
         """
-        guard = Guard(self._model, self.buffers.copies, scaling)
+        guard = Guard(self._model, self.buffers.copies, scaling, self._loss_fn)
         self.before = guard.deciding
         rest = ExitStack()
         transaction = Transaction(self, rest)

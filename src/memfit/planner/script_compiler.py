@@ -41,7 +41,10 @@ def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
             if own[number] and key not in scripts:
                 any_size = len(seen[path.calls.forms[key]]) > 1
                 scripts[key] = compile_script(path.timeline.recipes, own[number], call, any_size=any_size)
-    return Script(calls=tuple(CallScript(*key, script) for key, script in scripts.items() if not script.plain))
+    return Script(
+        calls=tuple(CallScript(*key, script) for key, script in scripts.items() if not script.plain),
+        most_operations=max(path.trace.forward_operations for path in draws.paths),
+    )
 
 
 def compile_script(

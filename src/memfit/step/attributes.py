@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -59,8 +59,8 @@ class Attributes:
             if not isinstance(value, tuple):
                 self.containers.append(value)
                 self._contents.append(_items(value))
-            if len(value) <= LARGEST_CONTAINER:
-                held = value.values() if isinstance(value, dict) else value
+            if length(value) <= LARGEST_CONTAINER:
+                held = items_of(value)
         elif isinstance(value, nn.Module):
             self.modules.append(value)
             held, inside = (vars(value),), False
@@ -84,26 +84,40 @@ class Attributes:
 class PlainValues:
     """Numbers, words and None among the attributes of modules: what a step that is undone puts back. Quick, and no tensor is kept alive.
 
+    What was not there before goes, whatever it is: a tensor that a forward leaves for the loss, say.
     A flag often says what is in a buffer (how far a table is filled): whoever puts back the one has to put back the other.
 
     Args:
-        model: whose modules; torch's own keep no such state and are left out.
+        models: whose modules; torch's own keep no such state and are left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         self._held = [
-            (module, {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)})
+            (module, list(vars(module)), {name: v for name, v in vars(module).items() if isinstance(v, PLAIN)})
+            for model in models
             for module in model.modules()
             if not type(module).__module__.startswith("torch.")
         ]
 
     def put_back(self) -> None:
         """Restore what has changed; what was not there goes."""
-        for module, held in self._held:
+        for module, there, held in self._held:
             now = vars(module)
-            for name in [name for name, value in now.items() if isinstance(value, PLAIN) and name not in held]:
+            for name in now.keys() - there:
                 del now[name]
             now.update(held)
+
+
+def length(container: Container | tuple[Any, ...]) -> int:
+    """Of a container; a subclass of tuple may mean something else by its length, or have none."""
+    return tuple.__len__(container) if isinstance(container, tuple) else len(container)
+
+
+def items_of(container: Container | tuple[Any, ...]) -> Iterable[Any]:
+    """What a container holds; of a dictionary the values."""
+    if isinstance(container, tuple):
+        return tuple.__iter__(container)
+    return container.values() if isinstance(container, dict) else container
 
 
 def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:
@@ -173,8 +187,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _fill(container: Container, contents: Any) -> None:
     if isinstance(container, dict):
-        # Of subclasses too (a counter's own `update` adds).
-        dict.clear(container)
+        # Of subclasses too (a counter's own `update` adds); but ordered ones have a list of their keys besides, which `dict.clear` leaves as it was.
+        (OrderedDict if isinstance(container, OrderedDict) else dict).clear(container)
         for key, value in contents.items():
             container[key] = value
     elif isinstance(container, set):

@@ -6,7 +6,7 @@ Used wherever a step may be undone, in the engine's transaction and in the rehea
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.step.attributes import PlainValues
+from memfit.step.attributes import PlainValues, held_by
 from memfit.step.buffers import Buffers
 from memfit.step.device import device_of
 from memfit.step.generators import GeneratorStates
@@ -26,11 +26,12 @@ class Deciding:
 
     Args:
         model: whose modules.
+        loss_fn: whose modules as well: losses note what they have seen.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._values = PlainValues(model)
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._values = PlainValues(model, *(module for module in held_by(loss_fn) if module is not model))
         self._generators = GeneratorStates(device_of(model))
         self._outside = random.getstate(), np.random.get_state()  # noqa: NPY002 - models draw from the global one
 
@@ -44,7 +45,7 @@ class Deciding:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all of it is as it was; afterwards as it is now."""
-        now = Deciding(self._model)
+        now = Deciding(self._model, self._loss_fn)
         self.put_back()
         try:
             yield
@@ -59,6 +60,7 @@ class Guard:
         model: whose buffers.
         copies: of the buffers that forward writes in place, filled here (`BufferCopies`).
         scaling: of the gradients, where they are scaled.
+        loss_fn: as for `Deciding`.
 
     Attributes:
         deciding: which of it may decide the path of forward.
@@ -69,9 +71,10 @@ class Guard:
         model: nn.Module,
         copies: Mapping[str, torch.Tensor] | None = None,
         scaling: Scaling | None = None,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._buffers = Buffers(model, copies or {})
-        self.deciding = Deciding(model)
+        self.deciding = Deciding(model, loss_fn)
         self._scaling = scaling
         self._scale: dict[str, Any] | None = None if scaling is None else scaling.state()
 

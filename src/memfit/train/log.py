@@ -101,6 +101,7 @@ def records(out: Path) -> tuple[StepRecord, ...]:
             recomputations=line.get("recomputations", 0),
             divergences=tuple(line.get("divergences", ())),
             skipped=line.get("skipped", False),
+            begun_anew=tuple(line.get("begun_anew", ())),
         )
         for line in read(out)
         if "loss" in line

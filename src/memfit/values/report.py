@@ -27,6 +27,7 @@ class StepRecord:
         recomputations: operations run again.
         divergences: where a forward differed from the plan, so that from there on everything was kept; empty when there was no difference.
         skipped: scaled gradients overflowed (fp16), so the optimizer was not stepped.
+        begun_anew: where forwards left every path that was known, so that the step was begun anew under a plan that knows its path; once as a rule, if at all.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepRecord:
     recomputations: int = 0
     divergences: tuple[str, ...] = ()
     skipped: bool = False
+    begun_anew: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,14 @@ class Report:
             Plan.from_json(data["plan"]),
             rehearsal,
             tuple(
-                StepRecord(**{**r, "loss": _number(r["loss"]), "divergences": tuple(r["divergences"])})
+                StepRecord(
+                    **{
+                        **r,
+                        "loss": _number(r["loss"]),
+                        "divergences": tuple(r["divergences"]),
+                        "begun_anew": tuple(r.get("begun_anew", ())),
+                    }
+                )
                 for r in data["records"]
             ),
             tuple(FrontierPoint(**p) for p in data["frontier"]),

@@ -116,6 +116,7 @@ class Script:
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
         kept_stretches: the longest stretches, between begins and ends of modules' calls, in which nothing is dropped, held or written that it knows by number.
         first: what is followed instead in a first forward that builds what later ones find.
+        most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
     """
 
     operations: tuple[str, ...] = ()
@@ -132,6 +133,7 @@ class Script:
     calls: tuple[CallScript, ...] = ()
     kept_stretches: tuple[KeptStretch, ...] = ()
     first: FirstForward | None = None
+    most_operations: int = 0
 
     @property
     def plain(self) -> bool:
@@ -174,6 +176,7 @@ class Script:
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
             "kept_stretches": [[s.begins, s.ends, s.calls, *s.operations, *s.saves] for s in self.kept_stretches],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
+            "most_operations": self.most_operations,
         }
 
     @classmethod
@@ -213,6 +216,7 @@ class Script:
                 for begins, ends, calls, a, b, c, d in data["kept_stretches"]
             ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
+            int(data.get("most_operations", 0)),
         )
         count = len(operations)
         if len(script.wanted) != count:

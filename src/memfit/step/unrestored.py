@@ -1,0 +1,167 @@
+"""What a forward may have changed that undoing a step does not put back: asked before a forward is ended half way, to be run again.
+
+A step that fails is undone as far as a failed step has to be: buffers, numbers and words among attributes, generators, the gradient scale (`Guard`). One that
+is to be run again as if nothing had happened must not leave anything else changed either: a list that grew, a tensor that was replaced or written into.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from memfit.dispatch import has_storage, storage_key
+from memfit.step.attributes import LARGEST_CONTAINER, PLAIN, held_by, items_of, length
+
+_OF_TORCH: Final = frozenset(nn.Module().__dict__)
+_CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
+
+
+class Unrestored:
+    """Everything besides what a `Guard` puts back, as it is when this is made; no tensor is kept alive.
+
+    Args:
+        model: whose parameters, buffers and attributes.
+        loss_fn: whose modules are looked at too.
+        restored: names of the buffers whose contents are put back.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, restored: Collection[str]) -> None:
+        self._model = model
+        self._others = [module for module in held_by(loss_fn) if module is not model]
+        self._restored = restored
+        self._names: dict[
+            int, list[str]
+        ] = {}  # of attributes to look at, by the identity of a module: those that are there and are not put back
+        self._before = self._noted()
+        self._storages: frozenset[int] | None = None
+
+    def changed(self) -> bool:
+        """Whether any of it is not as it was."""
+        now = self._noted()
+        # Where what was there is still alive, no other object can have its number.
+        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+
+    def writes(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these lies in the storage of a parameter, or of a buffer that is not put back; also where it is an alias without a version."""
+        if self._storages is None:
+            self._storages = frozenset(storage_key(t) for t in self._tensors() if has_storage(t))
+        return any(has_storage(t) and storage_key(t) in self._storages for t in tensors)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        buffers = [buffer for name, buffer in self._model.named_buffers() if name not in self._restored]
+        return [*self._model.parameters(), *buffers]
+
+    def _noted(self) -> _Words:
+        words = _Words()
+        for path, module in self._model.named_modules():  # once: finding the modules takes longer than looking at them
+            words.tensors(module, f"{path}." if path else "", self._restored)
+            if not type(module).__module__.startswith("torch."):  # torch's own keep no such state
+                self._attributes(module, words)
+        for other in self._others:
+            for module in other.modules():
+                words.tensors(module, "", ())
+                self._attributes(module, words)
+        return words
+
+    def _attributes(self, module: nn.Module, words: _Words) -> None:
+        """What a module holds besides parameters, buffers and modules."""
+        held = vars(module)
+        names = self._names.get(id(module))
+        if names is None:
+            names = [name for name, v in held.items() if name not in _OF_TORCH and not isinstance(v, PLAIN)]
+            self._names[id(module)] = names
+        for name in names:
+            words.value(name)
+            words.value(held.get(name))
+
+
+class _Words:
+    """What there is, written down flat.
+
+    Attributes:
+        words: identities, versions, lengths and values, in order.
+        alive: weak references to what the identities are of.
+    """
+
+    __slots__ = ("_looked_into", "alive", "words")
+
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+        self.alive: list[Callable[[], object]] = []
+        self._looked_into: set[int] = set()
+
+    def tensors(self, module: nn.Module, path: str, restored: Collection[str]) -> None:
+        """A module's own parameters, and its buffers but for those of these names."""
+        for parameter in module._parameters.values():  # noqa: SLF001 - its own alone, and no others' names made up for them
+            if parameter is not None:
+                self.tensor(parameter)
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - as above
+            if buffer is not None and path + name not in restored:
+                self.tensor(buffer)
+
+    def tensor(self, tensor: torch.Tensor) -> None:
+        """Which one it is, where it lies, how often it was written."""
+        there = tensor.data_ptr() if tensor.layout is torch.strided and has_storage(tensor) else 0
+        self.words += (id(tensor), there, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - torch's only count
+        self.alive.append(weakref.ref(tensor))
+
+    def value(self, value: Any, *, inside: bool = False) -> None:
+        """Anything that an attribute may be."""
+        if isinstance(value, PLAIN):
+            self.words.append(value)
+        elif isinstance(value, torch.Tensor):
+            self.tensor(value)
+        elif isinstance(value, (list, tuple, dict, set, deque)):
+            self._container(value, inside=inside)
+        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self.words.append(_state(value))
+        else:
+            self._object(value, inside=inside)
+
+    def _container(self, value: Any, *, inside: bool) -> None:
+        self.words += (type(value), length(value))
+        if id(value) in self._looked_into or length(value) > LARGEST_CONTAINER:
+            return
+        self._looked_into.add(id(value))
+        if isinstance(value, dict):
+            for key, held in value.items():
+                self.words.append(id(key) if not isinstance(key, PLAIN) else key)
+                self.value(held, inside=inside)
+        else:
+            for held in items_of(value):
+                self.value(held, inside=inside)
+
+    def _object(self, value: Any, *, inside: bool) -> None:
+        self.words.append(id(value))
+        try:
+            self.alive.append(weakref.ref(value))
+        except TypeError:
+            self.alive.append(lambda kept=value: kept)  # type: ignore[misc]
+        # Of objects only the first is looked into, as one may lead anywhere; modules have their own turn.
+        if inside or isinstance(value, (*_CONSTANT, nn.Module)) or id(value) in self._looked_into:
+            return
+        self._looked_into.add(id(value))
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            for name, each in held.items():
+                self.words.append(name)
+                self.value(each, inside=True)
+
+
+def _state(generator: Any) -> Any:
+    """Of a random generator, to compare."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state())

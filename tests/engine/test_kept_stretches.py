@@ -164,11 +164,11 @@ def test_a_plan_file_that_skips_what_is_dropped_is_refused() -> None:
     stretch = script.kept_stretches[0]
     around = [stretch.begins, stretch.ends, 1]
     with pytest.raises(ValueError, match="the engine is to act in it"):
-        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations), 0, len(script.saves)]]})
+        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations), 0, len(script.saves), 1, 9]]})
     with pytest.raises(ValueError, match="ends at operation"):
-        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations) + 1, 0, 0]]})
+        Script.from_json({**data, "kept_stretches": [[*around, 0, len(script.operations) + 1, 0, 0, 1, 9]]})
     with pytest.raises(ValueError, match="ends with call 0"):
-        Script.from_json({**data, "kept_stretches": [[stretch.begins, stretch.ends, 0, 0, 0, 0, 0]]})
+        Script.from_json({**data, "kept_stretches": [[stretch.begins, stretch.ends, 0, 0, 0, 0, 0, 1, 9]]})
 
 
 def test_what_runs_differently_inside_is_seen_in_the_next_whole_forward() -> None:

@@ -114,8 +114,11 @@ class Follower(TorchDispatchMode):
                 yield self
             else:
                 modules = self.compiled.modules_of(self._model)
-                stretches = KeptStretches(self, hooks, lambda module: self._kept_from(module, modules), self._skipped)
-                with stretches.off_during(modules.values()):
+                stretches = KeptStretches(
+                    self, hooks, lambda module: self._kept_from(module, modules), self._skipped, self._diverge
+                )
+                everything = {id(module) for module in self._model.modules()}
+                with stretches.off_during(everything, [last for _, last in modules.values()]):
                     yield self
         self.finish()
 
@@ -133,7 +136,7 @@ class Follower(TorchDispatchMode):
         ):
             return None
         self.tape.storages.not_followed()
-        return last, stretch.calls
+        return End(last, stretch.calls, stretch.begun)
 
     def _skipped(self) -> None:
         """The stretch that begins here has run unfollowed."""

@@ -1,24 +1,40 @@
 """Stretches of forward in which the plan drops nothing run as in plain PyTorch: the follower is off from where a call of a module begins to where one ends.
 
-A dispatch mode takes some microseconds for each operation that it sees, and saved-tensor hooks for each tensor. What runs in such a stretch is not compared
-with the plan; the first forward under a plan, and each `CONFIRMED_EVERY`-th after it, is followed as a whole.
+A dispatch mode takes some microseconds for each operation that it sees, and saved-tensor hooks for each tensor. Of what runs in such a stretch only the calls
+of modules are counted; the first forward under a plan, and each `CONFIRMED_EVERY`-th after it, is followed as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 CONFIRMED_EVERY: Final = 64
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-End = tuple[nn.Module, int]
-"""Where a stretch ends: with so many calls of a module."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a stretch ends, and what has run by then.
+
+    Attributes:
+        module: whose call ends it.
+        calls: of it that end in the stretch.
+        begun: the least and the most calls of modules that begin in it.
+    """
+
+    module: nn.Module
+    calls: int
+    begun: tuple[int, int]
 
 
 class KeptStretches:
@@ -29,6 +45,7 @@ class KeptStretches:
         hooks: the saved-tensor hooks.
         begins: asked where a module's call begins: where the stretch that begins with it ends, None where the mode is to stay on.
         ends: told where that stretch has ended.
+        differs: told how the calls of modules in a stretch differ from the plan; the mode is on again by then.
     """
 
     def __init__(
@@ -37,54 +54,73 @@ class KeptStretches:
         hooks: Hooks,
         begins: Callable[[nn.Module], End | None],
         ends: Callable[[], None],
+        differs: Callable[[str], None],
     ) -> None:
         self._mode, self._hooks = mode, hooks
-        self._begins, self._ends = begins, ends
-        self._last: nn.Module | None = None  # whose call ends the stretch that runs
-        self._calls = 0  # of it that are still to end
+        self._begins, self._ends, self._differs = begins, ends, differs
+        self._end: End | None = None  # of the stretch that runs
+        self._calls = 0  # of the last module that have ended
+        self._begun = 0  # calls of modules
+        self._modules: Container[int] = ()
         self._below: tuple[Any, Any] = (None, None)  # mode and hooks that are on in the stretch
 
     @contextmanager
-    def off_during(self, ends_of: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
+    def off_during(self, modules: Container[int], last: Iterable[nn.Module]) -> Iterator[None]:
         """Forward runs inside, with the mode and the hooks on.
 
         Args:
-            ends_of: the modules that each stretch begins and ends with.
+            modules: ids of the model's modules.
+            last: the modules that stretches end with.
         """
-        pairs = list(ends_of)
-        handles = []
-        for module in {id(first): first for first, _ in pairs}.values():
-            handles.append(module.register_forward_pre_hook(self._before))
-        for module in {id(last): last for _, last in pairs}.values():
+        self._modules = modules
+        handles = [_hooks.register_module_forward_pre_hook(self._before)]
+        for module in {id(each): each for each in last}.values():
             handles.append(module.register_forward_hook(self._after, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            if self._last is not None:  # forward went another way, or was interrupted: torch calls no hook then
+            if self._end is not None:  # forward went another way, or was interrupted: torch calls no hook then
                 self._on()
 
     def _before(self, module: nn.Module, _args: object) -> None:
-        if self._last is not None or _present() != (self._mode, self._hooks):  # what lies on top cannot be taken off
+        if id(module) not in self._modules or not torch.is_grad_enabled():  # calls without gradients are not counted
+            return
+        if self._end is not None:
+            self._begun += 1
+            if self._begun > self._end.begun[1] and _present() == self._below:
+                self._stop(f"a module is called after the {self._end.begun[1]} calls of modules that the plan has here")
+            return
+        if _present() != (self._mode, self._hooks):  # what lies on top cannot be taken off
             return
         end = self._begins(module)
         if end is not None:
-            self._last, self._calls = end
+            self._end, self._calls, self._begun = end, 0, 1
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._mode.__exit__(None, None, None)
             self._below = _present()
 
     def _after(self, module: nn.Module, _args: object, _output: object) -> None:
-        if module is not self._last or not torch.is_grad_enabled():  # calls without gradients are not counted
+        if self._end is None or module is not self._end.module or not torch.is_grad_enabled():
             return
-        self._calls -= 1
-        if self._calls == 0 and _present() == self._below:  # else something of the user's has been put on since
+        self._calls += 1
+        if self._calls < self._end.calls or _present() != self._below:  # something of the user's has been put on since
+            return
+        if sys.exception() is not None:  # forward has failed: torch calls the hook all the same
+            self._on()
+        elif self._begun < self._end.begun[0]:
+            self._stop(f"{self._begun} calls of modules, the plan has {self._end.begun[0]} here")
+        else:
             self._on()
             self._ends()
 
+    def _stop(self, why: str) -> None:
+        self._on()
+        self._differs(why)
+
     def _on(self) -> None:
-        self._last = None
+        self._end = None
         self._mode.__enter__()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -194,8 +195,13 @@ def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptSt
         ending = calls[end]
         # A call that began before this one, around it, is the only one of its module that ends here.
         times = 1 if end < number else sum(each.module == ending.module for each in calls[number : end + 1])
+        until = ending.operations[1], ending.saves[1]
+        later = [(each.operations[0], each.saves[0]) for each in calls[number:]]
+        begun = bisect_left(later, until), bisect_right(later, until)
         found.append(
-            KeptStretch(call.module, ending.module, times, (begin, ending.operations[1]), (first, ending.saves[1]))
+            KeptStretch(
+                call.module, ending.module, times, (begin, ending.operations[1]), (first, ending.saves[1]), begun
+            )
         )
     return tuple(found)
 

@@ -74,6 +74,7 @@ class KeptStretch:
         calls: of the module `ends` that begin and end in them; with the last of these they end.
         operations: from the first up to, not including, the second.
         saves: likewise, the tensors that autograd saves in them.
+        begun: the least and the most calls of modules that begin in them, the first included; they differ where calls without operations lie at their end.
     """
 
     begins: str
@@ -81,6 +82,7 @@ class KeptStretch:
     calls: int
     operations: tuple[int, int]
     saves: tuple[int, int]
+    begun: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,9 @@ class Script:
             "writes": {str(k): list(v) for k, v in self.writes.items()},
             "inputs": sorted(self.inputs),
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
-            "kept_stretches": [[s.begins, s.ends, s.calls, *s.operations, *s.saves] for s in self.kept_stretches],
+            "kept_stretches": [
+                [s.begins, s.ends, s.calls, *s.operations, *s.saves, *s.begun] for s in self.kept_stretches
+            ],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
             "most_operations": self.most_operations,
         }
@@ -212,8 +216,8 @@ class Script:
             frozenset(int(s) for s in data["inputs"]),
             tuple(CallScript(str(module), int(number), cls.from_json(own)) for module, number, own in data["calls"]),
             tuple(
-                KeptStretch(str(begins), str(ends), int(calls), (int(a), int(b)), (int(c), int(d)))
-                for begins, ends, calls, a, b, c, d in data["kept_stretches"]
+                KeptStretch(str(begins), str(ends), int(calls), (int(a), int(b)), (int(c), int(d)), (int(e), int(f)))
+                for begins, ends, calls, a, b, c, d, e, f in data["kept_stretches"]
             ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
             int(data.get("most_operations", 0)),

@@ -805,9 +805,17 @@ def test_gradients_of_gradients_are_right_when_it_was_said_so() -> None:
     right = gradients_of(model, squared_gradients(model, forward(model)))
     found = gradients_of(model, squared_gradients(model, forward(model, engine.forward(retain_graph=True))))
     assert same(found, right)
-    engine = memfit.apply(plan_at(0.5, model, rows()), model)
-    with pytest.raises(EngineError, match="retain_graph=True"):
-        gradients_of(model, squared_gradients(model, forward(model, engine.forward())))
+    refused = 0
+    for share in (0.4, 0.5, 0.6, 0.7):  # a plan that drops little may have all that is asked for a second time
+        engine = memfit.apply(plan_at(share, model, rows()), model)
+        try:
+            found = gradients_of(model, squared_gradients(model, forward(model, engine.forward())))
+        except EngineError as error:
+            assert "retain_graph=True" in str(error)
+            refused += 1
+        else:
+            assert same(found, right)
+    assert refused
 
 
 def test_backward_through_half_of_the_graph_is_right() -> None:

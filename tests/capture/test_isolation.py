@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.capture.capture import capture
 from memfit.capture.isolation import lent
+from memfit.capture.source import StepSource
+from memfit.techniques.choices import BASELINE
+from memfit.values.trace import Category
 
 
 class Head(nn.Module):
@@ -54,3 +58,25 @@ def test_a_list_that_modules_share_stays_one_list() -> None:
 def test_a_model_that_collects_outputs_in_a_shared_list_is_planned() -> None:
     plan = memfit.plan(Supervised(), torch.randn(4, 8), lambda m, x: m(x).square().mean(), "1GiB")
     assert plan.prediction.peak_bytes > 0
+
+
+class Leaving(nn.Module):
+    """Leaves a tensor for whoever asks, as a variational encoder its mean: it is there until the next forward makes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 8) to the same shape."""
+        self.left = torch.tanh(self.layer(x))
+        return self.left
+
+
+def test_what_the_step_before_left_is_there_in_every_capture() -> None:
+    source = StepSource(Leaving(), torch.randn(4, 8), lambda m, x: m(x).square().mean())
+    first = capture(source, BASELINE)
+    for captured in (first, capture(source, BASELINE, after=first)):
+        assert captured.graded is None
+        assert captured.trace.bytes_of(Category.BUFFER) == 4 * 8 * 4

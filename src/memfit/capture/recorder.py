@@ -127,6 +127,11 @@ class Recorder(TorchDispatchMode):
             if sid is not None and self.lifetimes.storages[sid].birth != BEFORE_STEP:
                 self.lifetimes.storages[sid].category = category
 
+    def made_in_step(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made the storage of a tensor."""
+        sid = self.lifetimes.id_of(tensor) if dispatch.has_storage(tensor) else None
+        return sid is not None and self.lifetimes.storages[sid].birth != BEFORE_STEP
+
     def storage_id(self, tensor: torch.Tensor) -> int:
         """Number of the tensor's storage. One not seen before was made by no recorded operation (a constant, another library) and counts as there before."""
         sid = self.lifetimes.id_of(tensor)

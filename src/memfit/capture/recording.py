@@ -99,7 +99,7 @@ def record(
         trace,
         recorder.calls,
         recorder.overwritten,
-        step.graded,
+        None if step.leaves_tensors else step.graded,
         step.receiving,
         step.forced,
         repeats=once,
@@ -124,6 +124,7 @@ class _StepRecording:
     Attributes:
         graded, receiving, forced: as in `Captured`.
         changed: bytes of the buffers that forward writes, by name.
+        leaves_tensors: forward leaves some as attributes of modules, there when the next step begins: so one has to run before the recorded one.
         forward_events, pass_events: as in `Trace`.
     """
 
@@ -140,6 +141,7 @@ class _StepRecording:
         self.receiving: frozenset[str] = frozenset()
         self.forced: Forced | None = None
         self.changed: dict[str, int] = {}
+        self.leaves_tensors = False
         self.forward_events = self.pass_events = 0
         self._source = source
         self._micro_batches = micro_batches
@@ -242,6 +244,7 @@ class _StepRecording:
             if dispatch.has_storage(b) and recorder.storage_id(b) in recorder.changed
         }
         del buffers
+        self.leaves_tensors = any(recorder.made_in_step(tensor) for tensor in model_tensors(model))
         recorder.recategorise((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
         return loss
 

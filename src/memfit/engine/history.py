@@ -89,8 +89,6 @@ class History:
         """
         if divergence not in self._told:
             self._told.add(divergence)
-            kept = f"was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
-            ended = f"was ended there: {divergence}. The step was begun anew, under a plan that knows its path if there is one"
-            warnings.warn(
-                f"a forward differed from the plan and {ended if begun_anew else kept}{more}", stacklevel=stacklevel
-            )
+            ended = f"a forward differed from the plan and was ended there: {divergence}. The step was begun anew, under a plan that knows its path"
+            kept = f"a forward differed from the plan and was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
+            warnings.warn((ended if begun_anew else kept) + more, stacklevel=stacklevel)

@@ -180,7 +180,9 @@ def test_a_model_that_grows_is_not_said_to_fit() -> None:
     )
     assert two > one
     enough_at_first = two + (two - one) + 1024
-    with pytest.raises(InfeasibleError, match="changes from run to run|is too little") as caught:
+    with pytest.raises(
+        InfeasibleError, match="changes from run to run|is too little|no plan that much smaller"
+    ) as caught:
         memfit.fit(model, sample, squared_error, enough_at_first, adamw, fixed={"micro_batches": 1})
     assert caught.value.minimum_bytes is not None
 

@@ -342,7 +342,10 @@ def check_steps(
         mine, others = state_of(model, engine.optimizer), state_of(theirs, plain.optimizer)
         assert all(same(a, b) for a, b in zip(mine, others, strict=True)), number
         recomputations += record.recomputations
-        if record.divergences or record.begun_anew:
+        if record.begun_anew:
+            diverged += 1
+            assert may_diverge, (number, record.begun_anew)
+        if record.divergences:
             diverged += 1
             assert may_diverge or length < len(sample), (number, record.divergences)
             assert said or diverged > 1

@@ -179,13 +179,15 @@ class ModulePaths:
 
     Attributes:
         position: called where a module begins and ends; None for nothing. What it returns, where that is not None, is noted in `calls`.
-        calls: of each call of a module of the model, in the order in which they began: the module's path, the position at its begin and at its end.
-            Calls without gradients are left out: nothing is saved in them.
+        passed: called with the arguments and with the result of a call when it has ended; what it returns is noted in `calls`, too.
+        calls: of each call of a module of the model, in the order in which they began: the module's path, the position at its begin and at its end, how
+            deep it is in others, and what was passed in and out. Calls without gradients are left out: nothing is saved in them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.position: Callable[[], tuple[int, int] | None] | None = None
+        self.passed: Callable[[object], Any] | None = None
         self.calls: list[list[Any]] = []
         self._running = threading.local()  # micro-batches of a streamed step run in threads
         self._handles: list[Any] = []
@@ -211,7 +213,7 @@ class ModulePaths:
     def __enter__(self) -> Self:
         self._handles = [
             _hooks.register_module_forward_pre_hook(self._enter),
-            _hooks.register_module_forward_hook(self._leave, always_call=True),
+            _hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         return self
 
@@ -224,14 +226,18 @@ class ModulePaths:
         name = self._names.get(id(module))
         self._stack.append(self.current if name is None else name)
         if name is not None and self.position is not None and torch.is_grad_enabled():
-            self.calls.append([name, self.position(), None, len(self._stack)])
+            self.calls.append([name, self.position(), None, len(self._stack), None, None])
 
-    def _leave(self, module: torch.nn.Module, _args: object, _output: object) -> None:
+    def _leave(self, module: torch.nn.Module, args: object, *kwargs_and_output: object) -> None:
         if self.position is not None and id(module) in self._names:
             depth = len(self._stack)
             for call in reversed(self.calls):
                 if call[2] is None and call[3] == depth:
                     call[2] = self.position()
+                    # A call that has failed is told of without its keyword arguments.
+                    if self.passed is not None and len(kwargs_and_output) == 2:
+                        kwargs, output = kwargs_and_output
+                        call[4], call[5] = self.passed((args, kwargs)), self.passed(output)
                     break
         if self._stack:
             self._stack.pop()

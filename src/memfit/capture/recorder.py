@@ -32,6 +32,7 @@ from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
+from memfit.step.call_arguments import tensors_passed
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -49,6 +50,7 @@ class _SavedTensor:
     storage: int
     by: int
     module: str
+    packed: int
     unpacks: list[list[int | None]] = field(default_factory=list)
     freed: int | None = None
 
@@ -93,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self.notes: dict[str, None] = {}
         self.recording = True
         paths.position = self._position
+        paths.passed = self._passed
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_fresh_tensor = False
         self.overwritten = False  # something autograd saved was written before backward read it
@@ -108,6 +111,13 @@ class Recorder(TorchDispatchMode):
     def _position(self) -> tuple[int, int] | None:
         """Operations and saves of forward so far; None where forward is not being recorded."""
         return (len(self.operations), len(self.saves)) if self.recording and self.phase is Phase.FORWARD else None
+
+    def _passed(self, passed: object) -> tuple[tuple[int, ...], bool]:
+        """Storages of the tensors that are passed into or out of a call of a module, and whether there is nothing else among them but plain values."""
+        tensors = tensors_passed(passed)
+        found = [t for t in (dispatch.tensors_in(passed) if tensors is None else tensors) if dispatch.has_storage(t)]
+        known = (self.lifetimes.id_of(t) for t in found)
+        return tuple(dict.fromkeys(s for s in known if s is not None)), tensors is not None
 
     # -- storages ------------------------------------------------------------------------------------------------------------
 
@@ -295,7 +305,9 @@ class Recorder(TorchDispatchMode):
         save = len(self.saves)
         # Inputs are packed before their operation runs; outputs after it, and detached. So what has a grad_fn, or is a leaf that requires grad, is an input.
         is_input = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
-        self.saves.append(_SavedTensor(sid, len(self.events) - (not is_input), self.paths.current))
+        self.saves.append(
+            _SavedTensor(sid, len(self.events) - (not is_input), self.paths.current, len(self.events) - 1)
+        )
         if self.lifetimes.storages[sid].birth == BEFORE_STEP:
             return self._tracked(_Placeholder(save, tensor if tensor.is_leaf else tensor.detach()))
         placeholder = self._tracked(
@@ -399,6 +411,7 @@ class Recorder(TorchDispatchMode):
                 s.by,
                 tuple((int(u or 0), end if r is None else r) for u, r in s.unpacks),
                 end if s.freed is None else s.freed,
+                s.packed,
             )
             for s in self.saves
         )

@@ -29,6 +29,7 @@ from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.step.device import device_of
 from memfit.step.fingerprint import fingerprint
 from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.unrestored import HeldByModules
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
 from memfit.values.trace import Category, ModuleCall, Phase, Trace
@@ -91,7 +92,7 @@ def record(
         notes=tuple(recorder.notes),
         changed_buffers=tuple(step.changed),
         changed_buffer_bytes=sum(step.changed.values()),
-        calls=tuple(_module_calls(paths)),
+        calls=tuple(_module_calls(source.model, paths, steady=not step.changes_attributes and not step.leaves_tensors)),
     )
     names = forward_names(trace)
     once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too
@@ -109,13 +110,30 @@ def record(
     )
 
 
-def _module_calls(paths: dispatch.ModulePaths) -> Iterator[ModuleCall]:
-    """The calls that began and ended while forward was recorded."""
+def _module_calls(model: nn.Module, paths: dispatch.ModulePaths, *, steady: bool) -> Iterator[ModuleCall]:
+    """The calls that began and ended while forward was recorded.
+
+    Args:
+        model: whose modules.
+        paths: has watched them.
+        steady: forward leaves what modules hold as it was.
+    """
+    hooked = [path for path, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]  # noqa: SLF001
     numbers: Counter[str] = Counter()
-    for module, begin, end, _ in paths.calls:
-        if begin is not None and end is not None:
-            yield ModuleCall(module, numbers[module], (begin[0], end[0]), (begin[1], end[1]))
-            numbers[module] += 1
+    for module, begin, end, _, given, result in paths.calls:
+        if begin is None or end is None:
+            continue
+        arguments, plain = given or ((), False)
+        results, _ = result or ((), False)
+        inner = f"{module}." if module else ""
+        own = not any(path == module or path.startswith(inner) for path in hooked)
+        yield ModuleCall(
+            *(module, numbers[module], (begin[0], end[0]), (begin[1], end[1])),
+            arguments=arguments,
+            results=results,
+            repeatable=steady and plain and own,
+        )
+        numbers[module] += 1
 
 
 class _StepRecording:
@@ -124,6 +142,7 @@ class _StepRecording:
     Attributes:
         graded, receiving, forced: as in `Captured`.
         changed: bytes of the buffers that forward writes, by name.
+        changes_attributes: forward changes what modules hold: a counter, a list.
         leaves_tensors: forward leaves some as attributes of modules, there when the next step begins: so one has to run before the recorded one.
         forward_events, pass_events: as in `Trace`.
     """
@@ -141,7 +160,7 @@ class _StepRecording:
         self.receiving: frozenset[str] = frozenset()
         self.forced: Forced | None = None
         self.changed: dict[str, int] = {}
-        self.leaves_tensors = False
+        self.changes_attributes = self.leaves_tensors = False
         self.forward_events = self.pass_events = 0
         self._source = source
         self._micro_batches = micro_batches
@@ -225,11 +244,17 @@ class _StepRecording:
         inside = program.updates_in_backward
         # The engine, too, holds the buffers that were there before the step, in case it fails.
         buffers = dict(model.named_buffers())
+        held = HeldByModules(model)
+
+        def after_forward() -> None:
+            self.changes_attributes = held.changed()
+            self._after_forward()
+
         loss = program.forward_backward(
             self._micro_batches[-1],
             self._weight,
             recorder.saving(),
-            after_forward=self._after_forward,
+            after_forward=after_forward,
             around_backward=program.updating(self._around_update) if inside else None,
         )
         self.pass_events = len(recorder.events)
@@ -243,7 +268,7 @@ class _StepRecording:
             for name, b in buffers.items()
             if dispatch.has_storage(b) and recorder.storage_id(b) in recorder.changed
         }
-        del buffers
+        del buffers, held
         self.leaves_tensors = any(recorder.made_in_step(tensor) for tensor in model_tensors(model))
         recorder.recategorise((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
         return loss

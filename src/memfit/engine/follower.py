@@ -7,7 +7,7 @@ storage the plan drops. At the first operation that differs, a *divergence*, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle
 from memfit.engine.kept_stretches import End, KeptStretches
+from memfit.engine.repeated_calls import CallsToRepeat, DroppedTensor
 from memfit.engine.tape import Tape
 from memfit.step import generators
 from memfit.values.script import KEPT
@@ -94,6 +95,8 @@ class Follower(TorchDispatchMode):
         self.divergence: str | None = None
         self.unfollowed = 0
         self._model = model
+        self._retain = retain
+        self._repeated: CallsToRepeat | None = None
         self._diverged: Callable[[str], None] | None = None
         self._functions: list[Any] = list(compiled.functions)
         self._acts = compiled.acts
@@ -109,7 +112,7 @@ class Follower(TorchDispatchMode):
     def following(self) -> Iterator[Follower]:
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks), self:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
             if self._model is None or not self.compiled.kept_stretches or not self.compiled.confirmed:
                 yield self
             else:
@@ -121,6 +124,21 @@ class Follower(TorchDispatchMode):
                 with stretches.off_during(everything, [last for _, last in modules.values()]):
                     yield self
         self.finish()
+
+    def _repeating(self) -> AbstractContextManager[None]:
+        """What drops the saves of the calls that are made again as a whole."""
+        scripts = self.compiled.script.repeated_calls
+        if not scripts or self._model is None:
+            return nullcontext()
+        hooks = (kept_by_autograd, unpack)
+        self._repeated = CallsToRepeat(
+            scripts, self._model, hooks, self._repeated_ended, self._diverge, retain=self._retain
+        )
+        return self._repeated.during()
+
+    def _repeated_ended(self, saved: int) -> None:
+        """A call that is to be made again has ended, in which autograd has saved so many tensors."""
+        self.save += saved
 
     def _kept_from(self, module: nn.Module, modules: Mapping[int, tuple[nn.Module, nn.Module]]) -> End | None:
         """Where the stretch ends in which the plan drops nothing and that begins with a module's call; None where none does."""
@@ -161,7 +179,7 @@ class Follower(TorchDispatchMode):
     @property
     def recomputations(self) -> int:
         """Operations run again so far."""
-        return self.tape.recomputations
+        return self.tape.recomputations + (self._repeated.recomputations if self._repeated is not None else 0)
 
     def end(self) -> None:
         """Nothing will be asked for any more."""
@@ -296,6 +314,8 @@ def unpack(packed: Any) -> torch.Tensor:
     """The tensor that autograd saved."""
     if type(packed) is Handle:
         return packed.tape.saved_tensor(packed)
+    if type(packed) is DroppedTensor:
+        return packed.saved_tensor()
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(

@@ -37,7 +37,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     phase, module, operation = where(trace, evaluation.peak_event)
     bands = timeline.by_category(solution.recomputations)
     moments = _moments(trace, evaluation.peak_event)
-    bound = solver.bound(budget_bytes - solvers.extra_bytes - SLACK_BYTES) if solution.recomputations else 0.0
+    capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
+    bound = solver.bound(capacity, solution) if solution.recomputations else 0.0
     kept: dict[str, int] = defaultdict(int)
     dropped: dict[str, int] = defaultdict(int)
     again: dict[str, float] = defaultdict(float)
@@ -73,7 +74,6 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         **asdict(plain_step(solvers)),
     )
     names = sorted({*kept, *dropped, *below, *again})
-    capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     first, first_peak = _first_forward(solver.first, capacity) if solver.first is not None else (None, 0)
     script = _script(solver, solution)
     return Plan(

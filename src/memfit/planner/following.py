@@ -47,6 +47,10 @@ class Following:
         self.own_parts: list[tuple[int, ...]] = []
         self.parts_of: list[frozenset[int]] = []
         for number, recipe in enumerate(recipes.recipes):
+            if number in recipes.calls:  # nothing is followed where a call is made again as a whole
+                self.own_parts.append(())
+                self.parts_of.append(frozenset())
+                continue
             own = {part_at(position[op]) for op in recipe.operations}
             stored = [recipes.reloads[number].storage] if number in recipes.reloads else recipe.makes
             around = {made_in[s] for s in (*recipe.inputs, *stored) if s in made_in}

@@ -9,10 +9,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from memfit.planner.recipes import Recipes
+from memfit.values import trace as trace_values
 from memfit.values.trace import BEFORE_STEP, Category, Trace
+
+if TYPE_CHECKING:
+    from memfit.planner.recipes import Recipes
 
 LEAST_SHARED: Final = 0.5  # two blocks are alike if they share this fraction of their operations: the first of a stage often has a few more
 LEAST_INNER: Final = 0.5  # blocks within blocks are taken where they have this fraction of the operations
@@ -112,6 +115,23 @@ def repeated_blocks(trace: Trace) -> list[ModuleCall]:
         found.append(row)
     found = sorted((row for row in found if len(row) > 1), key=lambda row: (row[0].first, -row[-1].last))
     return sorted(_outermost(found), key=lambda call: call.first)
+
+
+def calls_of_blocks(trace: Trace) -> list[trace_values.ModuleCall]:
+    """The calls of repeated blocks, and of the modules right inside them, as capture has noted them; outer ones before inner ones."""
+    blocks = {(block.path, trace.events[block.first]) for block in repeated_blocks(trace)}
+    found: list[trace_values.ModuleCall] = []
+    around: trace_values.ModuleCall | None = None
+    for call in trace.calls:
+        first, last = call.operations
+        if around is not None and first >= around.operations[1]:
+            around = None
+        if first < last and (call.module, first) in blocks:
+            around = call
+            found.append(call)
+        elif around is not None and last - first > 1 and call.module.rpartition(".")[0] == around.module:
+            found.append(call)
+    return found
 
 
 def _outermost(rows: list[list[ModuleCall]]) -> list[ModuleCall]:

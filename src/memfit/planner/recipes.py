@@ -6,7 +6,7 @@ that reads a storage before its last write has none.
 
 A *reload* is the other way to restore a storage: it is copied to a lower tier in forward, freed, and copied back. It is a recipe too, without
 operations and inputs, so that plans, liveness and nesting (reload a boundary, recompute the interior from it) are the same for both. Where there are several
-tiers, a storage has reloads of its own from each.
+tiers, a storage has reloads of its own from each. A call of a module that is made again as a whole (`repeatable_calls`) is a recipe as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from memfit.hardware.machine import Link
+from memfit.planner.repeatable_calls import RepeatableCalls, repeatable_calls, seconds_of
 from memfit.planner.steady_calls import SteadyCalls
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
@@ -87,6 +88,7 @@ class Recipes:
 
     Attributes:
         tiers: all of these, the nearest first.
+        calls: of each recipe that makes calls of modules again, which.
         reloads: of each recipe that is a reload, how.
         reloads_of: of each storage that may be offloaded, its reloads: one for each of `PREFETCH_DISTANCES` from the nearest tier, then from the next.
         steady: where forward takes several paths, the calls within which recipes stay; None where it takes one.
@@ -147,6 +149,21 @@ class Recipes:
         self.steady = SteadyCalls(trace, (trace, *trace.paths)) if trace.paths else None
         if self.steady is not None:
             self._stay_in_calls(self.steady.home)
+        self.calls: dict[int, RepeatableCalls] = {}
+        for call in repeatable_calls(trace, frozenset(managed)):
+            first = call.begins_with
+            self.calls[len(self.recipes)] = call
+            self.recipes.append(
+                Recipe(
+                    tuple(range(first, first + call.operations)),
+                    call.inputs,
+                    call.makes,
+                    seconds_of(call, trace),
+                    int(call.random),
+                    call.peak_bytes,
+                    runnable=True,
+                )
+            )
         self.reloads: dict[int, Reload] = {}
         self.reloads_of: dict[int, tuple[int, ...]] = {}
         self.clock: list[float] = [0.0]

@@ -11,9 +11,10 @@ from typing import Final
 
 from memfit.planner.draws import Draws
 from memfit.planner.recipes import Recipes
+from memfit.planner.repeatable_calls import RepeatableCalls
 from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
-from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, Script, Step
+from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, RepeatedCalls, Script, Step
 from memfit.values.trace import ModuleCall
 
 LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
@@ -59,8 +60,12 @@ def compile_script(
         within: the call of a module that the plan is for; None for the whole forward.
         any_size: what is made may be larger than in this trace.
     """
-    recomputations = {event: tuple(runs) for event, runs in recomputations.items() if runs}
-    if not recomputations:
+    calls = [recipes.calls[r] for runs in recomputations.values() for r in runs if r in recipes.calls]
+    recomputations = {
+        event: tuple(r for r in runs if r not in recipes.calls) for event, runs in recomputations.items() if runs
+    }
+    recomputations = {event: runs for event, runs in recomputations.items() if runs}
+    if not recomputations and not calls:
         return Script()
     trace = recipes.trace
     forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
@@ -147,7 +152,7 @@ def compile_script(
     writes = {
         number[op]: tuple(dict.fromkeys(s if s in wanted else -1 for s in trace.operations[op].writes))
         for op in forward
-        if trace.operations[op].writes
+        if trace.operations[op].writes and steps
     }
     script = Script(
         tuple(trace.operations[op].name for op in forward),
@@ -161,8 +166,22 @@ def compile_script(
         _offloads(recipes, recomputations, number),
         writes,
         frozenset(s for s in held if s not in {made for op in forward for made in trace.operations[op].makes}),
+        repeated_calls=tuple(_repeated(each) for each in sorted(calls, key=lambda each: each.begin)),
     )
     return script if within is not None else replace(script, kept_stretches=_kept_stretches(script, trace.calls))
+
+
+def _repeated(again: RepeatableCalls) -> RepeatedCalls:
+    """Calls that are made again, their saves counted from the first."""
+    begin, end = again.saves_between
+    return RepeatedCalls(
+        tuple((call.module, call.number) for call in again.calls),
+        end - begin,
+        tuple(number - begin for number in again.saves),
+        again.operations,
+        again.random,
+        again.buffers,
+    )
 
 
 def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptStretch, ...]:

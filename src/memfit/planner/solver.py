@@ -7,12 +7,14 @@ changes nothing but the time it takes. `together` gives plans for several budget
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
 from memfit.garbage import uncollected
 from memfit.planner.bound import ROUNDING
 from memfit.planner.budget_search import BudgetSearch
+from memfit.planner.call_plans import CallPlans
 from memfit.planner.draws import Draws
 from memfit.planner.front import Front
 from memfit.planner.problem import Problem
@@ -58,6 +60,16 @@ class Solver:
         """Bytes below which there is no plan for the first step."""
         return 0 if self.first is None else self.first.needed(self.first.least())
 
+    @cached_property
+    def call_plans(self) -> CallPlans:
+        """The plans that make whole calls of modules again."""
+        return CallPlans(self.timeline)
+
+    @cached_property
+    def _unfollowed(self) -> Problem:
+        """The same for an engine that takes no time of its own."""
+        return Problem(Timeline(replace(self.trace, dispatch_seconds=0.0, recomputed_seconds=0.0)))
+
     @property
     def droppable(self) -> frozenset[int]:
         """Storages that backward reads and that can be rebuilt."""
@@ -83,7 +95,8 @@ class Solver:
         """The fastest plan found that fits; None when none was found."""
         if self.plain.peak <= budget_bytes:
             return self.plain
-        return self.found(budget_bytes).best(budget_bytes)
+        found = (self.found(budget_bytes).best(budget_bytes), self.call_plans.fitting(budget_bytes))
+        return min((plan for plan in found if plan is not None), key=lambda plan: plan.seconds, default=None)
 
     @uncollected()
     def smallest(self) -> Solution:
@@ -94,11 +107,14 @@ class Solver:
     def bound(self, budget_bytes: int, plan: Solution | None = None) -> float:
         """Extra seconds of one micro-batch that no plan within the budget can avoid.
 
+        For a plan that makes whole calls of modules again, which the engine need not follow, it is the bound for an engine that takes no time of its own.
+
         Args:
             budget_bytes: what plans have to fit into.
             plan: one that fits: where plan and bound meet they are sums of the same numbers in another order, and the plan's is taken.
         """
-        bound = self.problem.bound.seconds(budget_bytes)
+        problem = self._unfollowed if plan is not None and self.call_plans.makes(plan) else self.problem
+        bound = problem.bound.seconds(budget_bytes)
         met = plan is not None and plan.seconds < bound <= plan.seconds * (1 + ROUNDING)
         return plan.seconds if plan is not None and met else bound
 

@@ -132,7 +132,11 @@ class Timeline:
         self._inputs = RaggedRows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
         # A reload is two actions of the engine: a copy down and a copy up.
-        self._run_seconds = [r.seconds + trace.recomputed_seconds * (len(r.operations) or 2) for r in table]
+        calls = self.recipes.calls
+        self._run_seconds = [
+            r.seconds + (0.0 if number in calls else trace.recomputed_seconds * (len(r.operations) or 2))
+            for number, r in enumerate(table)
+        ]
         self._gone_by = np.array(
             [self.recipes.reloads[r].gone_by if r in self.recipes.reloads else -1 for r in range(len(table))],
             dtype=np.int64,
@@ -143,7 +147,9 @@ class Timeline:
         self._every_event = np.arange(self.events + 1)
         # Events of the random operations of each recipe, where there is a generator's state to keep for them.
         self.random_events = {
-            index: [self.recipes.event_of_operation[op] for op in r.operations if trace.operations[op].random]
+            index: [calls[index].begin]
+            if index in calls
+            else [self.recipes.event_of_operation[op] for op in r.operations if trace.operations[op].random]
             for index, r in enumerate(table)
             if trace.rng_state_bytes and r.random_operations
         }

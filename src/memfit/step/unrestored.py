@@ -83,17 +83,43 @@ class Unrestored:
             words.value(held.get(name))
 
 
+class HeldByModules:
+    """What the modules of a model hold besides parameters, buffers and modules, as it is when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._noted()
+
+    def changed(self) -> bool:
+        """Whether any of it is not as it was: a number, a tensor replaced or written, a list that grew."""
+        now = self._noted()
+        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+
+    def _noted(self) -> _Words:
+        words = _Words(addresses=False)
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if name not in _OF_TORCH:
+                    words.words.append(name)
+                    words.value(value)
+        return words
+
+
 class _Words:
     """What there is, written down flat.
+
+    Args:
+        addresses: note where tensors lie; those of a capture on fake ones lie nowhere.
 
     Attributes:
         words: identities, versions, lengths and values, in order.
         alive: weak references to what the identities are of.
     """
 
-    __slots__ = ("_looked_into", "alive", "words")
+    __slots__ = ("_addresses", "_looked_into", "alive", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, *, addresses: bool = True) -> None:
+        self._addresses = addresses
         self.words: list[Any] = []
         self.alive: list[Callable[[], object]] = []
         self._looked_into: set[int] = set()
@@ -109,7 +135,7 @@ class _Words:
 
     def tensor(self, tensor: torch.Tensor) -> None:
         """Which one it is, where it lies, how often it was written."""
-        there = tensor.data_ptr() if tensor.layout is torch.strided and has_storage(tensor) else 0
+        there = tensor.data_ptr() if self._addresses and tensor.layout is torch.strided and has_storage(tensor) else 0
         self.words += (id(tensor), there, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - torch's only count
         self.alive.append(weakref.ref(tensor))
 

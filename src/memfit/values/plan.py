@@ -24,7 +24,7 @@ from memfit.values.prediction import (
 )
 from memfit.values.script import Script
 
-FORMAT_VERSION: Final = 10
+FORMAT_VERSION: Final = 11
 DEVICE_KINDS: Final = ("cuda", "cpu")
 MOST_PATHS: Final = 8  # of what is frozen, named in a sentence; `Plan.frozen` has them all
 

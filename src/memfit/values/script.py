@@ -86,6 +86,27 @@ class KeptStretch:
 
 
 @dataclass(frozen=True, slots=True)
+class RepeatedCalls:
+    """Calls of modules, one right after the other, that are made again in backward: what autograd saves in them is dropped, their arguments are kept.
+
+    Attributes:
+        modules: path of the module of each call, and which call of it in one forward. What one call returns, the later ones are given.
+        saves: how many tensors autograd saves in them.
+        dropped: which of these, counted from the first.
+        operations: how many of their operations run again.
+        random: whether one of them draws random numbers, so that the state of the generators is kept.
+        buffers: names of the buffers that are put back after the second time.
+    """
+
+    modules: tuple[tuple[str, int], ...]
+    saves: int
+    dropped: tuple[int, ...]
+    operations: int
+    random: bool
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FirstForward:
     """What is followed in the first forward of a model, which runs other operations than later ones: it builds what they find.
 
@@ -117,6 +138,7 @@ class Script:
         calls: where forward takes several paths, a script for each call of a module in which something is dropped; this one has no operations then.
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
         kept_stretches: the longest stretches, between begins and ends of modules' calls, in which nothing is dropped, held or written that it knows by number.
+        repeated_calls: calls of modules that are made again as a whole; for the engine's other actions autograd keeps what is saved in them.
         first: what is followed instead in a first forward that builds what later ones find.
         most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
     """
@@ -134,19 +156,21 @@ class Script:
     inputs: frozenset[int] = frozenset()
     calls: tuple[CallScript, ...] = ()
     kept_stretches: tuple[KeptStretch, ...] = ()
+    repeated_calls: tuple[RepeatedCalls, ...] = ()
     first: FirstForward | None = None
     most_operations: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether there is nothing to do: the step runs as PyTorch runs it."""
-        return not self.steps and not self.calls
+        return not self.steps and not self.calls and not self.repeated_calls
 
     @property
     def recomputations(self) -> int:
         """Operations run again in one micro-batch."""
         own = sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
-        return own + sum(call.script.recomputations for call in self.calls)
+        repeated = sum(call.operations for call in self.repeated_calls)
+        return own + repeated + sum(call.script.recomputations for call in self.calls)
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:
@@ -178,6 +202,10 @@ class Script:
             "calls": [[call.module, call.number, call.script.to_json()] for call in self.calls],
             "kept_stretches": [
                 [s.begins, s.ends, s.calls, *s.operations, *s.saves, *s.begun] for s in self.kept_stretches
+            ],
+            "repeated_calls": [
+                [[list(m) for m in c.modules], c.saves, list(c.dropped), c.operations, c.random, list(c.buffers)]
+                for c in self.repeated_calls
             ],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
             "most_operations": self.most_operations,
@@ -219,6 +247,17 @@ class Script:
                 KeptStretch(str(begins), str(ends), int(calls), (int(a), int(b)), (int(c), int(d)), (int(e), int(f)))
                 for begins, ends, calls, a, b, c, d, e, f in data["kept_stretches"]
             ),
+            tuple(
+                RepeatedCalls(
+                    tuple((str(module), int(number)) for module, number in modules),
+                    int(saves),
+                    tuple(map(int, dropped)),
+                    int(operations),
+                    bool(random),
+                    tuple(map(str, buffers)),
+                )
+                for modules, saves, dropped, operations, random, buffers in data["repeated_calls"]
+            ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
             int(data.get("most_operations", 0)),
         )
@@ -252,6 +291,7 @@ class Script:
             raise ValueError("saves are answered for, but no step answers")
         script._check_offloads()
         script._check_kept_stretches()
+        script._check_repeated_calls()
         rebuilt = {
             s for step in script.steps for run in step.runs for op in run for _, s, _ in script.makes.get(op, ())
         }
@@ -286,6 +326,15 @@ class Script:
                 raise ValueError(
                     f"nothing is dropped in the stretch from {stretch.begins!r} on, but the engine is to act in it"
                 )
+
+    def _check_repeated_calls(self) -> None:
+        """Raise ValueError where one call is to be repeated twice, or drops what it does not save."""
+        every = [module for calls in self.repeated_calls for module in calls.modules]
+        if len(set(every)) < len(every):
+            raise ValueError("a call of a module is to be repeated twice")
+        for calls in self.repeated_calls:
+            if not calls.modules or not calls.dropped or not all(0 <= save < calls.saves for save in calls.dropped):
+                raise ValueError(f"calls of {calls.modules} are to drop the saves {calls.dropped} of {calls.saves}")
 
     def _check_offloads(self) -> None:
         """Raise ValueError where places on a lower tier overlap, a storage is offloaded before it is made, or a tier does not exist."""

@@ -19,7 +19,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 9
+FORMAT_VERSION: Final = 10
 BEFORE_STEP: Final = -1
 
 
@@ -131,12 +131,14 @@ class Save:
         by: event of the operation whose backward reads it.
         unpacks: pairs (unpack event, last event at which the backward node still holds what it was given).
         freed: last event at which autograd holds what it packed; a little after the last release, as a node's results are checked in between.
+        packed: the last event that has run when autograd saves it.
     """
 
     storage: int
     by: int
     unpacks: tuple[tuple[int, int], ...]
     freed: int
+    packed: int = BEFORE_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,19 @@ class ModuleCall:
         number: how many calls of this module came before it in this forward.
         operations: the forward operations that ran in it, from the first up to, not including, the second.
         saves: likewise, the tensors that autograd saved in it.
+        arguments: storages of the tensors among its arguments.
+        results: storages of the tensors among what it returned.
+        repeatable: whether it may be called again with the same arguments: they and its results are tensors and plain values, it has no hooks, and forward
+            changes no attribute of any module.
     """
 
     module: str
     number: int
     operations: tuple[int, int]
     saves: tuple[int, int]
+    arguments: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +297,10 @@ class Trace:
         apart = {"operations", "storages", "saves", "choices", "calls", "paths", "first"}
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         paths = {
-            "calls": [[c.module, c.number, *c.operations, *c.saves] for c in self.calls],
+            "calls": [
+                [c.module, c.number, *c.operations, *c.saves, list(c.arguments), list(c.results), c.repeatable]
+                for c in self.calls
+            ],
             "paths": [path.to_json() for path in self.paths],
             "first": None if self.first is None else self.first.to_json(),
         }
@@ -362,8 +374,8 @@ class Trace:
                 for size, category, module, birth, death in columns(sts, Storage)
             )
             saves = tuple(
-                Save(storage, by, tuple((u, r) for u, r in unpacks), freed)
-                for storage, by, unpacks, freed in columns(svs, Save)
+                Save(storage, by, tuple((u, r) for u, r in unpacks), freed, packed)
+                for storage, by, unpacks, freed, packed in columns(svs, Save)
             )
             drawn = tuple(tuple(map(int, sizes)) for sizes in data["drawn_bytes"])
             if any(len(sizes) != len(storages) for sizes in drawn):
@@ -396,7 +408,10 @@ class Trace:
                 notes=tuple(data["notes"]),
                 changed_buffers=tuple(data["changed_buffers"]),
                 drawn_bytes=drawn,
-                calls=tuple(ModuleCall(m, n, (a, b), (c, d)) for m, n, a, b, c, d in data["calls"]),
+                calls=tuple(
+                    ModuleCall(m, n, (a, b), (c, d), tuple(given), tuple(results), repeatable)
+                    for m, n, a, b, c, d, given, results, repeatable in data["calls"]
+                ),
                 paths=tuple(cls.from_json(path) for path in data["paths"]),
                 first=None if data.get("first") is None else cls.from_json(data["first"]),
                 before=tuple((str(name), str(value)) for name, value in data.get("before", ())),

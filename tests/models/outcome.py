@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import memfit
 from memfit import batches
-from memfit.planning import planning_of
+from memfit.planner.description import describe
+from memfit.planner.found import Found
+from memfit.planning import planning_of, remember
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the smallest plan to plain
 
@@ -122,3 +124,20 @@ def measured_peak(
         assert record.divergences == ()
     assert record.peak_bytes is not None
     return record.peak_bytes
+
+
+def plan_of_calls(base: memfit.Plan, order: int, count: int) -> memfit.Plan:
+    """The plan that makes so many calls of modules again as a whole, whatever the planner would choose.
+
+    Args:
+        base: a plan of the same step, made in this process.
+        order: which of the ways to choose among the calls (`CallPlans.orders`).
+        count: how many.
+    """
+    planning = planning_of(base)
+    assert planning is not None
+    solver = planning.solver(1)
+    solution = solver.call_plans.plan(solver.call_plans.orders[order][:count])
+    found = Found(planning.bundle.candidates[0], 1, solver, solution)
+    made = planning._ask(lambda solvers: describe(solvers, solvers.budget_for(solver, solution), found))
+    return remember(made, planning)

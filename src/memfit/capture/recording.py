@@ -118,7 +118,7 @@ def _module_calls(model: nn.Module, paths: dispatch.ModulePaths, *, steady: bool
         paths: has watched them.
         steady: forward leaves what modules hold as it was.
     """
-    hooked = [path for path, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]  # noqa: SLF001
+    hooked = [path for path, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
     numbers: Counter[str] = Counter()
     for module, begin, end, _, given, result in paths.calls:
         if begin is None or end is None:
@@ -268,7 +268,7 @@ class _StepRecording:
             for name, b in buffers.items()
             if dispatch.has_storage(b) and recorder.storage_id(b) in recorder.changed
         }
-        del buffers, held
+        del buffers
         self.leaves_tensors = any(recorder.made_in_step(tensor) for tensor in model_tensors(model))
         recorder.recategorise((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
         return loss

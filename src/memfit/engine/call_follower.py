@@ -155,7 +155,7 @@ class _FollowedPaths(dispatch.ModulePaths):
         if id(module) in self._names:
             self._follower.entered(self.current, self.depth)
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+    def _leave(self, module: nn.Module, args: object, *kwargs_and_output: object) -> None:
         if id(module) in self._names:
             self._follower.left(self.depth)
-        super()._leave(module, args, output)
+        super()._leave(module, args, *kwargs_and_output)

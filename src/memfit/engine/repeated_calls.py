@@ -22,7 +22,7 @@ from memfit.engine.kept import FREED
 from memfit.errors import EngineError
 from memfit.step import generators
 from memfit.step.autocast import AutocastState
-from memfit.step.call_arguments import copied, tensors_passed
+from memfit.step.call_arguments import copied, found, tensors_passed
 from memfit.values.script import RepeatedCalls
 
 Keep = Callable[[torch.Tensor], Any]
@@ -173,7 +173,7 @@ class MadeCalls:
         if self._freed:
             raise EngineError(FREED)
         saved = 0
-        waiting = {number: each for number, (handle, *each) in self._waiting.items() if handle() is not None}
+        waiting = {n: (shape, dtype) for n, (handle, shape, dtype) in self._waiting.items() if handle() is not None}
         tensors, last = self._tensors, max(waiting)
 
         def take(tensor: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ class MadeCalls:
             return noted.again() if isinstance(noted, _Passed) else returned[noted.call][noted.place]
 
         for number, (_, _, arguments) in enumerate(self._calls):
-            copied(arguments, _Returned, lambda noted, number=number: last_use.update({noted.call: number}))
+            last_use.update((noted.call, number) for noted in found(arguments, _Returned))
         for number, (_, forward, arguments) in enumerate(self._calls):
             args, kwargs = copied(arguments, (_Passed, _Returned), argument)
             for call, last in last_use.items():
@@ -316,9 +316,7 @@ class CallsToRepeat:
                 else:
                     vars(module)["forward"] = own
 
-    def _noting(
-        self, module: nn.Module, forward: Forward, places: dict[int, tuple[RepeatedCalls, int]]
-    ) -> Forward:
+    def _noting(self, module: nn.Module, forward: Forward, places: dict[int, tuple[RepeatedCalls, int]]) -> Forward:
         """The module's forward, with what is saved in the calls of the plan dropped."""
         number = 0
 

@@ -11,23 +11,27 @@ from collections.abc import Sequence
 from memfit.planner.solution import Solution
 from memfit.planner.timeline import Recomputations, Timeline
 
+
 class CallPlans:
     """Plans of one trace by calls.
 
     Args:
         timeline: of the trace.
+
+    Attributes:
+        orders: recipes in the order in which they are taken, one list for each way to choose among them.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._calls = timeline.recipes.calls
         self._known: dict[int, Solution | None] = {}
-        self._orders = self._ordered() if self._calls else []
+        self.orders = self._ordered() if self._calls else []
 
     def fitting(self, budget_bytes: int) -> Solution | None:
         """The fastest that fits; None where none does."""
         if budget_bytes not in self._known:
-            found = [plan for order in self._orders if (plan := self._fewest(order, budget_bytes)) is not None]
+            found = [plan for order in self.orders if (plan := self._fewest(order, budget_bytes)) is not None]
             self._known[budget_bytes] = min(found, key=lambda plan: plan.seconds, default=None)
         return self._known[budget_bytes]
 
@@ -36,7 +40,6 @@ class CallPlans:
         return any(recipe in self._calls for runs in plan.recomputations.values() for recipe in runs)
 
     def _ordered(self) -> list[list[int]]:
-        """Recipes in the order in which they are taken, one list for each way to choose among them."""
         storages = self._timeline.trace.storages
         gain = {
             recipe: sum(storages[s].bytes for s in calls.makes) / self._timeline.run_seconds(recipe)
@@ -80,12 +83,14 @@ class CallPlans:
                 high = middle
             else:
                 low = middle + 1
-        recomputations = self._recomputations(order[:high])
-        evaluation = self._timeline.evaluate(recomputations)
-        if evaluation.peak_bytes > budget_bytes:
-            return None
-        dropped = frozenset(s for recipe in order[:high] for s in self._calls[recipe].makes)
-        return Solution(recomputations, evaluation, dropped)
+        plan = self.plan(order[:high])
+        return plan if plan.peak <= budget_bytes else None
+
+    def plan(self, recipes: Sequence[int]) -> Solution:
+        """The plan that makes these calls again, which do not overlap."""
+        recomputations = self._recomputations(recipes)
+        dropped = frozenset(s for recipe in recipes for s in self._calls[recipe].makes)
+        return Solution(recomputations, self._timeline.evaluate(recomputations), dropped)
 
     def _recomputations(self, recipes: Sequence[int]) -> Recomputations:
         """Each call is made again when backward asks for the first of what it makes."""
@@ -95,4 +100,3 @@ class CallPlans:
             first = min(uses[s][0][0] for s in self._calls[recipe].makes if uses.get(s))
             out.setdefault(first, []).append(recipe)
         return out
-

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from memfit.planner.modules import calls_of_blocks
@@ -109,10 +110,7 @@ def _rows(calls: Sequence[ModuleCall]) -> Iterator[tuple[ModuleCall, ...]]:
     while length <= len(outer):
         for first in range(0, len(outer), length):
             row = outer[first : first + length]
-            joined = all(
-                a.operations[1] == b.operations[0] and a.saves[1] == b.saves[0]
-                for a, b in zip(row, row[1:], strict=False)
-            )
+            joined = all(a.operations[1] == b.operations[0] and a.saves[1] == b.saves[0] for a, b in pairwise(row))
             if len(row) > 1 and joined:
                 yield tuple(row)
         length *= 2
@@ -225,9 +223,7 @@ class _Facts:
             trace.storages[s].category is Category.PARAMETER for s in operation.reads
         )
 
-    def _statistics(
-        self, calls: Sequence[ModuleCall], operations: Sequence[int]
-    ) -> tuple[tuple[str, ...], int] | None:
+    def _statistics(self, calls: Sequence[ModuleCall], operations: Sequence[int]) -> tuple[tuple[str, ...], int] | None:
         """Names of the running statistics that the calls write, and the bytes of a copy; None where they are not all of batch norms."""
         trace = self._trace
         inner = tuple(f"{call.module}." if call.module else "" for call in calls)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ _PLAIN: Final = (
     *(type(None), bool, int, float, complex, str, bytes, slice, type(...), Enum),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
+Kind = TypeVar("Kind")
 _TENSORS: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -33,6 +34,11 @@ def copied(passed: Any, kind: type | tuple[type, ...], made: Callable[[Any], Any
     if type(passed) is dict:
         return {key: copied(value, kind, made) for key, value in passed.items()}
     return passed
+
+
+def found(passed: Any, kind: type[Kind]) -> Iterator[Kind]:
+    """The objects of a kind among arguments."""
+    return (leaf for leaf in _leaves(passed) if isinstance(leaf, kind))
 
 
 def _leaves(passed: Any) -> Iterator[Any]:

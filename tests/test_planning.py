@@ -80,7 +80,7 @@ def test_other_files_are_refused_with_the_version_and_the_way_on(tmp_path: Path)
     bundle = recorded(micro_batches=1)
     path = tmp_path / "file"
     bundle.trace.save(path)
-    with pytest.raises(PlanFileError, match=r"a single trace of format 9, .* memfit\.record\(\.\.\.\)\.save"):
+    with pytest.raises(PlanFileError, match=r"a single trace of format 10, .* memfit\.record\(\.\.\.\)\.save"):
         TraceBundle.load(path)
     bundle.save(path)
     with pytest.raises(PlanFileError, match=r"memfit\.TraceBundle\.load"):

@@ -18,14 +18,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
-    """A residual block whose forward a test may change."""
+    """A residual block whose forward a test may change. It counts its calls, so that plans run single operations of it again, not all of it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls = 0
         self.wide, self.narrow, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
         self.also: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         if self.also is not None:
             self.also()
         return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))

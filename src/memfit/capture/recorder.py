@@ -32,7 +32,7 @@ from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
-from memfit.step.call_arguments import tensors_passed
+from memfit.step.call_arguments import is_plain, tensors_passed
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -114,10 +114,9 @@ class Recorder(TorchDispatchMode):
 
     def _passed(self, passed: object) -> tuple[tuple[int, ...], bool]:
         """Storages of the tensors that are passed into or out of a call of a module, and whether there is nothing else among them but plain values."""
-        tensors = tensors_passed(passed)
-        found = [t for t in (dispatch.tensors_in(passed) if tensors is None else tensors) if dispatch.has_storage(t)]
-        known = (self.lifetimes.id_of(t) for t in found)
-        return tuple(dict.fromkeys(s for s in known if s is not None)), tensors is not None
+        tensors = [t for t in dispatch.tensors_in(passed) if is_plain(t) and dispatch.has_storage(t)]
+        known = (self.lifetimes.id_of(t) for t in tensors)
+        return tuple(dict.fromkeys(s for s in known if s is not None)), tensors_passed(passed) is not None
 
     # -- storages ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
+from memfit.planner.repeatable_calls import RepeatableCalls
 from memfit.planner.timeline import Recomputations, Timeline
-from memfit.values.trace import BEFORE_STEP, Category, Phase
+from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 MIB: Final = 1 << 20
 ROUNDING: Final = 512
@@ -137,6 +138,12 @@ def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: in
         int(slot): timeline.recipes.recipes[int(recipe)].peak_bytes
         for slot, recipe in zip(expanded.slots, expanded.recipes, strict=True)
     }
+    calls = timeline.recipes.calls
+    made_again = {
+        int(slot): calls[int(recipe)]
+        for slot, recipe in zip(expanded.slots, expanded.recipes, strict=True)
+        if int(recipe) in calls
+    }
     phases = [trace.operations[op].phase if op >= 0 else Phase.BACKWARD for op in trace.events]
     update = next((at[e] for e, phase in enumerate(phases) if phase is Phase.OPTIMIZER), slots - 1)
     made_at = {Category.OPTIMIZER_STATE: update, Category.GRADIENT: at[trace.forward_events]}
@@ -159,9 +166,35 @@ def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: in
             for life in (*(lasting[slot] if step == 0 else ()), *born[slot]):
                 if size := trace.storages[life.storage].bytes:
                     held[life] = allocator.allocate(size)
-            if workspace := workspaces.get(slot, 0):
+            if slot in made_again:
+                _make_again(allocator, trace, made_again[slot])
+            elif workspace := workspaces.get(slot, 0):
                 allocator.free(allocator.allocate(workspace))
             for life in dying[slot]:
                 if life in held:
                     allocator.free(held.pop(life))
     return allocator.reserved_bytes
+
+
+def _make_again(allocator: CachingAllocator, trace: Trace, calls: RepeatableCalls) -> None:
+    """What calls allocate and free while they are made again, each storage by itself; what backward reads of it is allocated anew afterwards."""
+    held: dict[int, Block] = {}
+    born: dict[int, list[int]] = defaultdict(list)
+    dying: dict[int, list[int]] = defaultdict(list)
+    for s, storage in enumerate(trace.storages):
+        if calls.begin <= storage.birth <= calls.last:
+            born[storage.birth].append(s)
+            if storage.death < calls.last and s not in calls.makes:
+                dying[storage.death].append(s)
+    for event in range(calls.begin, calls.last + 1):
+        for s in born[event]:
+            if trace.storages[s].bytes:
+                held[s] = allocator.allocate(trace.storages[s].bytes)
+        code = trace.events[event]
+        if code >= 0 and (workspace := trace.operations[code].workspace_bytes):
+            allocator.free(allocator.allocate(workspace))
+        for s in dying[event]:
+            if s in held:
+                allocator.free(held.pop(s))
+    for block in held.values():
+        allocator.free(block)

@@ -52,6 +52,7 @@ class RepeatableCalls:
         buffers: names of the running statistics that are put back.
         peak_bytes: largest number of bytes above what was live before they are made again.
         begin: event of the first operation.
+        last: event of the last one that runs again.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -63,6 +64,7 @@ class RepeatableCalls:
     buffers: tuple[str, ...]
     peak_bytes: int
     begin: int
+    last: int
 
     @property
     def begins_with(self) -> int:
@@ -176,6 +178,7 @@ class _Facts:
             names,
             copies + (trace.rng_state_bytes if random else 0) + self._peak(operations, born, makes),
             begin,
+            operations[-1],
         )
 
     def _is_saved_in(self, storage: int, inside: range, end: int) -> bool:

@@ -25,6 +25,11 @@ def tensors_passed(passed: Any) -> list[torch.Tensor] | None:
     return found if all(_collected(each, found) for each in _leaves(passed)) else None
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is torch's own kind of tensor: one of another class may do anything when it is touched."""
+    return type(tensor) in _TENSORS or type(tensor).__name__ == "FakeTensor"
+
+
 def copied(passed: Any, kind: type | tuple[type, ...], made: Callable[[Any], Any]) -> Any:
     """The same arguments in new containers, each object of a kind replaced by what a function makes of it."""
     if isinstance(passed, kind):
@@ -55,5 +60,5 @@ def _leaves(passed: Any) -> Iterator[Any]:
 def _collected(leaf: Any, found: list[torch.Tensor]) -> bool:
     if isinstance(leaf, torch.Tensor):
         found.append(leaf)
-        return type(leaf) in _TENSORS or type(leaf).__name__ == "FakeTensor"
+        return is_plain(leaf)
     return isinstance(leaf, _PLAIN)

@@ -98,6 +98,8 @@ class HeldByModules:
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
         for module in self._model.modules():
+            if type(module).__module__.startswith("torch."):  # torch's own keep no such state
+                continue
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
                     words.words.append(name)

@@ -14,6 +14,7 @@ import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
+from memfit.capture.host_time import mode_seconds
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
@@ -95,6 +96,7 @@ class _KnownCosts:
         self._costs[key] = cost
 
 
+_MODE: Final = "a dispatch mode"  # in the place of a digest
 _REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
@@ -134,6 +136,21 @@ class CostTable:
         known.settled.update(digests.values())
         found = {key: known.get(d) for key, d in digests.items()}
         return {key: cost for key, cost in found.items() if cost is not None}
+
+    def mode_seconds(self) -> float:
+        """What a dispatch mode that does nothing adds to an operation on this computer; timed once, and once more where the machine was busy."""
+        if self._known.get(_MODE) is None or self._wanted({_MODE: _MODE}):
+            before = 1.0 if self._reference is None else self._reference.slowdown(now=True)
+            seconds = mode_seconds(processor_clock())
+            after = 1.0 if self._reference is None else self._reference.slowdown(now=True)
+            cost = Cost(seconds, 0, slowdown=max(before, after))
+            if cost.slowdown < _slowdown(self._known.get(_MODE)):
+                self._known.put(_MODE, cost)
+                self._known.append([_MODE], inf if self._reference is None else self._reference.least_seconds)
+        self._known.settled.add(_MODE)
+        known = self._known.get(_MODE)
+        assert known is not None, "it has just been timed"
+        return known.seconds
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""

@@ -34,12 +34,11 @@ from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
 
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
-RECOMPUTED_SECONDS: Final = (
-    40e-6  # and to each operation that runs again: noting it, running it, giving autograd what it made
-)
-ENGINE_SECONDS: Final = (
-    18e-6  # host time the engine adds to each forward operation that it follows; bench/overhead measures it, hot
-)
+# What the engine takes, in multiples of what a dispatch mode that does nothing adds to an operation (`bench/overhead`): for each operation of forward that it
+# follows, and for each that it runs again, which it notes, runs, and gives autograd the results of.
+FOLLOWED: Final = 1.8
+RECOMPUTED: Final = 4.5
+MODE_SECONDS: Final = 9e-6  # of a computer that is not here
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -147,12 +146,14 @@ class TraceSource:
             other_bytes=self._other_bytes(captured, present),
         )
 
+        mode_seconds = MODE_SECONDS if self._table is None else self._table.mode_seconds()
+
         def completed(path: Trace) -> Trace:
             return replace(
                 path,
                 rng_state_bytes=RNG_STATE_BYTES.get(self.machine.kind if self._cuda else self.here.type, 0),
-                dispatch_seconds=ENGINE_SECONDS,
-                recomputed_seconds=RECOMPUTED_SECONDS,
+                dispatch_seconds=FOLLOWED * mode_seconds,
+                recomputed_seconds=RECOMPUTED * mode_seconds,
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
                 paths=tuple(map(completed, path.paths)),

@@ -139,20 +139,24 @@ class MadeCalls:
         if len(self._calls) < len(self.script.modules):
             self._returned.append([weakref.ref(tensor) for tensor in dispatch.tensors_in(result)])
 
-    def pack(self, tensor: torch.Tensor, keep: Keep) -> Any:
-        """What autograd is to hold in place of a tensor that it saves.
+    def packing(self, keep: Keep) -> Keep:
+        """The hook that says what autograd is to hold in place of a tensor that it saves.
 
         Args:
-            tensor: to be saved.
             keep: what to hold for those that are not dropped.
         """
-        number = self.packed
-        self.packed = number + 1
-        if number not in self._dropped:
-            return keep(tensor)
-        handle = DroppedTensor(self, number)
-        self._waiting[number] = weakref.ref(handle), tensor.shape, tensor.dtype
-        return handle
+        dropped, waiting = self._dropped, self._waiting
+
+        def pack(tensor: torch.Tensor) -> Any:
+            number = self.packed
+            self.packed = number + 1
+            if number not in dropped:
+                return keep(tensor)
+            handle = DroppedTensor(self, number)
+            waiting[number] = weakref.ref(handle), tensor.shape, tensor.dtype
+            return handle
+
+        return pack
 
     def saved_tensor(self, number: int) -> torch.Tensor:
         """A tensor that was dropped.
@@ -334,7 +338,7 @@ class CallsToRepeat:
                 return forward(*args, **kwargs)
             before = made.packed
             made.begins(module, forward, args, kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: made.pack(tensor, self._keep), self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(made.packing(self._keep), self._unpack):
                 result = forward(*args, **kwargs)
             made.returns(result)
             self._ended(made.packed - before)

@@ -21,10 +21,13 @@ from typing import Final
 from memfit.planner.modules import calls_of_blocks
 from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Phase, Trace
 
-# What calls cost beside their operations, in multiples of what running one operation again costs: to put one module's call under hooks, and to make it again;
-# and what each tensor costs that autograd is handed out of it.
-CALL: Final = 3.0
-TENSOR: Final = 0.1
+# What calls cost beside the kernels that run in them, in multiples of what the engine takes to run one operation again: to make a row of them again at all;
+# for each call of a module, to note its arguments and to put it under hooks; what lies between the operations of forward (Python, autograd), which they meet a
+# second time; and for each tensor that autograd saves.
+ROW: Final = 2.5
+CALL: Final = 1.5
+OPERATION: Final = 0.25
+TENSOR: Final = 0.075
 
 _BATCH_NORMS: Final = (
     "aten.native_batch_norm.",
@@ -268,4 +271,6 @@ def seconds_of(again: RepeatableCalls, trace: Trace) -> float:
     """What making calls again takes, the engine's own time included."""
     first = again.begins_with
     seconds = sum(operation.seconds for operation in trace.operations[first : first + again.operations])
-    return seconds + trace.recomputed_seconds * (CALL * len(again.calls) + TENSOR * len(again.saves))
+    begin, end = again.saves_between
+    own = ROW + CALL * len(again.calls) + OPERATION * again.operations + TENSOR * (end - begin)
+    return seconds + trace.recomputed_seconds * own

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine.engine import Engine
 from memfit.engine.new_paths import Learner
+from memfit.engine.plan_table import MOST_PLANS
+from memfit.engine.size_watch import PathSizes
 from memfit.errors import InputError, PlanFileError
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
@@ -117,6 +120,10 @@ def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
     return model_digest(model)
 
 
+# Looks at a step that see other draws of it, too, so that fewer are needed; they take eight times as long as one that sees the step alone.
+LOOKS_AHEAD: Final = 4
+
+
 class _Learner(Learner):
     """Captures a step and plans anew for all paths that are known of its shape, with the techniques of the plan so far.
 
@@ -129,6 +136,8 @@ class _Learner(Learner):
         self._engine = engine
         self._make_optimizer = make_optimizer
         self._known: dict[str, Trace] = {}  # of the step, by the signature of its batch
+        self._looks: Counter[str] = Counter()
+        self._sizes: dict[int, tuple[Plan, Sequence[PathSizes]]] = {}  # by the identity of a plan
 
     def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
         planning = planning_of(known[0])
@@ -147,12 +156,22 @@ class _Learner(Learner):
             ),
             forwards_before=0,
             loader_batches=getattr(planning.source, "loader_batches", 1),
+            draws=self._looks[known[0].signature] < LOOKS_AHEAD,
         )
         signature = known[0].signature
+        self._looks[signature] += 1
         made, self._known[signature] = planning.knowing(
             known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
         )
         return made
+
+    def sizes_of(self, plan: Plan) -> Sequence[PathSizes]:
+        if id(plan) not in self._sizes:
+            planning = planning_of(plan)
+            self._sizes[id(plan)] = plan, () if planning is None else planning.known_sizes(plan)
+            for number in list(self._sizes)[:-MOST_PLANS]:
+                del self._sizes[number]
+        return self._sizes[id(plan)][1]
 
     def can_begin_anew(self, plan: Plan) -> bool:
         planning = planning_of(plan)

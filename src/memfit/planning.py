@@ -12,16 +12,17 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
-from memfit.capture.learnt_paths import same_path, same_sizes, with_seen, writes_for_good
+from memfit.capture.learnt_paths import as_seen, same_path, same_sizes, with_seen, writes_for_good
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
-from memfit.planner.description import PlainStep, plain_step
+from memfit.planner.description import PlainStep, plain_step, script_of
 from memfit.planner.found import Found
+from memfit.planner.known_sizes import KnownSizes
 from memfit.planner.savings import without
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solver import Solver
-from memfit.planner.solvers import NOT_CAPTURED, MissingTrace, MissingWeighting, RefusedError, Solvers
+from memfit.planner.solvers import NOT_CAPTURED, SLACK_BYTES, MissingTrace, MissingWeighting, RefusedError, Solvers
 from memfit.progress import Progress, tell
 from memfit.techniques.choices import Choices
 from memfit.units import format_bytes, parse_bytes
@@ -145,7 +146,7 @@ class Planning:
         """Plans with the same techniques that also know what a later capture shows; the given tuple where that shows nothing new.
 
         One for everything that is known, where it fits. Else the given ones, and one for each path that the capture shows and they do not know; where that does
-        not fit either, the smallest for that path, whose budget is then larger.
+        not fit in all sizes that are known of the path, one for those of this capture; and where not even that does, the smallest, whose budget is then larger.
 
         Args:
             plans: the first one of this planning; the others made here before, since one for all did not fit.
@@ -161,7 +162,8 @@ class Planning:
         """
         choices, trace = self._followed(plans[0])
         everything = known or trace
-        joined = with_seen(everything, seen(choices))
+        captured = seen(choices)
+        joined = with_seen(everything, captured)
         if joined is everything:
             return plans, everything
         if len(plans) == 1:
@@ -170,8 +172,14 @@ class Planning:
         before = (everything, *everything.paths)
         new = [path for path in (joined, *joined.paths) if not any(same_sizes(path, one) for one in before)]
         made = []
+        narrow = []  # paths that are planned for in the sizes of this capture alone
         for path in new:
-            alone = self._of(choices, replace(path, paths=(), first=None))
+            with suppress(InfeasibleError):
+                made.append(self._of(choices, replace(path, paths=(), first=None)).plan(budget_bytes))
+                continue
+            now = as_seen(path, captured)
+            alone = self._of(choices, now)
+            narrow += [path] if now.storages != path.storages or path.drawn_bytes else []
             with suppress(InfeasibleError):
                 made.append(alone.plan(budget_bytes))
                 continue
@@ -181,7 +189,9 @@ class Planning:
             planning = planning_of(plan)
             assert planning is not None, "made here, or before training"
             own = planning._followed(plan)[1]  # noqa: SLF001 - of this class
-            if own.paths or not any(same_path(own, path) for path in new):  # else it was for smaller sizes
+            if own.paths or not any(
+                same_path(own, path) for path in new if path not in narrow
+            ):  # else it was for smaller sizes
                 kept.append(plan)
         return (*kept, *made), joined
 
@@ -189,6 +199,18 @@ class Planning:
         """The trace that a plan of this planning is for, with the choices that it is known by."""
         ran = plan.choices.but(weights="whole")
         return next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
+
+    def known_sizes(self, plan: Plan) -> tuple[KnownSizes, ...]:
+        """Of each path, what a plan made here takes in sizes that no capture saw; empty where values decide none, or where the plan was changed since."""
+        trace = self._followed(plan)[1]
+        if not any(path.sized_by_values for path in (trace, *trace.paths)):
+            return ()
+        found = self._ask(lambda solvers: search.weigh(solvers, plan.budget_bytes)[0])
+        if found is None or script_of(found.solver, found.solution) != replace(plan.script, first=None):
+            return ()
+        return found.solver.draws.known_sizes(
+            found.solution.recomputations, plan.budget_bytes - self.extra_bytes - SLACK_BYTES
+        )
 
     def writes_for_good(self, plan: Plan) -> bool:
         """Whether forward, on some path that is known, writes into what was there before the step and is put back by nobody.

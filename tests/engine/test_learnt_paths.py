@@ -193,6 +193,14 @@ def test_a_forward_that_grows_is_learnt_in_the_step_that_takes_it_first() -> Non
     assert "The step was begun anew, under a plan that knows its path" in said
 
 
+def test_a_plan_that_drops_nothing_sees_a_longer_path_by_its_calls() -> None:
+    plan, records, said = told(Growing, 1.02, FIRST + 2)
+    assert plan.script.plain
+    assert (begun_anew(records), diverged(records)) == ([FIRST], [])
+    assert not above(records, plan.budget_bytes)
+    assert "blocks.0 is called more often than on any path that is known (1)" in said
+
+
 def test_a_path_taken_now_and_then_is_learnt_when_it_first_comes() -> None:
     plan, records, _ = told(NowAndThen, 0.9, 16)
     assert (begun_anew(records), diverged(records)) == ([5], [])

@@ -92,7 +92,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         notes=(
             *trace.notes,
             *_reserved(solvers, prediction, timeline, solution),
-            *_drawn(prediction, len(trace.drawn_bytes) + 1),
+            *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
             *(_builds(first_peak + solvers.extra_bytes, budget_bytes) if first is not None else ()),
         ),
@@ -219,16 +219,24 @@ def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solu
     return (note,)
 
 
-def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:
-    """What the user should know of sizes that random numbers decide."""
+def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:
+    """What the user should know of sizes that random numbers decide, or parameters that steps have changed."""
+    draws = 1 + len(trace.drawn_bytes)
     if draws == 1:
         return ()
     largest, varies = prediction.peak_bytes, prediction.varies_bytes
-    kept = f"; {format_bytes(varies)} more are kept free for other draws" if varies else ""
-    note = (
-        f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws the peak of this plan lay between "
-        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and sizes may change as the model trains"
-    )
+    between = f"the peak of this plan lay between {format_bytes(largest - varies)} and {format_bytes(largest)}"
+    kept = f"; {format_bytes(varies)} more are kept free for other{{}}" if varies else ""
+    if any(operation.random for operation in trace.operations[: trace.forward_operations]):
+        note = (
+            f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws {between}{kept.format(' draws')}. "
+            "Single steps may hold more, and sizes may change as the model trains"
+        )
+    else:
+        note = (
+            f"parameters decide how large some results are, and training changes them: in {draws} of the first steps {between}{kept.format('s')}. "
+            "Later steps, and other batches, may hold more"
+        )
     return (note,)
 
 

@@ -91,7 +91,7 @@ class Planning:
         made = self._ask(lambda solvers: search.plan(solvers, budget_bytes))
         if self.plain is not None:
             made = replace(made, prediction=replace(made.prediction, **asdict(self.plain.plain_step())))
-        return remember(made, self)
+        return remember(replace(made, undoable=not self._writes_for_good(made)), self)
 
     def plan_by_hand(self) -> Plan:
         """The plan that recomputes where the user said; its budget is what it takes.
@@ -149,7 +149,7 @@ class Planning:
         not fit in all sizes that are known of the path, one for those of this capture; and where not even that does, the smallest, whose budget is then larger.
 
         Args:
-            plans: the first one of this planning; the others made here before, since one for all did not fit.
+            plans: of this planning, or loaded with the same techniques; made here before, since one for all did not fit.
             known: all that is known of their step, as it was returned last; None the first time.
             budget_bytes: that the new ones are to have.
             seen: captures the step with some choices.
@@ -187,10 +187,9 @@ class Planning:
         kept = []
         for plan in plans:
             planning = planning_of(plan)
-            assert planning is not None, "made here, or before training"
-            own = planning._followed(plan)[1]  # noqa: SLF001 - of this class
-            if own.paths or not any(
-                same_path(own, path) for path in new if path not in narrow
+            own = everything if planning is None else planning._followed(plan)[1]  # noqa: SLF001 - of this class
+            if (
+                planning is None or own.paths or not any(same_path(own, path) for path in new if path not in narrow)
             ):  # else it was for smaller sizes
                 kept.append(plan)
         return (*kept, *made), joined
@@ -212,7 +211,7 @@ class Planning:
             found.solution.recomputations, plan.budget_bytes - self.extra_bytes - SLACK_BYTES
         )
 
-    def writes_for_good(self, plan: Plan) -> bool:
+    def _writes_for_good(self, plan: Plan) -> bool:
         """Whether forward, on some path that is known, writes into what was there before the step and is put back by nobody.
 
         A parameter, as of a teacher that follows the model, or a tensor among attributes; buffers are put back.
@@ -220,6 +219,12 @@ class Planning:
         trace = self._followed(plan)[1]
         paths = (trace, *trace.paths, *(() if trace.first is None else (trace.first,)))
         return any(writes_for_good(path) for path in paths)
+
+    def following(self, plan: Plan) -> Planning:
+        """For the techniques and micro-batches of a plan that another process made, as the source shows them now."""
+        choices = Choices(techniques=plan.choices.techniques, micro_batches=plan.choices.micro_batches)
+        assert self.source is not None, "there is a model to capture"
+        return self._of(choices, self.source.trace_of(choices))
 
     def _of(self, choices: Choices, trace: Trace) -> Planning:
         """Of one candidate in one number of micro-batches, by this trace of it."""

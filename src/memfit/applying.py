@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine.engine import Engine
 from memfit.engine.new_paths import Learner
-from memfit.errors import InputError, PlanFileError
+from memfit.engine.plan_table import MOST_PLANS
+from memfit.engine.size_watch import PathSizes
+from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import planning_of
@@ -107,7 +111,21 @@ def apply(
         # What is placed by hand is placed on one path; streamed layers run in an order of their own.
         if planning.placement is None and not plan.choices.streamed:
             engine.learner = _Learner(engine, source.optimizer)
+    elif (
+        plan.undoable and not plan.choices.streamed
+    ):  # loaded: what it was planned from is captured anew where it is left
+        engine.learner = _Learner(engine, None if optimizer is None else _factory_like(optimizer))
     return engine
+
+
+def _factory_like(optimizer: OptimizerFactory | torch.optim.Optimizer) -> OptimizerFactory:
+    """Makes optimizers of this kind, with the same settings."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    kind = type(optimizer)
+    taken = set(inspect.signature(kind).parameters)
+    settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return lambda parameters: kind(parameters, **settings)
 
 
 def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
@@ -115,6 +133,10 @@ def _digest(model: nn.Module, patterns: Sequence[str]) -> str:
     with suppress(InputError), frozen(model, patterns):
         return model_digest(model)
     return model_digest(model)
+
+
+# Looks at a step that see other draws of it, too, so that fewer are needed; they take eight times as long as one that sees the step alone.
+LOOKS_AHEAD: Final = 4
 
 
 class _Learner(Learner):
@@ -129,10 +151,14 @@ class _Learner(Learner):
         self._engine = engine
         self._make_optimizer = make_optimizer
         self._known: dict[str, Trace] = {}  # of the step, by the signature of its batch
+        self._looks: Counter[str] = Counter()
+        self._sizes: dict[int, tuple[Plan, Sequence[PathSizes]]] = {}  # by the identity of a plan
 
     def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
-        planning = planning_of(known[0])
-        if planning is None:  # a copy of another shape's, where no plan of its own could be made
+        planning = next((found for plan in known if (found := planning_of(plan)) is not None), None)
+        if (
+            planning is None and not known[0].undoable
+        ):  # a copy of another shape's, where no plan of its own could be made
             return known
         engine = self._engine
         optimizer = engine.optimizer
@@ -146,17 +172,42 @@ class _Learner(Learner):
                 name for name, p in engine.model.named_parameters() if optimizer is not None and p in optimizer.state
             ),
             forwards_before=0,
-            loader_batches=getattr(planning.source, "loader_batches", 1),
+            loader_batches=1 if planning is None else getattr(planning.source, "loader_batches", 1),
+            draws=self._looks[known[0].signature] < LOOKS_AHEAD,
         )
         signature = known[0].signature
+        self._looks[signature] += 1
+        if planning is None:
+            return self._first_of(source, known)
         made, self._known[signature] = planning.knowing(
             known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
         )
         return made
 
+    def _first_of(self, source: TraceSource, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        """The plans of a shape where all were loaded from files, and one for what the step does now."""
+        (loaded, *_), budget_bytes = known, self._engine.plan.budget_bytes
+        asked = Request(
+            budget=TierBudget(budget_bytes, budget_bytes), freeze=loaded.choices.frozen, clip_norm=loaded.clip_norm
+        )
+        fixed = asked.fixing(**lasting(loaded.choices), micro_batches=loaded.choices.micro_batches)
+        planning = planning_for(source, fixed).following(loaded)
+        try:
+            made = planning.plan(budget_bytes)
+        except InfeasibleError:
+            made = planning.plan(planning.smallest()[0])
+        return *known, made
+
+    def sizes_of(self, plan: Plan) -> Sequence[PathSizes]:
+        if id(plan) not in self._sizes:
+            planning = planning_of(plan)
+            self._sizes[id(plan)] = plan, () if planning is None else planning.known_sizes(plan)
+            for number in list(self._sizes)[:-MOST_PLANS]:
+                del self._sizes[number]
+        return self._sizes[id(plan)][1]
+
     def can_begin_anew(self, plan: Plan) -> bool:
-        planning = planning_of(plan)
-        return planning is not None and not planning.writes_for_good(plan)
+        return plan.undoable
 
 
 def _planner_of(

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch._ops import OpOverload
 from torch.nn.modules import module as _hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -69,6 +70,30 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a plain strided view of one storage (not sparse, nested or opaque)."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_mkldnn
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is made of others: indices and values."""
+    return tensor.layout in _SPARSE_PARTS
+
+
+def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or the indices and the values of a sparse one; none of an opaque one."""
+    if has_storage(tensor):
+        return (tensor,)
+    names = _SPARSE_PARTS.get(tensor.layout, ())
+    with torch.no_grad(), _disable_current_modes():  # a fake mode would show other storages
+        parts = tuple(getattr(tensor, name)() for name in names)
+    return tuple(part for part in parts if has_storage(part))
+
+
+_SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -245,4 +270,4 @@ class ModulePaths:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Distinct storages under the tensors, by key."""
-    return {storage_key(t): t.untyped_storage() for t in tensors if has_storage(t)}
+    return {storage_key(part): part.untyped_storage() for t in tensors for part in laid_in(t)}

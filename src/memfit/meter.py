@@ -124,6 +124,15 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
                 reading.seconds = time.perf_counter() - start
 
 
+def workspace_of(changes: Iterable[int]) -> int:
+    """Most bytes allocated at once beyond those that remain, from the allocations and releases of one run."""
+    total = peak = 0
+    for change in changes:
+        total += change
+        peak = max(peak, total)
+    return max(0, peak - max(0, total))
+
+
 _RELEASE: Final = "memfit released "
 
 

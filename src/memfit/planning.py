@@ -12,16 +12,17 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, TypeVar
 
-from memfit.capture.learnt_paths import same_path, same_sizes, with_seen, writes_for_good
+from memfit.capture.learnt_paths import as_seen, same_path, same_sizes, with_seen, writes_for_good
 from memfit.errors import CaptureError, EngineError, InfeasibleError, InputError
 from memfit.planner import search
 from memfit.planner.by_hand import RecomputePlacement, plan_by_hand
-from memfit.planner.description import PlainStep, plain_step
+from memfit.planner.description import PlainStep, plain_step, script_of
 from memfit.planner.found import Found
+from memfit.planner.known_sizes import KnownSizes
 from memfit.planner.savings import without
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solver import Solver
-from memfit.planner.solvers import NOT_CAPTURED, MissingTrace, MissingWeighting, RefusedError, Solvers
+from memfit.planner.solvers import NOT_CAPTURED, SLACK_BYTES, MissingTrace, MissingWeighting, RefusedError, Solvers
 from memfit.progress import Progress, tell
 from memfit.techniques.choices import Choices
 from memfit.units import format_bytes, parse_bytes
@@ -90,7 +91,7 @@ class Planning:
         made = self._ask(lambda solvers: search.plan(solvers, budget_bytes))
         if self.plain is not None:
             made = replace(made, prediction=replace(made.prediction, **asdict(self.plain.plain_step())))
-        return remember(made, self)
+        return remember(replace(made, undoable=not self._writes_for_good(made)), self)
 
     def plan_by_hand(self) -> Plan:
         """The plan that recomputes where the user said; its budget is what it takes.
@@ -145,10 +146,10 @@ class Planning:
         """Plans with the same techniques that also know what a later capture shows; the given tuple where that shows nothing new.
 
         One for everything that is known, where it fits. Else the given ones, and one for each path that the capture shows and they do not know; where that does
-        not fit either, the smallest for that path, whose budget is then larger.
+        not fit in all sizes that are known of the path, one for those of this capture; and where not even that does, the smallest, whose budget is then larger.
 
         Args:
-            plans: the first one of this planning; the others made here before, since one for all did not fit.
+            plans: of this planning, or loaded with the same techniques; made here before, since one for all did not fit.
             known: all that is known of their step, as it was returned last; None the first time.
             budget_bytes: that the new ones are to have.
             seen: captures the step with some choices.
@@ -161,7 +162,8 @@ class Planning:
         """
         choices, trace = self._followed(plans[0])
         everything = known or trace
-        joined = with_seen(everything, seen(choices))
+        captured = seen(choices)
+        joined = with_seen(everything, captured)
         if joined is everything:
             return plans, everything
         if len(plans) == 1:
@@ -170,8 +172,14 @@ class Planning:
         before = (everything, *everything.paths)
         new = [path for path in (joined, *joined.paths) if not any(same_sizes(path, one) for one in before)]
         made = []
+        narrow = []  # paths that are planned for in the sizes of this capture alone
         for path in new:
-            alone = self._of(choices, replace(path, paths=(), first=None))
+            with suppress(InfeasibleError):
+                made.append(self._of(choices, replace(path, paths=(), first=None)).plan(budget_bytes))
+                continue
+            now = as_seen(path, captured)
+            alone = self._of(choices, now)
+            narrow += [path] if now.storages != path.storages or path.drawn_bytes else []
             with suppress(InfeasibleError):
                 made.append(alone.plan(budget_bytes))
                 continue
@@ -179,9 +187,10 @@ class Planning:
         kept = []
         for plan in plans:
             planning = planning_of(plan)
-            assert planning is not None, "made here, or before training"
-            own = planning._followed(plan)[1]  # noqa: SLF001 - of this class
-            if own.paths or not any(same_path(own, path) for path in new):  # else it was for smaller sizes
+            own = everything if planning is None else planning._followed(plan)[1]  # noqa: SLF001 - of this class
+            if (
+                planning is None or own.paths or not any(same_path(own, path) for path in new if path not in narrow)
+            ):  # else it was for smaller sizes
                 kept.append(plan)
         return (*kept, *made), joined
 
@@ -190,7 +199,19 @@ class Planning:
         ran = plan.choices.but(weights="whole")
         return next((c, t) for c, t in self.bundle.traces.items() if t.choices == ran)
 
-    def writes_for_good(self, plan: Plan) -> bool:
+    def known_sizes(self, plan: Plan) -> tuple[KnownSizes, ...]:
+        """Of each path, what a plan made here takes in sizes that no capture saw; empty where values decide none, or where the plan was changed since."""
+        trace = self._followed(plan)[1]
+        if not any(path.sized_by_values for path in (trace, *trace.paths)):
+            return ()
+        found = self._ask(lambda solvers: search.weigh(solvers, plan.budget_bytes)[0])
+        if found is None or script_of(found.solver, found.solution) != replace(plan.script, first=None):
+            return ()
+        return found.solver.draws.known_sizes(
+            found.solution.recomputations, plan.budget_bytes - self.extra_bytes - SLACK_BYTES
+        )
+
+    def _writes_for_good(self, plan: Plan) -> bool:
         """Whether forward, on some path that is known, writes into what was there before the step and is put back by nobody.
 
         A parameter, as of a teacher that follows the model, or a tensor among attributes; buffers are put back.
@@ -198,6 +219,12 @@ class Planning:
         trace = self._followed(plan)[1]
         paths = (trace, *trace.paths, *(() if trace.first is None else (trace.first,)))
         return any(writes_for_good(path) for path in paths)
+
+    def following(self, plan: Plan) -> Planning:
+        """For the techniques and micro-batches of a plan that another process made, as the source shows them now."""
+        choices = Choices(techniques=plan.choices.techniques, micro_batches=plan.choices.micro_batches)
+        assert self.source is not None, "there is a model to capture"
+        return self._of(choices, self.source.trace_of(choices))
 
     def _of(self, choices: Choices, trace: Trace) -> Planning:
         """Of one candidate in one number of micro-batches, by this trace of it."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import dispatch
-from memfit.capture import confirmation
+from memfit.capture import confirmation, draws
 from memfit.capture.capture import capture
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.draws import OTHER_DRAWS
@@ -84,16 +84,18 @@ def test_sizes_that_draws_decide_are_seen() -> None:
     assert any("values decide how large some results are (aten.nonzero.default in the model)" in n for n in trace.notes)
 
 
-def test_sizes_that_the_parameters_decide_are_told_and_not_drawn() -> None:
+def test_sizes_that_the_parameters_decide_are_told_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(draws, "LATER_STEPS", ())
     trace = traced(Jittered(noise=0.0))
     assert trace.sized_by_values
     assert trace.drawn_bytes == ()
     assert any("values decide how large some results are" in note for note in trace.notes)
 
 
-def test_random_numbers_that_decide_values_only_are_no_draws() -> None:
+def test_random_numbers_that_decide_values_only_are_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(draws, "LATER_STEPS", ())
     assert traced(Jittered(noise=0.0, dropout=0.5)).drawn_bytes == ()
     dropped = traced(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5), nn.Linear(HIDDEN, HIDDEN)))
     assert not dropped.sized_by_values
@@ -208,3 +210,38 @@ class SampledWithoutReplacement(nn.Module):
 def test_numbers_drawn_until_they_differ_are_drawn_at_the_ends_too() -> None:
     plan = memfit.plan(SampledWithoutReplacement(), torch.randn(64, HIDDEN), lambda m, x: m(x).mean(), "1GiB")
     assert plan.prediction.peak_bytes > 0
+
+
+class Keeping(nn.Module):
+    """Goes on with the rows that a learnt score keeps: no random number decides how many, but parameters do, which steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.up, self.down = nn.Linear(16, 1), nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 16) to (kept, 16)."""
+        scores = self.score(x)[:, 0]
+        y: torch.Tensor = self.down(torch.relu(self.up(x[scores > 0] * scores[scores > 0, None])))
+        return y
+
+
+def test_sizes_that_parameters_decide_are_those_of_the_first_steps() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 16), Keeping()
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(x) - 3.0).square().mean()
+        return loss
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = memfit.plan(model, x, loss_of, "1GiB", sgd, fixed={"micro_batches": 1})
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert any("of the first steps the peak of this plan lay between" in note for note in plan.notes)
+    engine = memfit.apply(plan, model)
+    peaks = [engine.step(x, meter=True).peak_bytes for _ in range(5)]
+    assert max(peaks) > peaks[0]
+    assert plan.prediction.peak_bytes == max(peaks[n] for n in (0, 1, 2, 4))

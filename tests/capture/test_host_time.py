@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
 import torch
 
 from memfit.capture import cost_table
@@ -24,15 +25,11 @@ def test_nothing_is_drawn_and_no_mode_is_left_on() -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_it_is_timed_once_and_kept(tmp_path: Path) -> None:
+def test_it_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([7e-6])
-    original = cost_table.mode_seconds
-    cost_table.mode_seconds = lambda _: next(times)  # type: ignore[assignment]
-    try:
-        table = CostTable(torch.device("cpu"), tmp_path)
-        assert table.mode_seconds() == 7e-6
-        assert table.mode_seconds() == 7e-6
-        cost_table._KNOWN.pop(table.path)  # as another process
-        assert CostTable(torch.device("cpu"), tmp_path).mode_seconds() == 7e-6
-    finally:
-        cost_table.mode_seconds = original
+    monkeypatch.setattr(cost_table, "mode_seconds", lambda _: next(times))
+    table = CostTable(torch.device("cpu"), tmp_path)
+    assert table.mode_seconds() == 7e-6
+    assert table.mode_seconds() == 7e-6
+    monkeypatch.setattr(cost_table, "_KNOWN", {})  # as another process
+    assert CostTable(torch.device("cpu"), tmp_path).mode_seconds() == 7e-6

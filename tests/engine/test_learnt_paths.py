@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,40 @@ def test_a_forward_that_grows_is_learnt_in_the_step_that_takes_it_first() -> Non
     assert (begun_anew(records), diverged(records)) == ([FIRST], [])
     assert not above(records, plan.budget_bytes)
     assert "The step was begun anew, under a plan that knows its path" in said
+
+
+def test_a_plan_from_a_file_is_learnt_from_where_the_model_is(tmp_path: Path) -> None:
+    seeded(0)
+    model = Growing()
+    seeded(0)
+    reference = Growing()
+    most = memfit.plan(model, sample(), loss_of, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    memfit.replan(most, round(0.9 * most.prediction.plain_peak_bytes)).save(tmp_path / "plan.json")
+    plan = memfit.Plan.load(tmp_path / "plan.json")
+    optimizer = small.adamw(reference.parameters())
+    engine = memfit.apply(plan, model, loss_of, small.adamw(model.parameters()))
+    records = []
+    for step in range(FIRST + 2):
+        seeded(100 + step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            records.append(engine.step(sample(), meter=True))
+        seeded(100 + step)
+        loss = loss_of(reference, sample())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert records[-1].loss == loss.item()
+    assert (begun_anew(records), diverged(records)) == ([FIRST], [])
+    assert not above(records, plan.budget_bytes)
+
+
+def test_a_plan_that_drops_nothing_sees_a_longer_path_by_its_calls() -> None:
+    plan, records, said = told(Growing, 1.02, FIRST + 2)
+    assert plan.script.plain
+    assert (begun_anew(records), diverged(records)) == ([FIRST], [])
+    assert not above(records, plan.budget_bytes)
+    assert "blocks.0 is called more often than on any path that is known (1)" in said
 
 
 def test_a_path_taken_now_and_then_is_learnt_when_it_first_comes() -> None:

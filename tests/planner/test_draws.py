@@ -26,7 +26,8 @@ def noisy(count: int = 8) -> Trace:
             sizes[s] += sign * (50 if place % 2 else -50)
         sizes[made[-1]] += sign * 30
         draws.append(tuple(sizes))
-    return replace(trace, drawn_bytes=tuple(draws))
+    first, *others = trace.operations
+    return replace(trace, operations=(replace(first, random=True), *others), drawn_bytes=tuple(draws))
 
 
 def search_of(trace: Trace) -> Planning:

@@ -82,7 +82,8 @@ def trustworthy(
             found = at_the_end if isinstance(at_the_end, Captured) else found
         captured = for_real(found) if isinstance(found, str) else found
         as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
-        captured = with_other_draws(captured, lambda of: as_believed(of=of), source, others, decides=decides)
+        if source.draws:
+            captured = with_other_draws(captured, lambda of: as_believed(of=of), source, others, decides=decides)
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))

@@ -25,6 +25,8 @@ from memfit.values.trace import Trace
 
 # After so many forwards is the step captured as well, where the first one and the second differ.
 LATER_FORWARDS: Final = (2, 3)
+# After so many steps is it captured as well, where values that are not drawn decide sizes: those of the parameters, which steps change.
+LATER_STEPS: Final = (1, 2, 4)
 # From so many seeds is it captured as well, where random numbers may decide sizes or operations.
 OTHER_DRAWS: Final = 5
 
@@ -103,7 +105,22 @@ def _seen(
         if isinstance(draw, int) and all(_same_sizes(captured.trace, each.trace) for each in (*seen, other)):
             break  # what is drawn decides values only
         seen.append(other)
-    return seen, failed
+    return [*seen, *(_after_steps(captured, again, source) if not draws else ())], failed
+
+
+def _after_steps(captured: Captured, again: Callable[[StepSource], Captured], source: StepSource) -> Iterator[Captured]:
+    """The step in the sizes that it has after some of its kind, where values decide them. Where it runs other operations then, that is learnt in training."""
+    trace = captured.trace
+    by_values = any(operation.by_values for operation in trace.operations)
+    if not by_values or trace.source != "real" or source.optimizer is None or source.steps_before:
+        return
+    for steps in LATER_STEPS:
+        try:
+            other = again(replace(source, steps_before=steps))
+        except Exception:  # noqa: BLE001 - the user's own error, or a step that cannot be captured: none that was planned for
+            return
+        if same_operations(trace, other.trace):
+            yield other
 
 
 def _first_forward(captured: Captured, again: Callable[[StepSource], Captured], source: StepSource) -> Captured | None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from memfit.capture.comparing import path_taken, same_operations
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
+
+# Planning takes longer the more is known, so what was learnt longest ago is forgotten.
+MOST_PATHS: Final = 16
+MOST_DRAWS: Final = 12
 
 
 def with_seen(known: Trace, seen: Trace) -> Trace:
@@ -34,9 +39,27 @@ def with_seen(known: Trace, seen: Trace) -> Trace:
             paths[same] = larger
     if not new:
         return known
+    if len(paths) > MOST_PATHS:  # the oldest of those that were not seen before training go first
+        paths = [paths[0], *paths[1 - MOST_PATHS :]]
     longest = max(paths, key=lambda path: path.forward_operations)
     others = tuple(replace(path, notes=()) for path in paths if path is not longest)
     return replace(longest, paths=others, first=known.first, notes=known.notes)
+
+
+def as_seen(path: Trace, seen: Trace) -> Trace:
+    """One path that is known, alone and in no other sizes than those in which a capture shows it.
+
+    Args:
+        path: with all that is known of it.
+        seen: the capture; where it shows another path, the sizes are those of the last draw that is known.
+    """
+    sizes = _draws(path)[-1]
+    shown = next((each for each in (seen, *seen.paths) if same_path(each, path)), None)
+    if shown is not None and len(shown.storages) <= len(path.storages):
+        # What is more of them is state that other paths have made (`_with_state`).
+        sizes = (*(s.bytes for s in shown.storages), *sizes[len(shown.storages) :])
+    storages = tuple(replace(s, bytes=size) for s, size in zip(path.storages, sizes, strict=True))
+    return replace(path, storages=storages, drawn_bytes=(), paths=(), first=None)
 
 
 def same_path(one: Trace, other: Trace) -> bool:
@@ -58,12 +81,24 @@ def writes_for_good(trace: Trace) -> bool:
 
 
 def _larger(known: Trace, seen: Trace) -> Trace | None:
-    """The known path with the sizes of this capture as further draws; None where it runs other operations, or nothing in it is larger than known."""
+    """The known path with the sizes of this capture as further draws; None where it runs other operations, or is within a draw that is known."""
     if not same_operations(known, seen):
         return None
-    largest = [max(sizes) for sizes in zip(*_draws(known), strict=True)]
-    more = tuple(sizes for sizes in _draws(seen) if any(a > b for a, b in zip(sizes, largest, strict=True)))
-    return replace(known, drawn_bytes=(*known.drawn_bytes, *more)) if more else None
+    more = tuple(sizes for sizes in _draws(seen) if not any(_within(sizes, other) for other in _draws(known)))
+    return replace(known, drawn_bytes=_largest_and_last((*known.drawn_bytes, *more))) if more else None
+
+
+def _largest_and_last(draws: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Without the draws than which a later one is larger everywhere, and at most so many, the last ones."""
+    kept = [
+        sizes for number, sizes in enumerate(draws) if not any(_within(sizes, later) for later in draws[number + 1 :])
+    ]
+    return tuple(kept[-MOST_DRAWS:])
+
+
+def _within(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether nothing is larger in one draw than in the other."""
+    return all(a <= b for a, b in zip(sizes, others, strict=True))
 
 
 def _draws(trace: Trace) -> tuple[tuple[int, ...], ...]:

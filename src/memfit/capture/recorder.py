@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,6 +32,7 @@ from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
+from memfit.capture.sparse import run_metered, takes_or_makes_sparse
 from memfit.step.call_arguments import is_plain, tensors_passed
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
@@ -124,8 +125,8 @@ class Recorder(TorchDispatchMode):
         self, tensors: Iterable[torch.Tensor], category: Category, module: str = "", *, counts: bool = True
     ) -> None:
         """Add storages that exist before the step; a storage keeps its first category. Those that are not to count (on another device) get zero bytes."""
-        for tensor in tensors:
-            if dispatch.has_storage(tensor) and self.lifetimes.id_of(tensor) is None:
+        for tensor in (part for each in tensors for part in dispatch.laid_in(each)):
+            if self.lifetimes.id_of(tensor) is None:
                 sid = self.lifetimes.add(tensor, category, module, BEFORE_STEP)
                 self.lifetimes.storages[sid].bytes *= counts
 
@@ -190,9 +191,11 @@ class Recorder(TorchDispatchMode):
             return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         self._numbers.mark()
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
+        sparse = takes_or_makes_sparse(func, inputs)
         if not all(dispatch.has_storage(t) for t in inputs):
-            self.notes[f"{func} takes a sparse or opaque tensor, which has no storage to record; it is kept"] = None
-            inputs = [t for t in inputs if dispatch.has_storage(t)]
+            if not all(map(dispatch.laid_in, inputs)):
+                self.notes[f"{func} takes an opaque tensor, which has no storage to record; it is kept"] = None
+            inputs = [part for t in inputs for part in dispatch.laid_in(t)]
         in_place_func = self._in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
         target = None if in_place_func is None else self.storage_id(args[0])
         reads = tuple(self.storage_id(t) for t in inputs)
@@ -211,7 +214,11 @@ class Recorder(TorchDispatchMode):
         event = len(self.events)
         index = len(self.operations)
         self.events.append(index)
-        result = run_recorded(func, inputs, args, kwargs)
+        if sparse:
+            result, workspace = run_metered(partial(run_recorded, func, inputs, args, kwargs))
+            self.lifetimes.add_bytes(workspace, Category.TEMPORARY, self.module, event).death = event
+        else:
+            result = run_recorded(func, inputs, args, kwargs)
         if key in self._layouts:
             result = laid_out(result, iter(self._layouts[key]))
         self.lifetimes.now = event
@@ -229,6 +236,9 @@ class Recorder(TorchDispatchMode):
                 continue
             if not dispatch.has_storage(out):
                 rerunnable = False
+                outputs.append(-1)
+                new = [part for part in dispatch.laid_in(out) if self.lifetimes.id_of(part) is None]
+                made += [self.lifetimes.add(part, category, self.module, event) for part in new]
                 continue
             if target is not None and known is None:
                 # Without a dispatch mode the result is in the storage of the first argument.

@@ -169,6 +169,8 @@ class _StepRecording:
         self._trainable = self.program.trainable()
         self._weight = None if len(micro_batches) == 1 else 1.0 / len(micro_batches)
         self._once: list[str] = []  # operations of the pass that is not recorded
+        for _ in range(source.steps_before):
+            self._train()
 
     @property
     def once(self) -> list[str] | None:
@@ -220,6 +222,15 @@ class _StepRecording:
         # Cycles of that forward may hold activations; all are young, as no collection has run since they were made.
         gc.collect(0)
         recorder.recording = True
+
+    def _train(self) -> None:
+        """A step that is not recorded, for what it changes: the parameters."""
+        program = self.program
+        for number, micro_batch in enumerate(self._micro_batches, 1):
+            inside = program.updates_in_backward and number == len(self._micro_batches)
+            program.forward_backward(micro_batch, self._weight, around_backward=program.updating() if inside else None)
+        program.update()
+        program.clear()
 
     def register(self) -> None:
         """What is there before the recorded pass."""

@@ -35,6 +35,8 @@ class StepSource:
         forwards_before: how many forwards are run before the one that is captured; 0 for the first one, which may build what later ones find.
         trained_elsewhere: names of parameters that get gradients in other steps: their optimizer state is there in this one, too.
         cuda: compute capability of the absent GPU whose kernels a capture on fake tensors is to show; None for those of the model's own device.
+        steps_before: how many whole steps are taken before the one that is captured, on real tensors of its own.
+        draws: other draws of random numbers are captured, too, where they may decide sizes or operations.
     """
 
     model: nn.Module
@@ -46,6 +48,8 @@ class StepSource:
     forwards_before: int = 1
     trained_elsewhere: frozenset[str] = frozenset()
     cuda: Capability | None = None
+    steps_before: int = 0
+    draws: bool = True
 
     @property
     def on_meta(self) -> bool:

@@ -20,7 +20,7 @@ from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, layout_o
 from memfit.capture.costs import Cost
 from memfit.capture.present_machine import present_machine
 from memfit.capture.reference_work import ReferenceWork
-from memfit.meter import profiled, spans_and_changes
+from memfit.meter import profiled, spans_and_changes, workspace_of
 
 # Operations with larger inputs are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
@@ -108,7 +108,7 @@ class KernelTimer:
             self._each(wanted, shared, profile_call)
         self._each(dict(short), shared, time_call)
         workspaces = {
-            names[name]: _workspace(changes)
+            names[name]: workspace_of(changes)
             for name, changes in spans_and_changes(profile, "memfit.cost.").items()
             if name in names
         }
@@ -212,15 +212,6 @@ def _agree(times: Iterable[float]) -> bool:
     """Whether the two shortest of some times are about the same."""
     first, second = sorted(times)[:2]
     return second <= AGREEMENT * first
-
-
-def _workspace(changes: Iterable[int]) -> int:
-    """Most bytes allocated at once beyond those that remain, from the allocations and frees of one run."""
-    total = peak = 0
-    for change in changes:
-        total += change
-        peak = max(peak, total)
-    return max(0, peak - max(0, total))
 
 
 def processor_clock() -> Callable[[], float]:

@@ -55,6 +55,7 @@ class TraceSource:
         loader_batches: batches like the sample that a step takes one after the other; one is on the device at a time.
         trained_elsewhere: names of parameters that have optimizer state by now, from whichever path.
         forwards_before: as in `StepSource`; 0 to capture the very next forward.
+        draws: as in `StepSource`.
 
     Attributes:
         here: the device that the model is on.
@@ -71,6 +72,7 @@ class TraceSource:
     loader_batches: int = 1
     trained_elsewhere: frozenset[str] = frozenset()
     forwards_before: int = 1
+    draws: bool = True
 
     def __post_init__(self) -> None:
         made_by_its_first_forward(self.model)
@@ -181,6 +183,7 @@ class TraceSource:
             forwards_before=self.forwards_before,
             trained_elsewhere=self.trained_elsewhere,
             cuda=self._cuda,
+            draws=self.draws,
         )
 
         def run(way: Choices) -> Captured:

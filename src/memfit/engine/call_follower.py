@@ -17,9 +17,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import dispatch
+from memfit.engine.called_modules import CallCounts
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower, kept_by_autograd, unpack
 from memfit.engine.new_paths import PathWatch
+from memfit.engine.size_watch import SizeWatch
 
 
 class CallFollower(TorchDispatchMode):
@@ -30,21 +32,29 @@ class CallFollower(TorchDispatchMode):
         model: whose modules they name.
         retain: backward may run more than once.
         watch: told of divergences, and of what is written between calls; it may end the forward.
+        sizes: told what forward makes, where values decide how much.
 
     Attributes:
         divergence: of the first call that diverged, or that the forward is longer than any that is known; None where neither is so.
     """
 
     def __init__(
-        self, compiled: CompiledScript, model: nn.Module, *, retain: bool = False, watch: PathWatch | None = None
+        self,
+        compiled: CompiledScript,
+        model: nn.Module,
+        *,
+        retain: bool = False,
+        watch: PathWatch | None = None,
+        sizes: SizeWatch | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._retain, self._watch = retain, watch
+        self._retain, self._watch, self._sizes = retain, watch, sizes
         self._operations, self._most = 0, compiled.script.most_operations
         self._longer: str | None = None
         self._scripts = compiled.calls
         self._paths = _FollowedPaths(model, self)
         self._numbers: Counter[str] = Counter()
+        self._calls = CallCounts(compiled.script.most_calls)
         self._inside: Follower | None = None
         self._depth = 0
         self._module = ""
@@ -57,11 +67,19 @@ class CallFollower(TorchDispatchMode):
             yield self
         if self._inside is not None:  # the forward ended inside a call: an exception that the user's code caught
             self._leave()
+        if self._sizes is not None:
+            self._too_large(self._sizes.ended())
 
     def entered(self, module: str, depth: int) -> None:
         """A module of the model begins."""
         self._leave_if_done()
-        if module not in self._scripts or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        longer = self._calls.begins(module)
+        if longer is not None and self._longer is None:
+            self._longer = longer
+            self._diverged(longer)
+        if module not in self._scripts:
             return
         number = self._numbers[module]
         self._numbers[module] += 1
@@ -117,8 +135,21 @@ class CallFollower(TorchDispatchMode):
                     for follower in self._done:
                         follower.tape.storages.preserve(tensor.untyped_storage())
         if self._inside is not None:
-            return self._inside.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
+            return self._told(func, self._inside.__torch_dispatch__(func, types, args, kwargs))
+        return self._told(func, func(*args, **kwargs) if kwargs else func(*args))
+
+    def _told(self, func: OpOverload, result: Any) -> Any:
+        """The result of an operation, of whose size is told what watches sizes."""
+        if self._sizes is not None and dispatch.is_operation(func):
+            self._too_large(self._sizes.ran(func, result))
+        return result
+
+    def _too_large(self, why: str | None) -> None:
+        """What forward makes, or runs, may be more than fits."""
+        if why is not None:
+            self._sizes = None
+            if self._watch is not None:
+                self._watch.diverged(why)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         self._leave_if_done()

@@ -20,6 +20,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches
 from memfit.engine.activation_offloading import LowerTiers, Makers, arena_makers
 from memfit.engine.call_follower import CallFollower
+from memfit.engine.called_modules import UnfollowedForward
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
@@ -348,7 +349,7 @@ class Engine:
     @contextmanager
     def forward(
         self, *, retain_graph: bool = False, batch: Batch | None = None
-    ) -> Iterator[Follower | CallFollower | None]:
+    ) -> Iterator[Follower | CallFollower | UnfollowedForward | None]:
         """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
         Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.

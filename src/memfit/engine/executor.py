@@ -8,6 +8,7 @@ from memfit.batches import Batch
 from memfit.engine.accumulation import Accumulated
 from memfit.engine.activation_offloading import LowerTiers
 from memfit.engine.call_follower import CallFollower
+from memfit.engine.called_modules import UnfollowedForward
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.engine.new_paths import PathWatch
@@ -29,26 +30,30 @@ class Executor:
 
     def follower(
         self, compiled: CompiledScript, *, retain: bool = False, watch: PathWatch | None = None
-    ) -> Follower | CallFollower | None:
-        """What follows a script through a forward (that of the first one where the model is as before it); None where the script drops nothing.
+    ) -> Follower | CallFollower | UnfollowedForward | None:
+        """What follows a script through a forward (that of the first one where the model is as before it); None where there is nothing to follow.
 
         Args:
             compiled: the script.
             retain: backward may run more than once.
             watch: ends the forward where it leaves the plan; None to keep what is not planned.
         """
-        if compiled.first is not None and has_fingerprint(self._model, compiled.first[1]):
+        first = compiled.first is not None and has_fingerprint(self._model, compiled.first[1])
+        if first and compiled.first is not None:
             compiled = compiled.first[0]
         if compiled.script.plain:
-            return None
+            most = compiled.script.most_calls
+            return UnfollowedForward(most, self._model, watch.diverged) if most and watch is not None else None
+        sizes = None if watch is None or first else watch.sizes(only=not compiled.calls)
         if compiled.calls:
-            return CallFollower(compiled, self._model, retain=retain, watch=watch)
+            return CallFollower(compiled, self._model, retain=retain, watch=watch, sizes=sizes)
         return Follower(
             compiled,
             retain=retain,
             lower_tiers=self._lower_tiers,
             model=self._model,
             diverged=None if watch is None else watch.diverged,
+            sizes=sizes,
         )
 
     def forward_backward(

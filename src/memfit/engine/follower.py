@@ -21,6 +21,7 @@ from memfit.engine.compiled import CompiledScript
 from memfit.engine.geometry import Argument, Handle
 from memfit.engine.kept_stretches import End, KeptStretches
 from memfit.engine.repeated_calls import CallsToRepeat, DroppedTensor
+from memfit.engine.size_watch import SizeWatch
 from memfit.engine.tape import Tape
 from memfit.step import generators
 from memfit.values.script import KEPT
@@ -71,6 +72,7 @@ class Follower(TorchDispatchMode):
         lower_tiers: where to offload to, for a script that does.
         model: whose calls tell where a stretch begins or ends in which nothing is dropped; None to follow everything.
         diverged: called with where and why the forward differs, before anything that is not planned runs; it may raise.
+        sizes: told what forward makes, where values decide how much; `diverged` hears of too much.
 
     Attributes:
         tape: what backward goes by.
@@ -86,6 +88,7 @@ class Follower(TorchDispatchMode):
         lower_tiers: LowerTiers | None = None,
         model: nn.Module | None = None,
         diverged: Callable[[str], None] | None = None,
+        sizes: SizeWatch | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
@@ -99,7 +102,10 @@ class Follower(TorchDispatchMode):
         self._repeated: CallsToRepeat | None = None
         self._diverged: Callable[[str], None] | None = None
         self._functions: list[Any] = list(compiled.functions)
+        self._sizes = sizes
         self._acts = compiled.acts
+        if sizes is not None:
+            self._acts = [acts or sizes.watches(index) for index, acts in enumerate(compiled.acts)]
         self._count = compiled.count
         self._wanted = compiled.script.wanted
         if compiled.script.swaps and self.tape.storages.arenas is None:
@@ -151,6 +157,7 @@ class Follower(TorchDispatchMode):
             or self.save != stretch.saves[0]
             or self.divergence is not None
             or not torch.is_grad_enabled()
+            or (self._sizes is not None and self._sizes.watched_between(*stretch.operations))
         ):
             return None
         self.tape.storages.not_followed()
@@ -168,6 +175,8 @@ class Follower(TorchDispatchMode):
             self._diverge(f"forward ended after {self.index} operations, the plan has {self._count}")
         if self.divergence is None and self.save != len(self.compiled.script.saves):
             self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
+        if self._sizes is not None and self.divergence is None:
+            self._too_large(self._sizes.ended())
         self.tape.storages.forward_ends()
         self.compiled.ran(followed=not self.unfollowed, as_planned=self.divergence is None)
 
@@ -213,6 +222,13 @@ class Follower(TorchDispatchMode):
         if self._diverged is not None:
             self._diverged(why)
 
+    def _too_large(self, why: str | None) -> None:
+        """What forward makes is as planned and larger than fits; it is followed on where it cannot be ended."""
+        if why is not None:
+            self._sizes = None
+            if self._diverged is not None:
+                self._diverged(why)
+
     def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not in the plan. Later recomputations may read a storage that it writes into: a copy of the present contents is kept."""
         for tensor in dispatch.written(func, args, kwargs):
@@ -236,6 +252,8 @@ class Follower(TorchDispatchMode):
             self._diverge(f"operation {index} ({func}) reads other tensors than in the plan")
             return self._unplanned(func, args, kwargs)
         result = func(*args, **kwargs)
+        if self._sizes is not None:
+            self._too_large(self._sizes.ran(func, result, index))
         if writes:
             storages.written(writes)
         made = compiled.outputs[index]

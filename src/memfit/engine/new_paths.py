@@ -6,12 +6,13 @@ runs: the step is undone like one that fails, and looked at from its beginning. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from memfit.batches import Batch, LossFunction
+from memfit.engine.size_watch import PathSizes, SizeWatch
 from memfit.step.unrestored import Unrestored
 from memfit.values.plan import Plan
 
@@ -26,15 +27,31 @@ class PathWatch:
     Args:
         model, loss_fn: of the step.
         restored: names of the buffers whose contents are put back when a step is undone.
+        sizes: what is known of each path, where values decide sizes.
 
     Attributes:
         left: where and why a forward was ended; None where it was not.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, restored: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        restored: Iterable[str],
+        sizes: Sequence[PathSizes] = (),
+    ) -> None:
         self.left: str | None = None
+        self._sizes = sizes
         self._unrestored = Unrestored(model, loss_fn, frozenset(restored))
         self._written = False
+
+    def sizes(self, *, only: bool) -> SizeWatch | None:
+        """Told what the next forward makes; None where no values decide sizes.
+
+        Args:
+            only: the forward is followed by operation, on the one path there is.
+        """
+        return SizeWatch(self._sizes, only=only) if self._sizes else None
 
     def unplanned_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operation of which no plan knows writes into these."""
@@ -76,6 +93,10 @@ class Learner:
         Raises:
             CaptureError: the step cannot be captured.
         """
+        raise NotImplementedError
+
+    def sizes_of(self, plan: Plan) -> Sequence[PathSizes]:
+        """What is known of the sizes on each path under a plan; empty where no values decide any."""
         raise NotImplementedError
 
     def can_begin_anew(self, plan: Plan) -> bool:

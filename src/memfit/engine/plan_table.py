@@ -21,10 +21,11 @@ from memfit.errors import CaptureError, InfeasibleError
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
-# Looks at steps of one shape that diverge: each is a capture, which takes as long as planning does. The first ones are taken at once, so that the budget holds;
-# those after them, and after a look that shows nothing new, are ever further apart.
+# Looks at steps of one shape that have diverged and cannot be undone: each is a capture, which takes as long as planning does. The first ones are taken at
+# once; those after them, and after a look that shows nothing new, are ever further apart. What can be begun anew is looked at whenever it leaves all paths.
 MOST_LOOKS: Final = 16
 PROMPT_LOOKS: Final = 8
+MOST_PLANS: Final = 12  # of one shape: a step may have to try them all
 FORGETTING: Final = 0.8  # what a step under a plan counts for after one more step
 
 
@@ -39,7 +40,7 @@ class PlanTable:
         self._diverged: set[str] = set()
         self._unknown: Counter[str] = Counter()  # divergences from a shape's own plan, since the last look
         self._looks: Counter[str] = Counter()
-        self._vain: Counter[str] = Counter()  # looks that have shown nothing new
+        self._vain: Counter[str] = Counter()  # looks in a row that have shown nothing new
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -116,9 +117,17 @@ class PlanTable:
         """Whether the step that has just diverged is to be captured, for the path that it took."""
         return self._is_due(signature, self._unknown[signature])
 
-    def would_learn(self, signature: str) -> bool:
-        """Whether a step that diverges now is to be captured."""
-        return signature in self._plans and self._is_due(signature, self._unknown[signature] + 1)
+    def would_learn(self, signature: str, *, undone: bool = False) -> bool:
+        """Whether a step that diverges now is to be captured.
+
+        Args:
+            signature: of its batch.
+            undone: it can be begun anew: then the budget comes before the time that it takes, and only looks that show nothing new are put off.
+        """
+        divergences = self._unknown[signature] + 1
+        if undone:
+            return signature in self._plans and divergences >= 1 << self._vain[signature]
+        return signature in self._plans and self._is_due(signature, divergences)
 
     def _is_due(self, signature: str, divergences: int) -> bool:
         looks = self._looks[signature]
@@ -141,7 +150,9 @@ class PlanTable:
             warnings.warn(f"no plan of its own for batches [{signature}]: {error}", stacklevel=4)
             return replace(known, signature=signature)
 
-    def learnt(self, batch: Batch, signature: str, budget_bytes: int, learner: Learner) -> tuple[Plan, ...]:
+    def learnt(
+        self, batch: Batch, signature: str, budget_bytes: int, learner: Learner, *, undone: bool = False
+    ) -> tuple[Plan, ...]:
         """The plans of a shape after a look at a step that diverged from all it had. Not added yet.
 
         Args:
@@ -149,12 +160,13 @@ class PlanTable:
             signature: of the batch.
             budget_bytes: that the plans are to have.
             learner: makes plans that also know what this step does.
+            undone: as for `would_learn`.
 
         Returns:
             The plans so far, the same tuple, where nothing new was seen or the step cannot be captured.
         """
         known = self.of(signature)
-        self._looks[signature] += 1
+        self._looks[signature] += not undone
         self._unknown[signature] = 0
         try:
             made = learner(batch, known)
@@ -162,7 +174,7 @@ class PlanTable:
             self._vain[signature] += 1
             warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
-        self._vain[signature] += made is known
+        self._vain[signature] = self._vain[signature] + 1 if made is known else 0
         above = [
             p.prediction.peak_bytes for p in made if p.budget_bytes > budget_bytes and all(p is not k for k in known)
         ]
@@ -172,4 +184,9 @@ class PlanTable:
                 f"no plan for the path that a step took fits in the budget: the smallest, which is followed on that path from now on, takes {more} more",
                 stacklevel=4,
             )
-        return made
+        return _without_the_oldest(made)
+
+
+def _without_the_oldest(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """At most so many as a step may try: the first, and those that were made last."""
+    return plans if len(plans) <= MOST_PLANS else (plans[0], *plans[1 - MOST_PLANS :])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import nn
 
@@ -16,8 +18,12 @@ from memfit.engine.new_paths import Learner, NewPathError, PathWatch
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.transaction import Transactions
 from memfit.step.guard import Deciding
+from memfit.units import format_seconds
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+
+MOST_LOOKS_IN_A_STEP: Final = 4  # a forward that is another one each time it is run would be looked at for ever
+OFTEN: Final = 8, 0.1  # steps planned anew from which on the user is told what it costs, and their share of all
 
 
 class Trained(Protocol):
@@ -45,6 +51,7 @@ class Steps:
     def __init__(self, engine: Trained, plans: PlanTable, transactions: Transactions, history: History) -> None:
         self._engine = engine
         self._plans, self._transactions, self._history = plans, transactions, history
+        self._planned_anew, self._planning_seconds, self._told = 0, 0.0, False
 
     def taken(
         self,
@@ -66,9 +73,11 @@ class Steps:
         begun_anew: list[str] = []
         left: list[Plan] = []
         ended_bytes = 0  # the largest peak of a forward that was ended
+        looks = 0
         while True:
             others = self._others(signature, (plan, *left))
-            watch = self._watch(plan, signature, learner, known=bool(others))
+            may_end = looks < MOST_LOOKS_IN_A_STEP
+            watch = self._watch(plan, signature, learner, known=bool(others)) if may_end else None
             try:
                 record = take(plan, watch)
                 break
@@ -81,12 +90,31 @@ class Steps:
             if not others:
                 self._plans.note_divergence(signature)
                 assert learner is not None, "nothing ends a forward without one"
-                self._learn(batch, signature, learner)
+                self._learn(batch, signature, learner, undone=True)
+                looks += 1
                 others = self._others(signature, left)
             plan = others[0] if others else plan
             self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=5)
         self._plans.was_right(signature, plan)
-        return self._history.began_anew(tuple(begun_anew), ended_bytes) if begun_anew else record
+        self._planned_anew += looks > 0
+        if begun_anew:
+            record = self._history.began_anew(tuple(begun_anew), ended_bytes)
+            self._tell_costs()
+        return record
+
+    def _tell_costs(self) -> None:
+        """Once, where many steps have to be planned anew, what that costs."""
+        steps, (least, share) = self._history.steps, OFTEN
+        if self._told or self._planned_anew <= least or self._planned_anew < share * steps:
+            return
+        self._told = True
+        total = self._planning_seconds + sum(record.seconds for record in self._history.records)
+        warnings.warn(
+            f"{self._planned_anew} of {steps} steps took a path, or sizes, that no plan knew, and were planned anew to stay in the budget: that took "
+            f"{format_seconds(self._planning_seconds)} of {format_seconds(total)} of training. A larger budget needs fewer plans "
+            "(docs/limits.md, paths that never end)",
+            stacklevel=5,
+        )
 
     def _others(self, signature: str, tried: Sequence[Plan]) -> list[Plan]:
         """Plans of the shape that were not tried yet."""
@@ -103,13 +131,14 @@ class Steps:
         """
         if (
             learner is None
-            or plan.script.plain
-            or not (known or self._plans.would_learn(signature))
+            or (plan.script.plain and not plan.script.most_calls)
+            or not (known or self._plans.would_learn(signature, undone=True))
             or any(parameter.grad is not None for parameter in self._engine.model.parameters())
             or not learner.can_begin_anew(plan)
         ):
             return None
-        return PathWatch(self._engine.model, self._engine.loss_fn, self._transactions.buffers.copies)
+        sizes = learner.sizes_of(plan)
+        return PathWatch(self._engine.model, self._engine.loss_fn, self._transactions.buffers.copies, sizes)
 
     def learn_after(self, batch: Batch, signature: str, learner: Learner | None, before: Deciding | None) -> None:
         """Learn what a step was that has diverged and run to its end, where that is due.
@@ -127,11 +156,13 @@ class Steps:
         # Where no step can be begun anew under another of several plans, the path that was taken last is the likeliest.
         self._plans.was_right(signature, self._plans.of(signature)[-1])
 
-    def _learn(self, batch: Batch, signature: str, learner: Learner) -> None:
+    def _learn(self, batch: Batch, signature: str, learner: Learner, *, undone: bool = False) -> None:
         """Look at a step that has diverged, as it is when it begins, and from now on follow plans that know its path, too."""
         known = self._plans.of(signature)
+        began = time.perf_counter()
         with self._engine.gathered():
-            made = self._plans.learnt(batch, signature, self._engine.plan.budget_bytes, learner)
+            made = self._plans.learnt(batch, signature, self._engine.plan.budget_bytes, learner, undone=undone)
+        self._planning_seconds += time.perf_counter() - began
         if made is not known:
             for plan in made:
                 self._engine.arrange_for(plan)

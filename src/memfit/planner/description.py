@@ -11,7 +11,7 @@ from memfit.garbage import uncollected
 from memfit.planner.caching_allocator import reserved_bytes
 from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection, named
-from memfit.planner.script_compiler import compile_calls, compile_script
+from memfit.planner.script_compiler import compile_calls, compile_script, most_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
@@ -75,7 +75,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     )
     names = sorted({*kept, *dropped, *below, *again})
     first, first_peak = _first_forward(solver.first, capacity) if solver.first is not None else (None, 0)
-    script = _script(solver, solution)
+    script = script_of(solver, solution)
     return Plan(
         budget_bytes=budget_bytes,
         choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
@@ -92,7 +92,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         notes=(
             *trace.notes,
             *_reserved(solvers, prediction, timeline, solution),
-            *_drawn(prediction, len(trace.drawn_bytes) + 1),
+            *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
             *(_builds(first_peak + solvers.extra_bytes, budget_bytes) if first is not None else ()),
         ),
@@ -126,17 +126,18 @@ def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
     return "cuda" if trace.seconds_are == "estimated" or 0 < trace.rng_state_bytes <= GPU_STATE_BYTES else "cpu"
 
 
-def _script(solver: Solver, solution: Solution) -> Script:
+def script_of(solver: Solver, solution: Solution) -> Script:
     """What the engine follows; call by call where forward takes several paths."""
     if solver.trace.paths:
         return compile_calls(solver.draws, solution.recomputations)
-    return compile_script(solver.recipes, solution.recomputations)
+    script = compile_script(solver.recipes, solution.recomputations)
+    return replace(script, most_calls=most_calls([solver.trace])) if script.plain else script
 
 
 def _first_forward(solver: Solver, capacity: int) -> tuple[FirstForward, int]:
     """What is followed in a first forward that builds something, and the peak of that step: the fastest that fits, else the smallest."""
     solution = solver.fitting(capacity) or solver.least()
-    return FirstForward(dict(solver.trace.before), _script(solver, solution)), solver.needed(solution)
+    return FirstForward(dict(solver.trace.before), script_of(solver, solution)), solver.needed(solution)
 
 
 def _builds(peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
@@ -218,16 +219,24 @@ def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solu
     return (note,)
 
 
-def _drawn(prediction: Prediction, draws: int) -> tuple[str, ...]:
-    """What the user should know of sizes that random numbers decide."""
+def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:
+    """What the user should know of sizes that random numbers decide, or parameters that steps have changed."""
+    draws = 1 + len(trace.drawn_bytes)
     if draws == 1:
         return ()
     largest, varies = prediction.peak_bytes, prediction.varies_bytes
-    kept = f"; {format_bytes(varies)} more are kept free for other draws" if varies else ""
-    note = (
-        f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws the peak of this plan lay between "
-        f"{format_bytes(largest - varies)} and {format_bytes(largest)}{kept}. Single steps may hold more, and sizes may change as the model trains"
-    )
+    between = f"the peak of this plan lay between {format_bytes(largest - varies)} and {format_bytes(largest)}"
+    kept = f"; {format_bytes(varies)} more are kept free for other{{}}" if varies else ""
+    if any(operation.random for operation in trace.operations[: trace.forward_operations]):
+        note = (
+            f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws {between}{kept.format(' draws')}. "
+            "Single steps may hold more, and sizes may change as the model trains"
+        )
+    else:
+        note = (
+            f"parameters decide how large some results are, and training changes them: in {draws} of the first steps {between}{kept.format('s')}. "
+            "Later steps, and other batches, may hold more"
+        )
     return (note,)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
+from memfit.planner.known_sizes import KnownSizes
 from memfit.planner.problem import Problem
 from memfit.planner.recipes import Recipes
 from memfit.planner.smallest import SmallestSearch
@@ -38,12 +39,7 @@ class Draws:
     @cached_property
     def _timelines(self) -> tuple[Timeline, ...]:
         """The same operations in other sizes, the first draw's first."""
-        trace = self._first.trace
-        tables = (
-            tuple(replace(s, bytes=size) for s, size in zip(trace.storages, sizes, strict=True))
-            for sizes in trace.drawn_bytes
-        )
-        return self._first, *(Timeline(replace(trace, storages=storages)) for storages in tables)
+        return in_all_sizes(self._first)
 
     @cached_property
     def paths(self) -> tuple[ForwardPath, ...]:
@@ -89,8 +85,21 @@ class Draws:
             return [NEVER]
         return [
             first.timeline.peak(recomputations),
-            *(path.timeline.peak(path.recomputations(decisions)) for path in others),
+            *(path.largest_peak(path.recomputations(decisions)) for path in others),
         ]
+
+    def known_sizes(self, recomputations: Recomputations, capacity_bytes: int) -> tuple[KnownSizes, ...]:
+        """Of each path on which values decide sizes, what a plan takes in others; empty where one of them cannot be told.
+
+        Args:
+            recomputations: the plan for the first of them.
+            capacity_bytes: that its steps have.
+        """
+        if not self._first.trace.paths:
+            return (KnownSizes(self._timelines, recomputations, capacity_bytes),)
+        decisions = self.decisions(recomputations)
+        assert decisions is not None, "plans that decide across calls are not taken"
+        return tuple(KnownSizes(path.timelines, path.recomputations(decisions), capacity_bytes) for path in self.paths)
 
     def varies(self, recomputations: Recomputations) -> int:
         """How far apart the peaks of a plan lie where sizes are drawn; 0 where none are."""
@@ -108,6 +117,16 @@ class Draws:
         peaks = self.peaks(recomputations)
         drawn = 2 * max(peaks) - min(peaks)
         return max(drawn, *self.on_paths(recomputations)) if self._first.trace.paths else drawn
+
+
+def in_all_sizes(timeline: Timeline) -> tuple[Timeline, ...]:
+    """The same operations in the sizes of each draw, the first draw's first."""
+    trace = timeline.trace
+    tables = (
+        tuple(replace(s, bytes=size) for s, size in zip(trace.storages, sizes, strict=True))
+        for sizes in trace.drawn_bytes
+    )
+    return timeline, *(Timeline(replace(trace, storages=storages)) for storages in tables)
 
 
 class Decisions:
@@ -130,6 +149,15 @@ class ForwardPath:
         self.timeline = timeline
         self.trace = timeline.trace
         self.calls = timeline.recipes.steady
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Of the path, in the sizes of each draw."""
+        return in_all_sizes(self.timeline)
+
+    def largest_peak(self, recomputations: Recomputations) -> int:
+        """Of a plan on this path, over all draws."""
+        return max(timeline.peak(recomputations) for timeline in self.timelines)
 
     @cached_property
     def _recipe_at(self) -> dict[int, int]:

@@ -10,6 +10,8 @@ recomputing, storage by storage in order of gain, and on chains. The cut (`offlo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memfit.planner.front import Front
 from memfit.planner.offload_search import OffloadBudgetSearch, OffloadProblem, OffloadSmallestSearch
 from memfit.planner.recipes import Recipes
@@ -24,28 +26,43 @@ class OffloadSolver(Solver):
 
     Args:
         timeline: whose recipes know a lower tier, or several.
+        without_last_tier: where it is known; made here when None.
 
     Attributes:
         without_last_tier: of the same step with the last tier taken away; what it finds are plans here, too, as recipes have the same numbers.
+        with_nearest_empty: of the same step with nothing on the nearest of several tiers, of which the same is true; None with one tier.
     """
 
     problem: OffloadProblem
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, without_last_tier: Solver | None = None) -> None:
         super().__init__(timeline)
         link = timeline.recipes.lower_tier
-        fewer = Timeline(self.trace, Recipes(self.trace, link.shortened if link is not None else None))
-        self.without_last_tier: Solver = solver_for(fewer)
+        assert link is not None, "made where there is one"
+        self.without_last_tier: Solver = without_last_tier or solver_for(
+            Timeline(self.trace, Recipes(self.trace, link.shortened))
+        )
+        self.with_nearest_empty: Solver | None = None
+        if isinstance(self.without_last_tier, OffloadSolver) and link.free_bytes != 0:
+            # Room on the nearer tier is taken by what is read soonest, which may leave a search where nothing else is tried.
+            emptied = Timeline(self.trace, Recipes(self.trace, replace(link, free_bytes=0)))
+            self.with_nearest_empty = OffloadSolver(emptied, self.without_last_tier.without_last_tier)
 
     def _problem(self) -> OffloadProblem:
         return OffloadProblem(self.timeline)
 
     def _search(self, budget_bytes: int) -> Front:
         known = self.without_last_tier.found(budget_bytes)
-        return OffloadBudgetSearch(self.problem, budget_bytes, known, self.smallest_search).run()
+        front = OffloadBudgetSearch(self.problem, budget_bytes, known, self.smallest_search).run()
+        if self.with_nearest_empty is not None:  # last, so that the nearer tier is taken where it makes no difference
+            front.update(self.with_nearest_empty.found(budget_bytes))
+        return front
 
     def _search_smallest(self) -> SmallestSearch:
-        return OffloadSmallestSearch(self.problem, self.without_last_tier.smallest_search().front).run()
+        search = OffloadSmallestSearch(self.problem, self.without_last_tier.smallest_search().front).run()
+        if self.with_nearest_empty is not None:
+            search.front.update(self.with_nearest_empty.smallest_search().front)
+        return search
 
 
 def solver_for(timeline: Timeline) -> Solver:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -15,7 +15,7 @@ from memfit.planner.repeatable_calls import RepeatableCalls
 from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
 from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, RepeatedCalls, Script, Step
-from memfit.values.trace import ModuleCall
+from memfit.values.trace import ModuleCall, Trace
 
 LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
 
@@ -46,7 +46,16 @@ def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
     return Script(
         calls=tuple(CallScript(*key, script) for key, script in scripts.items() if not script.plain),
         most_operations=max(path.trace.forward_operations for path in draws.paths),
+        most_calls=most_calls(path.trace for path in draws.paths),
     )
+
+
+def most_calls(paths: Iterable[Trace]) -> dict[str, int]:
+    """Of each module, its calls on the path that has most of them."""
+    most: Counter[str] = Counter()
+    for path in paths:
+        most |= Counter(call.module for call in path.calls)
+    return dict(most)
 
 
 def compile_script(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -77,6 +77,35 @@ class _Expanded:
     ends: Any
     uses: tuple[Any, Any, Any]
     totals: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """A plan's copies of all storages, as intervals of slots, for sizes of any kind.
+
+    Attributes:
+        storages, births, ends: of each copy; it counts from the birth up to, not including, the end.
+        fixed: bytes at each slot that are of no storage: workspaces, and what recipes hold while they run.
+        runs: slots at which recipes run.
+    """
+
+    storages: Any
+    births: Any
+    ends: Any
+    fixed: Any
+    runs: Any
+
+    def totals(self, sizes: Any, fixed: Any = None) -> Any:
+        """Bytes at each slot.
+
+        Args:
+            sizes: of every storage.
+            fixed: in place of its own.
+        """
+        count = len(self.fixed)
+        changes = np.bincount(self.births, weights=sizes[self.storages], minlength=count + 2)
+        changes -= np.bincount(self.ends, weights=sizes[self.storages], minlength=count + 2)
+        return np.cumsum(changes)[:count].astype(np.int64) + (self.fixed if fixed is None else fixed)
 
 
 class Timeline:
@@ -308,6 +337,23 @@ class Timeline:
             (use_storages, use_slots, use_ends),
             totals,
         )
+
+    def intervals(self, recomputations: Recomputations) -> Intervals:
+        """The moments at which each storage counts under a plan, for a replay in other sizes."""
+        expanded = self.expand(recomputations)
+        storages, births, ends = expanded.storages, expanded.births + 1, expanded.ends + 1
+        of_event = expanded.slot_of_event
+        alone = np.setdiff1d(np.arange(len(self._bytes)), storages)
+        # Slots of recomputations come before their event's own.
+        first = np.concatenate([[0], of_event[:-1] + 1])
+        everything = Intervals(
+            np.concatenate([storages, alone]),
+            np.concatenate([births, first[self._birth[alone]]]),
+            np.concatenate([ends, of_event[self._end[alone]] + 1]),
+            np.zeros(len(expanded.totals), dtype=np.int64),
+            expanded.slots,
+        )
+        return replace(everything, fixed=expanded.totals - everything.totals(self._bytes))
 
     def by_category(self, levels_of: Recomputations) -> dict[Category, Any]:
         """Bytes at each event by category, for pictures; workspace counts as temporary."""

@@ -51,6 +51,8 @@ class Plan:
         changed_buffers: names of buffers that forward writes; the engine keeps copies of them for a step that fails.
         savings: of the techniques it uses, each taken away by itself.
         frozen: what is not trained because the user said so.
+        undoable: what forward changes besides buffers, generators and plain attributes is nothing that was there before it, on any path that is known: a
+            forward that leaves the plan can be ended, and its step begun anew.
     """
 
     budget_bytes: int
@@ -70,6 +72,7 @@ class Plan:
     savings: tuple[Saving, ...] = ()
     frozen: tuple[FrozenPart, ...] = ()
     device_kind: str = "cpu"
+    undoable: bool = False
     format_version: int = FORMAT_VERSION
 
     @property
@@ -215,6 +218,7 @@ class Plan:
             "changed_buffers": list(self.changed_buffers),
             "savings": [asdict(s) for s in self.savings],
             "frozen": [asdict(f) for f in self.frozen],
+            "undoable": self.undoable,
             "script": self.script.to_json(),
         }
 
@@ -265,6 +269,7 @@ class Plan:
                 tuple(Saving(**s) for s in data["savings"]),
                 tuple(FrozenPart(**f) for f in data["frozen"]),
                 str(data["device_kind"]),
+                bool(data.get("undoable", False)),
             )
             if plan.device_kind not in DEVICE_KINDS:
                 raise ValueError(f"device_kind is {plan.device_kind!r}")

@@ -141,6 +141,7 @@ class Script:
         repeated_calls: calls of modules that are made again as a whole; for the engine's other actions autograd keeps what is saved in them.
         first: what is followed instead in a first forward that builds what later ones find.
         most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
+        most_calls: of each module on the known path that calls it most often, where single operations are not compared; empty where that is not known.
     """
 
     operations: tuple[str, ...] = ()
@@ -159,6 +160,7 @@ class Script:
     repeated_calls: tuple[RepeatedCalls, ...] = ()
     first: FirstForward | None = None
     most_operations: int = 0
+    most_calls: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -209,6 +211,7 @@ class Script:
             ],
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
             "most_operations": self.most_operations,
+            "most_calls": dict(self.most_calls),
         }
 
     @classmethod
@@ -260,6 +263,7 @@ class Script:
             ),
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
             int(data.get("most_operations", 0)),
+            {str(module): int(calls) for module, calls in data.get("most_calls", {}).items()},
         )
         count = len(operations)
         if len(script.wanted) != count:

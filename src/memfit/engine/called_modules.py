@@ -1,0 +1,75 @@
+"""How often each module is called in a forward: more calls than on any path that is known are a longer path, told without a look at single operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _hooks
+
+
+class CallCounts:
+    """Of one forward.
+
+    Args:
+        most: calls of each module on the known path that has most of them; empty where they are not known.
+    """
+
+    def __init__(self, most: Mapping[str, int]) -> None:
+        self._most = most
+        self._counts: Counter[str] = Counter()
+
+    def begins(self, module: str) -> str | None:
+        """A module's call begins, with gradients; why no path that is known has it, None where one has."""
+        if not self._most:
+            return None
+        self._counts[module] += 1
+        most = self._most.get(module, 0)
+        if self._counts[module] != most + 1:
+            return None
+        return f"{module or 'the model'} is called more often than on any path that is known ({most})"
+
+
+class UnfollowedForward:
+    """A forward under a plan that drops nothing: it runs as in plain PyTorch, and only calls of modules are counted.
+
+    Args:
+        most: as for `CallCounts`.
+        model: whose modules.
+        diverged: told of a call that no known path has; it may raise.
+
+    Attributes:
+        divergence: where it took another path and ran on; None where it did not.
+        recomputations: none.
+    """
+
+    def __init__(self, most: Mapping[str, int], model: nn.Module, diverged: Callable[[str], None]) -> None:
+        self._counts = CallCounts(most)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._diverged = diverged
+        self.divergence: str | None = None
+        self.recomputations = 0
+
+    @contextmanager
+    def following(self) -> Iterator[UnfollowedForward]:
+        """Run forward and loss inside."""
+        handle = _hooks.register_module_forward_pre_hook(self._before)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+    def _before(self, module: nn.Module, _args: object) -> None:
+        name = self._names.get(id(module))
+        if name is None or self.divergence is not None or not torch.is_grad_enabled():
+            return
+        why = self._counts.begins(name)
+        if why is not None:
+            self.divergence = why
+            self._diverged(why)
+
+    def end(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,75 @@
+"""Sparse tensors lie in the storages of their indices and values: what operations on them make and hold inside is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+import small
+from memfit import dispatch
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "settled"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
+
+NODES, WIDTH = 60, 8
+
+
+class Coalesced(nn.Module):
+    """Averages over neighbours by a sparse matrix that is made, and coalesced, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def adjacency(self, x: Tensor) -> Tensor:
+        """(nodes, nodes), sparse: of those whose first features have one sign."""
+        edges = (x[:, :1] * x[:, 0] > 0).nonzero().mT.repeat(1, 2)
+        return torch.sparse_coo_tensor(edges, torch.full((edges.shape[1],), 0.01), (len(x), len(x))).coalesce()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(nodes, features) to the same shape."""
+        h = torch.sparse.mm(self.adjacency(x), torch.relu(self.inner(x)))
+        y: Tensor = self.outer(h)
+        return y
+
+
+class Squared(Coalesced):
+    """Neighbours of neighbours: a product of two sparse matrices, as Graph U-Nets take."""
+
+    def adjacency(self, x: Tensor) -> Tensor:
+        """(nodes, nodes), sparse."""
+        a = super().adjacency(x).to_sparse_csr()
+        return (a @ a).to_sparse_coo()
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("build", [Coalesced, Squared])
+def test_what_sparse_operations_make_is_counted_to_the_byte(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(NODES, WIDTH)
+    model = build()
+    plan = memfit.plan(model, x, loss_of, "1GiB", small.adamw, fixed={"micro_batches": 1})
+    engine = memfit.apply(plan, model)
+    engine.step(x)
+    assert engine.step(x, meter=True).peak_bytes == plan.prediction.peak_bytes
+    assert not any("no storage to record" in note for note in plan.notes)
+
+
+def test_the_tensors_that_a_sparse_one_lies_in() -> None:
+    dense = torch.eye(4)
+    assert dispatch.laid_in(dense) == (dense,)
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        keys = {dispatch.storage_key(part) for part in dispatch.laid_in(sparse)}
+        assert keys == set(dispatch.storages_of([sparse]))
+        assert len(keys) == len(dispatch.laid_in(sparse)) == (2 if sparse.layout is torch.sparse_coo else 3)

@@ -151,7 +151,9 @@ def test_the_planner_takes_calls_where_following_costs_more() -> None:
     model, batch = Blocks(48), torch.randn(64, 16)
     base = undivided(model, batch, loss_of)
     made = memfit.replan(base, int(0.7 * base.prediction.plain_peak_bytes))
-    assert made.script.repeated_calls
+    rows = [len(calls.modules) for calls in made.script.repeated_calls]
+    assert rows
+    assert f"({made.script.recomputations} operations run again, in {sum(rows)} whole call" in made.explain()
     assert 0.0 <= made.gap < 1.0
     record = memfit.apply(made, model, loss_of, adamw).step(batch)
     assert record.recomputations == made.script.recomputations > 0

@@ -154,7 +154,7 @@ class Plan:
             lines.append(
                 f"Of what backward needs, {format_bytes(kept)} are kept and {format_bytes(dropped)} dropped and rebuilt "
                 f"({self.script.recomputations} operation{'s' if self.script.recomputations != 1 else ''} run again"
-                f"{' per micro-batch' if self.choices.micro_batches > 1 else ''}). Most is dropped in:"
+                f"{' per micro-batch' if self.choices.micro_batches > 1 else ''}{self._called_again()}). Most is dropped in:"
             )
             for m in sorted(self.by_module, key=lambda m: -m.dropped_bytes)[:8]:
                 if m.dropped_bytes:
@@ -192,6 +192,14 @@ class Plan:
         lines += [f"Rejected: {text}" for text in self.rejected]
         lines += [f"Note: {text}" for text in self.notes]
         return "\n".join(lines)
+
+    def _called_again(self) -> str:
+        """How the operations run again where whole calls of modules do."""
+        rows = [len(calls.modules) for calls in self.script.repeated_calls]
+        if not rows:
+            return ""
+        together = f", up to {max(rows)} in a row" if max(rows) > 1 else ""
+        return f", in {sum(rows)} whole call{'s' if sum(rows) > 1 else ''} of modules{together}"
 
     def _copied_to(self) -> str:
         """The lower tiers that a step copies to and from, in words."""

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import combinations, permutations, product
 
 import pytest
-from tests.sweeps import each_seed
 
 from memfit.errors import InfeasibleError, InputError
 from memfit.hardware.machine import known_machine
@@ -19,6 +18,7 @@ from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut
 from memfit.planner.schedules import Action, Order, rank_orders, simulate
 from memfit.values.stages import Cut, Line, Part, Parts, Recompute, Schedule, Shared, StageDevice
+from sweeps import each_seed
 
 GPIPE, ONE_ONE, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.INTERLEAVED
 

@@ -24,7 +24,7 @@ from memfit.errors import BatchError, InputError, NonFiniteLossError
 from memfit.parallel.stage_module import StageModule, leave_to_other_stages
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
-from memfit.step.program import OptimizerFactory
+from memfit.step.program import OptimizerFactory, model_tensors, state_tensors
 from memfit.values.stages import Schedule
 
 AroundForward = Callable[[], AbstractContextManager[object]]
@@ -152,6 +152,7 @@ class Pipeline:
             )
             for number, turn in zip(mine, self._in_turn, strict=True)
         ]
+        self._pipeline_stages = made
         how: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         if self.cut.schedule is Schedule.INTERLEAVED:
             return ScheduleInterleaved1F1B(made, self.cut.micro_batches, **how)  # type: ignore[arg-type]
@@ -200,6 +201,19 @@ class Pipeline:
 
     def _own(self, name: str) -> nn.Parameter | None:
         return next((p for p in self.parameters if self._names[id(p)] == name), None)
+
+    def present(self, batch: Batch) -> list[Tensor]:
+        """What is there on this rank before a step and counts: its part of the model, optimizer state, the batch, buffers for messages."""
+        buffers = [
+            info.buffer
+            for stage in self._pipeline_stages
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if isinstance(info.buffer, Tensor)
+        ]
+        state = state_tensors(self.optimizer) if self.optimizer is not None else []
+        model = [*self.model.parameters(), *self.model.buffers(), *model_tensors(self.model)]
+        return [*model, *state, *batches.leaves(batch), *buffers]
 
     def update(self) -> None:
         """Clip by the norm over all ranks, and step this rank's optimizer."""

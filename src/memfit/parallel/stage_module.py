@@ -22,8 +22,8 @@ from memfit.step.device import device_of
 from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, taken_over
 
 
-class _StageEnded(BaseException):
-    """Leaves a forward at the end of a stage; models do not catch it."""
+class _StageEnded(Exception):  # noqa: N818 - nothing is wrong
+    """Leaves a forward at the end of a stage. An `Exception`, so that hooks which are always called see modules end."""
 
 
 class StageModule(nn.Module):
@@ -106,6 +106,8 @@ class _Run:
             raise EngineError(
                 f"the forward calls {path} where it called {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
             )
+        if position >= stage.end:  # somebody caught it
+            raise _StageEnded
         self.position += 1
         if position < stage.first:
             return self._without_running(position)

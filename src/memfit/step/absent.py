@@ -48,7 +48,9 @@ class Absent(torch.Tensor):
         def meta(value: Any) -> Any:
             if isinstance(value, cls):
                 return value.as_subclass(torch.Tensor)
-            return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):  # fake ones are of a mode of their own
+                return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+            return value
 
         if func in {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}:
             return cls._moved(func, place, args, kwargs)

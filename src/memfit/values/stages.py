@@ -109,21 +109,31 @@ class Parts:
         parts: in the order in which they run.
         shared: state of more than one part, which theirs leave out.
         fixed_bytes: that every stage has, whatever its parts (the batch).
-        menus: for stretches (first, end) that were planned as stages, the ways to hold their activations; elsewhere everything is kept.
+        menus: for some stretches (first, end), the ways to hold their activations as one stage.
+        known: for those that were captured as stages, what they take.
+        recompute: elsewhere each part may also be run again in backward, from what it is given; otherwise everything is kept.
     """
 
     parts: tuple[Part, ...]
     shared: tuple[Shared, ...] = ()
     fixed_bytes: int = 0
     menus: Mapping[tuple[int, int], tuple[Recompute, ...]] | None = None
+    known: Mapping[tuple[int, int], StageCost] | None = None
+    recompute: bool = False
 
     def stage(self, first: int, end: int) -> StageCost:
         """The cost of parts [first, end) as one stage."""
+        if self.known is not None and (first, end) in self.known:
+            return self.known[first, end]
         inside = self.parts[first:end]
         kept = sum(part.kept_bytes for part in inside)
         menu = (self.menus or {}).get((first, end))
         if menu is None:
             menu = (Recompute(kept, kept + max(part.working_bytes for part in inside)),)
+            given = sum(part.boundary_bytes for part in self.parts[max(0, first - 1) : end - 1])
+            if self.recompute and given < kept:
+                again = sum(part.forward_seconds for part in inside)
+                menu += (Recompute(given, given + max(p.kept_bytes + p.working_bytes for p in inside), again),)
         return StageCost(
             sum(part.forward_seconds for part in inside),
             sum(part.backward_seconds for part in inside),

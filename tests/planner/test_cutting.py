@@ -188,6 +188,14 @@ def test_large_chains_are_cut_in_seconds_and_say_how_much_may_be_missing() -> No
     assert found.step_seconds < cost_of(parts, line, equal_parameter_ends(parts, 6), 16).step_seconds
 
 
+@pytest.mark.parametrize("schedule", [GPIPE, ONE_ONE])
+def test_equal_blocks_are_cut_into_equal_stages_however_many_ties_there_are(schedule: Schedule) -> None:
+    found = cut(_equal(48), Line((StageDevice(10_000),) * 8), 8, schedule, stages=8)
+    assert [stage.end - stage.first for stage in found.stages] == [6] * 8
+    assert found.step_seconds == 18 * (8 + 7)
+    assert found.bound_seconds >= 0.9 * found.step_seconds
+
+
 def test_the_first_stage_of_1f1b_has_most_in_flight_so_it_gets_fewer_blocks() -> None:
     found = cut(_equal(6, 8), Line((StageDevice(75),) * 2), 8, ONE_ONE)
     assert [stage.end - stage.first for stage in found.stages] == [

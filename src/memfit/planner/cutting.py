@@ -6,7 +6,8 @@ the schedule through. The search is branch and bound over the ends of stages, fr
 seconds of forward and backward and w(s) forwards before its first backward:
 
 * its first forward comes after one micro-batch has passed the stages before it, and after its last backward one has to go back through them;
-* its first backward comes no earlier than one micro-batch's way to the end and back, in which it has w(s) forwards to do.
+* its first backward comes no earlier than one micro-batch's way to the end and back, in which it has w(s) forwards to do; and so
+  between the last forward and the last backward. In GPipe all forwards come first, so nothing overlaps with these ways.
 
 Both add up along the chain, so a dynamic program from the end has the least of them for every stretch that is left (`_Bound`).
 
@@ -159,7 +160,27 @@ class _Search:
         self.bound = _Bound(costs)
 
     def run(self) -> None:
+        self._take_balanced()
         self._descend([], 0, 0.0, 0.0)
+
+    def _take_balanced(self) -> None:
+        """The cut whose slowest stage is fastest, to begin with: where many bounds are equal, the first cuts tried may be poor."""
+        chosen: list[Stage] = []
+        costs, first, total = self.costs, 0, len(self.costs.parts.parts)
+        for stage in range(costs.number):
+            ways = [
+                (max(way.forward_seconds + way.backward_seconds, self.bound.slowest[stage + 1][end]), -end, way)
+                for end in range(first + 1, total + 1)
+                if costs.parts.may_end(end) and costs.crossing(stage, end) != float("inf")
+                for way in costs.ways(stage, first, end)
+                if costs.fits([*chosen, way])
+            ]
+            best = min(ways, key=lambda one: one[:2], default=None)
+            if best is None or best[0] == float("inf"):
+                return
+            chosen.append(best[2])
+            first = best[2].end
+        self.best.take(costs.judged(chosen))
 
     def _descend(self, chosen: list[Stage], first: int, before: float, least: float) -> None:
         """Try all that may follow the chosen stages.
@@ -248,7 +269,17 @@ class _Bound:
                         continue
                     seconds = way.forward_seconds + way.backward_seconds
                     back = passing[stage + 1][end] + 2 * crossing
-                    waits = 0.0 if ahead is None else max(0.0, back - (ahead - 1) * way.forward_seconds)
+                    if ahead is None:
+                        waits = 0.0
+                    elif (
+                        costs.schedule is Schedule.GPIPE
+                    ):  # the last stage goes forward with all of them before it goes back
+                        waits = back
+                    else:
+                        first_wait = max(0.0, back - (ahead - 1) * way.forward_seconds)
+                        last_wait = max(0.0, back - (ahead - 1) * way.backward_seconds)
+                        apart = ahead < costs.micro_batches  # a backward comes before the last forward
+                        waits = first_wait + last_wait if apart else max(first_wait, last_wait)
                     step = max(
                         costs.micro_batches * seconds + waits, seconds + 2 * crossing + self.step[stage + 1][end]
                     )

@@ -37,6 +37,7 @@ QUESTIONS = (
     "seeds",
     "published",
     "published_seconds",
+    "stages",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 

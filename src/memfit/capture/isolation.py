@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.dispatch import has_storage, storage_key, written
+from memfit.step.absent import Absent
 from memfit.step.attributes import Attributes, Container, held_by
 from memfit.storage.raw_bytes import flat_storage
 
@@ -42,6 +43,8 @@ def lent(
     lists: dict[int, list[Any]] = {}  # a list of tensors that several modules share stays one list
 
     def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Absent):  # another stage of a pipeline has it
+            return tensor
         if id(tensor) not in made:
             keep.append(tensor)
             fresh = make(tensor)

@@ -14,6 +14,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
+from memfit.step.absent import Absent
 from memfit.step.device import device_of
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
@@ -164,7 +165,7 @@ def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
                 continue
             held = value.values() if isinstance(value, dict) else value
             for item in held if isinstance(value, (list, tuple, dict)) else (value,):
-                if isinstance(item, torch.Tensor) and id(item) not in known:
+                if isinstance(item, torch.Tensor) and id(item) not in known and not isinstance(item, Absent):
                     known.add(id(item))
                     found.append(item)
     return found

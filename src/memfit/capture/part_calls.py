@@ -1,0 +1,177 @@
+"""Look at one forward and loss, on fake tensors: which parts are called in which order, what they return, and what of it is read later.
+
+`torch.distributed.pipelining.pipeline` finds the same with `torch.export`, which needs the whole forward to be a graph, and hands each stage a graph to run.
+Here the stages run the user's own forward, so all that has to be known is what crosses from part to part. Each tensor carries the labels of the parts' results
+that it depends on (a *taint*, kept by storage); what runs between parts unites them, a part's result has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import batches, dispatch
+from memfit.batches import Batch, LossFunction
+from memfit.capture.isolation import lent
+from memfit.errors import CaptureError, MemfitError
+from memfit.step.device import device_of
+from memfit.step.generators import forked_generators
+from memfit.step.part_calls import PLAIN, Forward, Label, PartCall, PartCalls, TensorMeta, taken_over
+
+
+def find_part_calls(
+    model: nn.Module, micro_batch: Batch, loss_fn: LossFunction | None, paths: Sequence[str]
+) -> PartCalls:
+    """The calls of the modules at these paths in one forward on a micro-batch. The model is left as it is; it may be on the meta device.
+
+    Raises:
+        CaptureError: fake tensors cannot run the model (its path depends on values of activations).
+    """
+    target = device_of(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        where = target if tensor.device.type == "meta" else tensor.device
+        with mode:
+            return torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where)
+
+    try:
+        sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, micro_batch)
+        with forked_generators(), lent(model, fake, loss_fn), mode:
+            # The first forward may build what later ones find, so the second is looked at.
+            batches.loss_of(model, sample, loss_fn)
+            look = _Look(model)
+            with look, taken_over(model, paths, look.called):
+                loss = batches.loss_of(model, sample, loss_fn)
+            return look.finished(loss)
+    except MemfitError:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0][:200]
+        raise CaptureError(
+            f"the model cannot be cut into stages: its forward cannot be run without values ({type(error).__name__}: {first_line})"
+        ) from error
+
+
+class _Look(TorchDispatchMode):
+    """Follows the labels of results through what runs between parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._labels: dict[int, frozenset[Label | str]] = {
+            dispatch.storage_key(p): frozenset([name]) for name, p in model.named_parameters()
+        }
+        self._alive: list[torch.Tensor] = []  # addresses are reused after a storage's death
+        self._calls: list[PartCall] = []
+        self._needs: list[frozenset[Label | str]] = []
+        self._read: set[str] = set()
+        self._inside = False
+        self._results: dict[Label, tuple[torch.Tensor, int]] = {}
+        self._refused: dict[int, str] = {}
+        self._changed: set[Label] = set()
+        self._current = ""
+        self._opaque: tuple[int, str] | None = None  # a boundary, and why the model cannot be cut from there on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._inside:
+            read = self._of((args, kwargs))
+            self._read |= {label for label in read if isinstance(label, str)}
+            written = dispatch.written(func, args, kwargs)
+            for tensor in (*dispatch.tensors_in(result), *written):
+                self._add(tensor, read)
+        return result
+
+    def _add(self, tensor: torch.Tensor, labels: frozenset[Label | str]) -> None:
+        if dispatch.has_storage(tensor):
+            key = dispatch.storage_key(tensor)
+            self._labels[key] = self._labels.get(key, frozenset()) | labels
+            self._alive.append(tensor)
+
+    def _of(self, tree: Any) -> frozenset[Label | str]:
+        found = frozenset[Label | str]()
+        for tensor in pytree.tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor) and dispatch.has_storage(tensor):
+                found |= self._labels.get(dispatch.storage_key(tensor), frozenset())
+        return found
+
+    def called(self, path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._inside:
+            return own(*args, **kwargs)
+        position = len(self._calls)
+        self._find_changes(position)
+        self._current = path
+        self._needs.append(self._of((args, dict(kwargs))))
+        self._inside = True
+        try:
+            result = own(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._find_changes(position)
+        leaves, structure = pytree.tree_flatten(result)
+        self._calls.append(
+            PartCall(path, structure, tuple(self._noted(Label(position, n), leaf) for n, leaf in enumerate(leaves)))
+        )
+        return result
+
+    def _noted(self, label: Label, leaf: Any) -> Any:
+        """One of the values that a call returns, as `PartCall` has it."""
+        path_of = self._current
+        if not (isinstance(leaf, torch.Tensor) and dispatch.has_storage(leaf)):
+            if not isinstance(leaf, PLAIN):
+                reason = f"{path_of} returns an object of type {type(leaf).__name__}, which cannot be sent"
+                self._opaque = self._opaque or (label.call + 1, reason)
+            return leaf
+        for earlier, (tensor, _) in self._results.items():
+            if tensor is leaf and earlier.call < label.call and earlier not in self._changed:
+                return earlier
+        # A result in the storage of an earlier one is a view of it, of which both may be read later; one that was written has but the new contents.
+        key = dispatch.storage_key(leaf)
+        before = self._labels.get(key, frozenset())
+        self._labels[key] = (frozenset() if before & self._changed else before) | {label}
+        self._alive.append(leaf)
+        self._results[label] = leaf, leaf._version
+        return TensorMeta.of(leaf)
+
+    def _find_changes(self, position: int) -> None:
+        """A result that is written in place is another one from there on, and what was sent of it is not: no cut where both are read."""
+        for label, (tensor, version) in self._results.items():
+            if tensor._version != version:
+                self._results[label] = tensor, tensor._version
+                self._changed.add(label)
+                for boundary in range(label.call + 1, position + 1):
+                    self._refused.setdefault(boundary, self._why_changed(label))
+
+    def _why_changed(self, label: Label) -> str:
+        return f"what {self._calls[label.call].path} returns is changed in place after it"
+
+    def finished(self, loss: torch.Tensor) -> PartCalls:
+        self._find_changes(len(self._calls))
+        self._needs.append(self._of(loss))
+        number = len(self._calls)
+        reasons = [self._refused.get(boundary, "") for boundary in range(number)]
+        if self._opaque is not None:
+            first, reason = self._opaque
+            reasons[first:] = [have or reason for have in reasons[first:]]
+        needs = tuple(frozenset(label for label in need if isinstance(label, Label)) for need in self._needs)
+        for boundary in range(1, number):
+            read = frozenset[Label]().union(*needs[boundary:])
+            for label in sorted(self._changed & read):
+                if label.call < boundary and not reasons[boundary]:
+                    reasons[boundary] = self._why_changed(label)
+        last = {label for label in self._needs[-1] if isinstance(label, str)}
+        before = {label for need in self._needs[:-1] for label in need if isinstance(label, str)}
+        return PartCalls(
+            tuple(self._calls),
+            needs,
+            tuple(frozenset(label for label in need if isinstance(label, str)) for need in self._needs),
+            frozenset(self._read) - (last - before),
+            tuple(reasons),
+        )

@@ -1,0 +1,1 @@
+"""Several devices: stages of a model, pipelines over them."""

@@ -1,0 +1,209 @@
+"""One stage of a model: the user's own forward, of which only the stage's parts are run.
+
+What earlier parts returned is *received* where it is needed and *absent* elsewhere; at the end of the last part the forward is left. So whatever the model does
+between its parts (masks from the batch, positions, sums, a flatten) is done as it is written, without a graph or a tracer. What a later stage than the next one
+needs is handed on by those between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.errors import EngineError
+from memfit.step.absent import Absent
+from memfit.step.device import device_of
+from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, taken_over
+
+
+class _StageEnded(Exception):  # noqa: N818 - nothing is wrong
+    """Leaves a forward at the end of a stage. An `Exception`, so that hooks which are always called see modules end."""
+
+
+class StageModule(nn.Module):
+    """Parts [first, end) of a model.
+
+    Args:
+        model: whole, or what `without_other_stages` has left of it.
+        loss_fn: as for `memfit.plan`.
+        calls: of the model's parts, for a micro-batch.
+        first, end: positions of the stage's calls.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, calls: PartCalls, first: int, end: int) -> None:
+        super().__init__()
+        self.model = model
+        self.first, self.end = first, end
+        self.is_last = end == len(calls.calls)
+        self._loss_fn = loss_fn
+        self._calls = calls
+        self._incoming = calls.crossing(first) if first else ()
+        self._outgoing = () if self.is_last else calls.crossing(end)
+        self._paths = [call.path for call in calls.calls]
+        self.train(model.training)
+
+    @property
+    def received(self) -> tuple[TensorMeta, ...]:
+        """What the stage before sends, in order."""
+        return tuple(self._calls.meta(label) for label in self._incoming)
+
+    @property
+    def sent(self) -> tuple[TensorMeta, ...]:
+        """What goes to the next stage, in order; nothing from the last."""
+        return tuple(self._calls.meta(label) for label in self._outgoing)
+
+    def forward(self, batch: Batch, *received: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """The stage on one micro-batch.
+
+        Args:
+            batch: the whole micro-batch, of which each stage reads what it needs.
+            received: as `self.received` says.
+
+        Returns:
+            What `self.sent` says; the scalar loss of the last stage.
+
+        Raises:
+            EngineError: the forward calls other parts than it did when it was looked at, or gives results of other shapes.
+        """
+        run = _Run(self, dict(zip(self._incoming, received, strict=True)))
+        with taken_over(self.model, self._paths, run.called):
+            if self.is_last:
+                loss = batches.loss_of(self.model, batch, self._loss_fn)
+                run.check_end()
+                return loss
+            try:
+                batches.what_the_model_gives(self.model, batch, self._loss_fn)
+            except _StageEnded:
+                return tuple(run.known[label] for label in self._outgoing)
+        raise EngineError(
+            f"the forward ended after {run.position} calls of parts, and this stage ends after {self.end}: its path has changed since it was cut. Plan again"
+        )
+
+
+class _Run:
+    """One forward of a stage."""
+
+    def __init__(self, stage: StageModule, received: dict[Label, Tensor]) -> None:
+        self.stage = stage
+        self.known = received
+        self.position = 0
+        self._inside = False
+        self._device = device_of(stage.model)
+
+    def called(self, path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._inside:
+            return own(*args, **kwargs)
+        stage, position = self.stage, self.position
+        calls = stage._calls.calls  # noqa: SLF001 - its own run
+        if position >= len(calls) or calls[position].path != path:
+            expected = calls[position].path if position < len(calls) else "the loss"
+            raise EngineError(
+                f"the forward calls {path} where it called {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
+            )
+        if position >= stage.end:  # somebody caught it
+            raise _StageEnded
+        self.position += 1
+        if position < stage.first:
+            return self._without_running(position)
+        if any(isinstance(leaf, Absent) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+            raise EngineError(
+                f"{path} reads a tensor of an earlier stage that it did not read when the model was cut: plan again"
+            )
+        self._inside = True
+        try:
+            result = own(*args, **kwargs)
+        finally:
+            self._inside = False
+        if stage.is_last:
+            return result
+        self._note(position, pytree.tree_leaves(result))
+        if self.position == stage.end:
+            raise _StageEnded
+        return result
+
+    def _without_running(self, position: int) -> Any:
+        call = self.stage._calls.calls[position]  # noqa: SLF001
+        leaves = [self._instead(Label(position, number), leaf) for number, leaf in enumerate(call.leaves)]
+        return pytree.tree_unflatten(leaves, call.structure)
+
+    def _instead(self, label: Label, leaf: Any) -> Any:
+        if isinstance(leaf, Label):  # returned as it was given
+            return self._instead(leaf, self.stage._calls.calls[leaf.call].leaves[leaf.leaf])  # noqa: SLF001
+        if not isinstance(leaf, TensorMeta):
+            return leaf
+        if label not in self.known:
+            self.known[label] = Absent.like(leaf, self._device)
+        return self.known[label]
+
+    def _note(self, position: int, leaves: Sequence[Any]) -> None:
+        """Keep what goes on, and see that it is as it was."""
+        planned = self.stage._calls.calls[position]  # noqa: SLF001
+        for label in self.stage._outgoing:  # noqa: SLF001
+            if label.call == position:
+                meta = planned.leaves[label.leaf]
+                leaf = leaves[label.leaf] if label.leaf < len(leaves) else None
+                if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (meta.shape, meta.dtype):
+                    have = f"{tuple(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+                    raise EngineError(
+                        f"{planned.path} returns {have} where it returned {meta.shape} of {meta.dtype} when the model was cut: "
+                        "what crosses between stages must have one shape, so pad the batches to it"
+                    )
+                # Messages are contiguous.
+                self.known[label] = leaf.contiguous()
+
+    def check_end(self) -> None:
+        expected = len(self.stage._calls.calls)  # noqa: SLF001
+        if self.position != expected:
+            raise EngineError(
+                f"the forward called {self.position} parts, and {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
+            )
+
+
+def leave_to_other_stages(model: nn.Module, calls: PartCalls, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
+    """Take out of a model the parameters and buffers that are not used in these stretches of calls.
+
+    What is read between parts, before the last of them, stays everywhere: the forward of each stage passes by.
+
+    Returns:
+        A function that puts them back.
+    """
+    used = {name for first, end in ranges for name in calls.parameters(model, first, end)}
+    stays = {id(p) for name, p in model.named_parameters() if name in used | calls.read_between}
+    mine = {calls.calls[position].path for first, end in ranges for position in range(first, end)}
+    theirs = {call.path for call in calls.calls} - mine
+    buffers = {id(b) for path in theirs for b in model.get_submodule(path).buffers()}
+    buffers -= {id(b) for path in mine for b in model.get_submodule(path).buffers()}
+    taken: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001 - there is no other way to take them out
+        for table in tables:
+            for name, tensor in list(table.items()):
+                gone = id(tensor) in buffers if table is tables[1] else id(tensor) not in stays
+                if tensor is not None and gone:
+                    taken.append((module, table, name, tensor))
+                    del table[name]
+                    # Models ask for the type or device of a weight they do not use.
+                    module.__dict__[name] = Absent.like(tensor, tensor.device)
+
+    def put_back() -> None:
+        for module, table, name, tensor in taken:
+            del module.__dict__[name]
+            table[name] = tensor
+
+    return put_back
+
+
+@contextmanager
+def without_other_stages(model: nn.Module, calls: PartCalls, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Inside, the model has the parameters and buffers of these stretches of calls alone."""
+    put_back = leave_to_other_stages(model, calls, ranges)
+    try:
+        yield
+    finally:
+        put_back()

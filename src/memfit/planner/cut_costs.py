@@ -1,0 +1,158 @@
+"""What a cut takes: the bytes of each device, and the seconds of a step under its schedule. For the search, and for cuts that somebody made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memfit.planner.schedules import Action, Order, Simulated, moments, rank_orders, simulate
+from memfit.values.stages import Cut, Line, Parts, Schedule, Stage, StageCost
+
+
+def cost_of(
+    parts: Parts,
+    line: Line,
+    ends: Sequence[int],
+    micro_batches: int,
+    schedule: Schedule = Schedule.ONE_FORWARD_ONE_BACKWARD,
+    devices: Sequence[int] | None = None,
+) -> Cut:
+    """What a cut that somebody made takes: stages that end before these parts, on these devices (the first ones of the line where none are named).
+
+    More stages than devices go round. Each stage holds its activations in the fastest way that fits, else in the smallest one.
+    """
+    used = tuple(devices if devices is not None else range(min(len(ends), len(line.devices))))
+    per_device = len(ends) // len(used)
+    orders = rank_orders(schedule, len(used), micro_batches, per_device)
+    costs = CutCosts(parts, line, used, schedule, orders, micro_batches, per_device)
+    chosen: list[Stage] = []
+    for first, end in zip((0, *ends[:-1]), ends, strict=True):
+        ways = costs.ways(len(chosen), first, end)
+        chosen.append(next((way for way in ways if costs.fits([*chosen, way])), ways[-1]))
+    return costs.judged(chosen)
+
+
+@dataclass(slots=True)
+class CutCosts:
+    """Stages on devices in one order.
+
+    Attributes:
+        parts, line, schedule, micro_batches, per_device: as for `cutting.cut`.
+        devices, orders: of rank r. Stage s is on rank s modulo their number.
+    """
+
+    parts: Parts
+    line: Line
+    devices: tuple[int, ...]
+    schedule: Schedule
+    orders: tuple[Order, ...]
+    micro_batches: int
+    per_device: int
+    _costs: dict[tuple[int, int], StageCost] = field(default_factory=dict)
+    _ways: dict[tuple[int, int, int], list[Stage]] = field(default_factory=dict)
+    _moments: list[tuple[tuple[int, tuple[tuple[int, int], ...]], ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._moments = [moments(order) for order in self.orders]
+
+    @property
+    def number(self) -> int:
+        """Of stages."""
+        return len(self.devices) * self.per_device
+
+    def bytes_of(self, stage: int) -> int:
+        """Of the device that runs it."""
+        return self.line.devices[self.devices[stage % len(self.devices)]].bytes
+
+    def cost(self, first: int, end: int) -> StageCost:
+        """Of parts [first, end) as a stage, on a device of speed 1."""
+        if (first, end) not in self._costs:
+            self._costs[first, end] = self.parts.stage(first, end)
+        return self._costs[first, end]
+
+    def ways(self, stage: int, first: int, end: int) -> list[Stage]:
+        """The ways to run parts [first, end) as this stage, the fastest first; alone on its device, only the fastest that fits, else the smallest."""
+        key = (stage, first, end)
+        if key not in self._ways:
+            cost, device = self.cost(first, end), self.devices[stage % len(self.devices)]
+            speed = self.line.devices[device].speed
+            found = [
+                Stage(
+                    first,
+                    end,
+                    device,
+                    way,
+                    cost.forward_seconds / speed,
+                    (cost.backward_seconds + way.extra_seconds) / speed,
+                )
+                for way in sorted(cost.menu, key=lambda way: way.extra_seconds)
+            ]
+            if self.per_device == 1:
+                fitting = [one for one in found if self.alone_bytes(stage, one) <= self.line.devices[device].bytes]
+                found = fitting[:1] or [min(found, key=lambda one: self.alone_bytes(stage, one))]
+            self._ways[key] = found
+        return self._ways[key]
+
+    def alone_bytes(self, stage: int, made: Stage) -> int:
+        """The most that its device holds for this stage while it runs."""
+        return max(
+            self.cost(made.first, made.end).state_bytes
+            + made.recompute.pass_bytes
+            + dict(others).get(stage, 0) * made.recompute.kept_bytes
+            for running, others in self._moments[stage % len(self.devices)]
+            if running == stage
+        )
+
+    def peak_bytes(self, rank: int, stages: Sequence[Stage]) -> int:
+        """The most that a rank holds with those of its stages that are known."""
+        ranks = len(self.devices)
+        mine = {s: stages[s] for s in range(rank, len(stages), ranks)}
+        state = sum(self.cost(one.first, one.end).state_bytes for one in mine.values())
+        state -= self.parts.fixed_bytes * max(0, len(mine) - 1)
+        for tied in self.parts.shared:
+            holding = sum(any(one.first <= p < one.end for p in tied.parts) for one in mine.values())
+            state -= tied.bytes * max(0, holding - 1)
+        return state + max(
+            (
+                (mine[running].recompute.pass_bytes if running in mine else 0)
+                + sum(mine[s].recompute.kept_bytes * n for s, n in others if s in mine)
+                for running, others in self._moments[rank]
+            ),
+            default=0,
+        )
+
+    def fits(self, stages: Sequence[Stage]) -> bool:
+        """Whether the rank of the last of these stages has the bytes for those of its stages among them."""
+        rank = (len(stages) - 1) % len(self.devices)
+        return self.peak_bytes(rank, stages) <= self.line.devices[self.devices[rank]].bytes
+
+    def crossing(self, stage: int, end: int) -> float:
+        """Seconds of a message from this stage, which ends before part `end`, to the next one."""
+        if end == len(self.parts.parts):
+            return 0.0
+        one, other = (self.devices[s % len(self.devices)] for s in (stage, stage + 1))
+        return self.line.message_seconds(one, other, self.parts.parts[end - 1].boundary_bytes)
+
+    def judged(self, stages: Sequence[Stage]) -> Cut:
+        """A whole cut, played through."""
+        played = self.played(stages)
+        update = max(
+            sum(
+                self.cost(s.first, s.end).update_seconds / self.line.devices[s.device].speed
+                for s in stages
+                if s.device == device
+            )
+            for device in self.devices
+        )
+        peaks = tuple(self.peak_bytes(rank, stages) for rank in range(len(self.devices)))
+        seconds = played.seconds + update
+        return Cut(tuple(stages), self.schedule, self.micro_batches, seconds, played.busy_seconds, peaks, seconds)
+
+    def played(self, stages: Sequence[Stage]) -> Simulated:
+        """The pass of all micro-batches through a whole cut."""
+
+        def seconds(action: Action) -> float:
+            one = stages[action.stage]
+            return one.backward_seconds if action.backward else one.forward_seconds
+
+        return simulate(self.orders, seconds, [self.crossing(s, one.end) for s, one in enumerate(stages[:-1])])

@@ -1,0 +1,182 @@
+"""The parts of a model and what each takes, found from its trace: nothing is declared.
+
+A part is a call of a module that has parameters: of the repeated blocks each one, and of everything else the largest modules that hold no block. Where a model
+repeats nothing, they are its innermost modules. What runs between two parts (masks, positions, activations without parameters) belongs to the later one, what
+follows the last to that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.errors import InputError
+from memfit.planner.modules import repeated_blocks
+from memfit.planner.timeline import Timeline
+from memfit.values.stages import Part, Parts, Shared
+from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Phase, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Between two parts.
+
+    Attributes:
+        bytes: of what crosses, for one micro-batch.
+        refused: why the model cannot be cut there; empty where it can.
+    """
+
+    bytes: int
+    refused: str = ""
+
+
+def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
+    """The calls of the parts, in order.
+
+    Args:
+        trace: of one micro-batch.
+        outwards: how many levels of numbered modules further out the blocks are taken, where they are within others: `stages.0.layers.1.layer.0`, then
+            `stages.0.layers.1`, then `stages.0`.
+
+    Raises:
+        InputError: forward takes several paths, or the model has one part at most.
+    """
+    if trace.paths:
+        raise InputError(
+            "forward takes another path from step to step, so the model cannot be cut into stages: make it take one"
+        )
+    with_parameters = [call for call in trace.calls if call.module and _reads_parameters(trace, call)]
+    blocks = {_outer(block.path, outwards) for block in repeated_blocks(trace)}
+    found: list[ModuleCall] = []
+    end = 0
+    # In the order in which they begin, a module before those in it.
+    for call in sorted(with_parameters, key=lambda c: (c.operations[0], -c.operations[1], len(c.module))):
+        begins, ends = call.operations
+        if begins < end:
+            continue  # in the part before
+        inside = [
+            other
+            for other in with_parameters
+            if other.module.startswith(f"{call.module}.")
+            and begins <= other.operations[0]
+            and other.operations[1] <= ends
+        ]
+        holds_blocks = any(other.module in blocks for other in inside)
+        opened = holds_blocks if blocks else bool(inside)
+        if call.module in blocks or not opened:
+            found.append(call)
+            end = ends
+    if len(found) < 2:
+        raise InputError(
+            f"the model has {len(found)} modules with parameters that are called one after the other, so there is nothing to cut: "
+            "its forward must call at least two"
+        )
+    return tuple(found)
+
+
+def _outer(path: str, levels: int) -> str:
+    """The module with a number for a name that is so many of them further out; the outermost of them where there are fewer."""
+    names = path.split(".")
+    numbered = [i for i, name in enumerate(names) if name[-1:].isdigit()]
+    return ".".join(names[: numbered[max(0, len(numbered) - 1 - levels)] + 1]) if numbered else path
+
+
+def _reads_parameters(trace: Trace, call: ModuleCall) -> bool:
+    return bool(_parameters_read(trace, *call.operations))
+
+
+def _parameters_read(trace: Trace, first: int, end: int) -> set[int]:
+    """Storages of parameters that operations [first, end) read."""
+    return {
+        s
+        for operation in trace.operations[first:end]
+        for s in operation.reads
+        if trace.storages[s].category is Category.PARAMETER and trace.storages[s].birth == BEFORE_STEP
+    }
+
+
+def chain(trace: Trace, calls: Sequence[ModuleCall], boundaries: Sequence[Boundary]) -> Parts:
+    """What each part takes in a step of this trace, with everything kept.
+
+    Args:
+        trace: of one micro-batch.
+        calls: as `part_calls` has found.
+        boundaries: after each part but the last.
+    """
+    ends = [*(call.operations[1] for call in calls[:-1]), trace.forward_operations]
+    part_of = [bisect_right(ends[:-1], op) for op in range(trace.forward_operations)]
+    forward, backward = [0.0] * len(calls), [0.0] * len(calls)
+    kept, used = [0] * len(calls), [set[int]() for _ in calls]
+    for op, part in enumerate(part_of):
+        forward[part] += trace.operations[op].seconds
+    for part, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        used[part] = _parameters_read(trace, first, end)
+    saved = {save.storage for save in trace.saves if save.unpacks}
+    for s in saved:
+        birth = trace.storages[s].birth
+        if 0 <= birth < trace.forward_events:
+            kept[part_of[trace.events[birth]]] += trace.storages[s].bytes
+    by_part = list(range(len(calls)))
+    here = by_part[-1]
+    levels = Timeline(trace).plain().levels
+    working = [0] * len(calls)
+    before = trace.bytes_before_step
+    grads = 0
+    for event, code in enumerate(trace.events[: trace.pass_events]):
+        if code < 0:
+            maker = trace.events[trace.saves[~code].by]
+            here = part_of[maker] if 0 <= maker < len(part_of) else here
+        else:
+            operation = trace.operations[code]
+            if event < trace.forward_events:
+                here = part_of[code]
+            elif operation.phase is Phase.BACKWARD:
+                backward[here] += operation.seconds
+                grads += sum(
+                    trace.storages[s].bytes for s in operation.makes if trace.storages[s].category is Category.GRADIENT
+                )
+        above = int(levels[event]) - before - grads - sum(kept[: here + 1])
+        working[here] = max(working[here], above)
+    return _with_state(trace, calls, boundaries, used, forward, backward, kept, working)
+
+
+def _with_state(
+    trace: Trace,
+    calls: Sequence[ModuleCall],
+    boundaries: Sequence[Boundary],
+    used: Sequence[set[int]],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    kept: Sequence[int],
+    working: Sequence[int],
+) -> Parts:
+    parameters = trace.bytes_of(Category.PARAMETER) or 1
+    # Gradients are as large as their parameters, and the optimizer's state is in proportion.
+    share = 1 + (trace.bytes_of(Category.GRADIENT) + trace.bytes_of(Category.OPTIMIZER_STATE)) / parameters
+    update = sum(o.seconds for o in trace.operations if o.phase in {Phase.CLIP, Phase.OPTIMIZER})
+    holders: dict[int, list[int]] = {}
+    for part, storages in enumerate(used):
+        for s in storages:
+            holders.setdefault(s, []).append(part)
+    state = [round(share * sum(trace.storages[s].bytes for s in storages if len(holders[s]) == 1)) for storages in used]
+    shared = tuple(
+        Shared(f"parameter {s}", round(share * trace.storages[s].bytes), tuple(parts))
+        for s, parts in sorted(holders.items())
+        if len(parts) > 1
+    )
+    parts = tuple(
+        Part(
+            call.module,
+            forward[i],
+            backward[i],
+            state[i],
+            kept[i],
+            working[i],
+            boundaries[i].bytes if i < len(boundaries) else 0,
+            update * state[i] / (share * parameters),
+            boundaries[i].refused if i < len(boundaries) else "",
+        )
+        for i, call in enumerate(calls)
+    )
+    return Parts(parts, shared, trace.bytes_of(Category.BATCH))

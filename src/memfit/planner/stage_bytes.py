@@ -1,0 +1,190 @@
+"""What a stage holds while its schedule runs: one micro-batch's timeline, for each micro-batch where it is in it. No second memory model.
+
+The trace of a stage is of one micro-batch, as it runs when gradients are there to be added to. Of every other micro-batch in flight what forward left is there.
+What differs from that is said here: gradients are made in the first backward; the schedule holds gradients that it sends until they are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from memfit.planner.schedules import Order, in_flight
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
+from memfit.planner.timeline import Recomputations, Timeline
+from memfit.values.stages import Recompute, Schedule
+from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
+
+MENU_BUDGETS: Final = 6  # between the smallest peak and that with everything kept
+
+
+@dataclass(frozen=True, slots=True)
+class StageLevels:
+    """Bytes of one stage above what is there throughout.
+
+    Attributes:
+        base_bytes: there throughout, gradients left out.
+        gradient_bytes: from the first backward on.
+        kept_bytes: of a micro-batch between its forward and its backward.
+        forward_bytes, first_backward_bytes, backward_bytes: at the peak of each; the first backward's includes the gradients made in it, the others' none.
+        update_bytes: at the peak of clipping and the optimizer, gradients left out.
+        received_gradient_bytes: of what backward gives for what was received.
+        sent_bytes: of what forward sends.
+    """
+
+    base_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+    forward_bytes: int
+    first_backward_bytes: int
+    backward_bytes: int
+    update_bytes: int
+    received_gradient_bytes: int
+    sent_bytes: int
+
+    @property
+    def pass_bytes(self) -> int:
+        """At the peak of a micro-batch's pass, gradients left out."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def stage_levels(
+    timeline: Timeline,
+    recomputations: Recomputations,
+    received_gradient_bytes: int = 0,
+    sent_bytes: int = 0,
+    buffers_bytes: int = 0,
+) -> StageLevels:
+    """The levels of a stage under a plan.
+
+    Args:
+        timeline: of its trace, in which the pass adds to gradients.
+        recomputations: the plan.
+        received_gradient_bytes, sent_bytes: as in `StageLevels`.
+        buffers_bytes: of buffers for messages that are not in the trace.
+    """
+    trace = timeline.trace
+    expanded = timeline.expand(recomputations)
+    totals = np.asarray(expanded.totals)
+    slot_of_event = np.asarray(expanded.slot_of_event)
+    forward_end, pass_end = int(slot_of_event[trace.forward_events - 1]), int(slot_of_event[trace.pass_events - 1])
+    gradients = sum(s.bytes for s in trace.storages if s.birth == BEFORE_STEP and s.category is Category.GRADIENT)
+    base = trace.bytes_before_step - gradients
+    above = totals - trace.bytes_before_step
+    missing = _gradients_to_come(trace, slot_of_event, len(totals))
+    backward = slice(forward_end + 1, pass_end + 1)
+    return StageLevels(
+        base + buffers_bytes,
+        gradients,
+        _kept(timeline, recomputations, forward_end),
+        int(above[: forward_end + 1].max(initial=0)),
+        int((above - missing)[backward].max(initial=0)) + gradients,
+        int(above[backward].max(initial=0)),
+        int(above[pass_end + 1 :].max(initial=0)),
+        received_gradient_bytes,
+        sent_bytes,
+    )
+
+
+def _gradients_to_come(trace: Trace, slot_of_event: Any, slots: int) -> Any:
+    """At each slot, bytes of the gradients that a first backward has not made by then: they are added to later than that."""
+    missing = np.zeros(slots, dtype=np.int64)
+    gradients = {i for i, s in enumerate(trace.storages) if s.birth == BEFORE_STEP and s.category is Category.GRADIENT}
+    for event, code in enumerate(trace.events[: trace.pass_events]):
+        if code >= 0 and trace.operations[code].phase is Phase.BACKWARD:
+            for s in gradients.intersection(trace.operations[code].writes):
+                missing[: int(slot_of_event[event]) + 1] += trace.storages[s].bytes
+                gradients.discard(s)
+    return missing
+
+
+def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:
+    """Bytes that forward made and that are there between its last operation and the first of backward."""
+    trace = timeline.trace
+    expanded = timeline.expand(recomputations)
+    storages, births, ends = (np.asarray(column) for column in (expanded.storages, expanded.births, expanded.ends))
+    sizes = np.array([s.bytes for s in trace.storages], dtype=np.int64)
+    there = (births < slot) & (ends > slot)
+    touched = set(storages.tolist())
+    untouched = sum(
+        s.bytes
+        for i, s in enumerate(trace.storages)
+        if i not in touched and 0 <= s.birth < trace.forward_events <= timeline.plain_end[i]
+    )
+    random = sum(
+        trace.rng_state_bytes
+        for recipe in {recipe for runs in recomputations.values() for recipe in runs}
+        for _ in timeline.random_events.get(recipe, ())
+    )
+    return int(sizes[storages[there]].sum()) + untouched + random
+
+
+def menu(solver: Solver) -> list[tuple[Recompute, Solution]]:
+    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak."""
+    smallest, plain = solver.least(), solver.plain
+    budgets = [int(budget) for budget in np.linspace(smallest.peak, plain.peak, MENU_BUDGETS)[1:-1]]
+    found = [plain, *map(solver.solve, budgets), smallest]
+    ways: list[tuple[Recompute, Solution]] = []
+    for solution in found:
+        if solution is None:
+            continue
+        levels = stage_levels(solver.timeline, solution.recomputations)
+        way = Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds)
+        ways.append((way, solution))
+    ways.sort(key=lambda one: (one[0].extra_seconds, one[0].kept_bytes))
+    best: list[tuple[Recompute, Solution]] = []
+    for way, solution in ways:
+        if not any(w.kept_bytes <= way.kept_bytes and w.pass_bytes <= way.pass_bytes for w, _ in best):
+            best.append((way, solution))
+    return best
+
+
+def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0) -> int:
+    """The most that a rank holds in a step.
+
+    Args:
+        order: what it runs.
+        schedule: of which that is. In torch's GPipe what backward sends is held to the end of the step; in 1F1B only the last one, but also the last output
+            sent before the first backward, until the last forward.
+        stages: of this rank, by number.
+        shared_bytes: there throughout and counted in each stage: to be counted once.
+    """
+    base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes * (len(stages) - 1)
+    held = dict.fromkeys(stages, 0)
+    done = dict.fromkeys(stages, 0)
+    warm_up = {s: in_flight(order, s) for s in stages}
+    micro_batches = 1 + max(action.micro_batch for action in order)
+    peak = 0
+    for action in order:
+        levels = stages[action.stage]
+        if action.backward:
+            held[action.stage] -= 1
+        ahead = warm_up[action.stage]
+        here = base + sum(stages[s].kept_bytes * n for s, n in held.items())
+        here += sum(stages[s].gradient_bytes for s, n in done.items() if n)
+        for s, n in done.items():
+            here += stages[s].received_gradient_bytes * (n if schedule is Schedule.GPIPE else min(n, 1))
+        if schedule is Schedule.ONE_FORWARD_ONE_BACKWARD and ahead > 1 and done[action.stage] >= ahead - 1:
+            here += levels.sent_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
+        if action.backward:
+            here += levels.backward_bytes if done[action.stage] else levels.first_backward_bytes
+            done[action.stage] += 1
+        else:
+            here += levels.forward_bytes
+            held[action.stage] += 1
+        peak = max(peak, here)
+    after = base + sum(levels.gradient_bytes for levels in stages.values())
+    return max(peak, after + max(levels.update_bytes for levels in stages.values()))
+
+
+def seconds_of(trace: Trace) -> tuple[float, float, float]:
+    """Forward, backward and update of one micro-batch with nothing dropped."""
+    sums = dict.fromkeys(Phase, 0.0)
+    for code in trace.events:
+        if code >= 0:
+            sums[trace.operations[code].phase] += trace.operations[code].seconds
+    return sums[Phase.FORWARD], sums[Phase.BACKWARD], sums[Phase.CLIP] + sums[Phase.OPTIMIZER]

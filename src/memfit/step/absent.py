@@ -1,0 +1,90 @@
+"""Tensors that another stage has: they know shape, type and device, and hold no values.
+
+A stage runs the user's whole forward, in which the parts of earlier stages are not run. What the forward does with their results between parts (a sum, a view)
+is done on these, which costs no memory and no computing. A meta tensor alone would not do: it cannot be added to a tensor of the device, and models ask for
+`x.device` to make masks and positions, which are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.step.part_calls import TensorMeta
+
+
+class Absent(torch.Tensor):
+    """A meta tensor that says that it is on a device, and turns into its like whatever is computed with it."""
+
+    place: torch.device
+
+    @classmethod
+    def like(cls, meta: TensorMeta | torch.Tensor, place: torch.device) -> Self:
+        """One of this shape and type."""
+        stride = meta.stride if isinstance(meta, TensorMeta) else meta.stride()
+        with _disable_current_modes(), torch.no_grad():
+            made = torch.empty_strided(tuple(meta.shape), stride, dtype=meta.dtype, device="meta").as_subclass(cls)
+        made.place = place
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch on meta tensors."""
+        kwargs = dict(kwargs or {})
+        place = next(
+            leaf.__dict__["place"]
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, cls) and "place" in leaf.__dict__
+        )
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return place
+
+        def meta(value: Any) -> Any:
+            if isinstance(value, cls):
+                return value.as_subclass(torch.Tensor)
+            if isinstance(value, torch.Tensor):  # fake ones are of a mode of their own
+                return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+            return value
+
+        if func in {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}:
+            return cls._moved(func, place, args, kwargs)
+        if kwargs.get("device") is not None:
+            place, kwargs["device"] = torch.device(kwargs["device"]), "meta"
+        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
+            args, kwargs = pytree.tree_map(meta, (args, kwargs))
+            args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
+            result = func(*args, **kwargs)
+
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            made = value.as_subclass(cls)
+            made.place = place
+            return made
+
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return pytree.tree_map(wrapped, result)
+
+    @classmethod
+    def _moved(cls, func: Any, place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """To another type or device: of the latter only the name changes."""
+        tensor, *others = args
+        dtype = kwargs.get("dtype")
+        for value in (*others, kwargs.get("device"), kwargs.get("other")):
+            if isinstance(value, torch.Tensor):
+                place, dtype = value.device, value.dtype
+            elif isinstance(value, (str, torch.device)):
+                place = torch.device(value)
+            elif isinstance(value, torch.dtype):
+                dtype = value
+        if func is not torch.Tensor.to:
+            place = torch.device(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            meta = TensorMeta(tuple(tensor.shape), tensor.stride(), dtype or tensor.dtype, requires_grad=False)
+        return cls.like(meta, place)

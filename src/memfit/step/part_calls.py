@@ -1,0 +1,140 @@
+"""The calls of a model's parts in one forward: what they return, what of it is read later, and how a call is taken over.
+
+Shared by the look that finds them (`capture/part_calls.py`) and by the stages that run them (`parallel/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class Label(NamedTuple):
+    """A tensor that a part returned.
+
+    Attributes:
+        call: position of the call.
+        leaf: which of the tensors and values that it returned.
+    """
+
+    call: int
+    leaf: int
+
+
+Forward = Callable[..., Any]
+# What a call may return besides tensors, and a stage may hand on without having run it.
+PLAIN: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Of a strided tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """One like it, contiguous as messages are."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartCall:
+    """One call of a part.
+
+    Attributes:
+        path: of the module.
+        structure: of what it returns.
+        leaves: of what it returns: a `TensorMeta` for each tensor, plain values as they are, and a `Label` for a tensor of an
+            earlier call that is returned as it was given.
+    """
+
+    path: str
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartCalls:
+    """One forward and loss, as calls of parts and what runs between them.
+
+    Attributes:
+        calls: in order.
+        needs: of each call, the tensors of earlier calls that it reads, itself or through what runs between calls; the last entry is what the loss reads.
+        outside: likewise, the names of parameters that are read between calls on the way to it.
+        read_between: parameters that are read between calls, before the last call.
+        refused: for each boundary (before call b, none before the first), why the model cannot be cut there; empty where it can.
+    """
+
+    calls: tuple[PartCall, ...]
+    needs: tuple[frozenset[Label], ...]
+    outside: tuple[frozenset[str], ...]
+    read_between: frozenset[str]
+    refused: tuple[str, ...]
+
+    def crossing(self, boundary: int) -> tuple[Label, ...]:
+        """The tensors made before call `boundary` that it or something later reads."""
+        read = frozenset[Label]().union(*self.needs[boundary:])
+        return tuple(sorted(label for label in read if label.call < boundary))
+
+    def meta(self, label: Label) -> TensorMeta:
+        """Of a tensor that crosses."""
+        found: TensorMeta = self.calls[label.call].leaves[label.leaf]
+        return found
+
+    def crossing_bytes(self, boundary: int) -> int:
+        """Of all that crosses."""
+        return sum(self.meta(label).bytes for label in self.crossing(boundary))
+
+    def parameters(self, model: nn.Module, first: int, end: int) -> dict[str, nn.Parameter]:
+        """The parameters that calls [first, end) use, by name; a tied one under its first name."""
+        named = dict(model.named_parameters())
+        names = {id(p): name for name, p in named.items()}
+        used = {names[id(p)] for call in self.calls[first:end] for p in model.get_submodule(call.path).parameters()}
+        used |= frozenset[str]().union(*self.outside[first:end])
+        if end == len(self.calls):
+            used |= self.outside[end]
+        return {name: p for name, p in named.items() if name in used}
+
+
+@contextmanager
+def taken_over(
+    model: nn.Module, paths: Sequence[str], called: Callable[[str, Forward, tuple[Any, ...], Mapping[str, Any]], Any]
+) -> Iterator[None]:
+    """Inside, a call of one of these modules is a call of `called(path, its own forward, args, kwargs)`; its hooks run as ever."""
+
+    def instead_of(path: str, own: Forward) -> Forward:
+        return lambda *args, **kwargs: called(path, own, args, kwargs)
+
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for path in dict.fromkeys(paths):
+            module = model.get_submodule(path)
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = instead_of(path, module.forward)
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own

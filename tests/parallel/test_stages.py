@@ -1,0 +1,217 @@
+"""Parts found from the trace, what crosses between them, and stages run one after the other in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.capture.capture import capture
+from memfit.capture.part_calls import find_part_calls
+from memfit.capture.source import StepSource
+from memfit.errors import EngineError, InputError
+from memfit.parallel.placement import place, placed
+from memfit.parallel.stage_module import StageModule, without_other_stages
+from memfit.planner.model_parts import Boundary, chain, part_calls
+from memfit.step.absent import Absent
+from memfit.step.part_calls import PartCalls
+from memfit.values.trace import Category
+from parallel.stage_models import Decoder, Towers, built, rows, square_loss, word_loss, words
+
+
+def _found(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, outwards: int = 0) -> PartCalls:
+    trace = capture(StepSource(model, batch, loss_fn, None)).trace
+    return find_part_calls(model, batch, loss_fn, [call.module for call in part_calls(trace, outwards)])
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _by_stages(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, calls: PartCalls, ends: Sequence[int]
+) -> float:
+    """Forward and backward, each stage with nothing but its own parameters; the loss."""
+    tape: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+    values: tuple[Tensor, ...] = ()
+    for first, end in zip((0, *ends[:-1]), ends, strict=True):
+        with without_other_stages(model, calls, [(first, end)]):
+            stage = StageModule(model, loss_fn, calls, first, end)
+            received = [
+                v.detach().clone().requires_grad_(meta.requires_grad)
+                for v, meta in zip(values, stage.received, strict=True)
+            ]
+            result = stage(batch, *received)
+        values = result if isinstance(result, tuple) else (result,)
+        tape.append((received, values))
+    grads: list[Tensor | None] = [None]
+    for received, outputs in reversed(tape):
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        grads = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received]
+    return values[0].item()
+
+
+@pytest.mark.parametrize("name", ["sequential", "decoder", "tied", "encoder_decoder", "resnet"])
+def test_stages_one_after_the_other_give_the_gradients_of_the_whole(name: str) -> None:
+    model, batch, loss_fn, _ = built(name)
+    loss = batches.loss_of(model, batch, loss_fn)
+    loss.backward()
+    whole = _gradients(model)
+    calls = _found(model, batch, loss_fn)
+    number = len(calls.calls)
+    assert not any(calls.refused)
+    every = [(*inner, number) for inner in combinations(range(1, number), 1)]
+    for ends in [*every, (1, 2, number), (number // 3, 2 * number // 3, number)]:
+        model.zero_grad()
+        assert _by_stages(model, batch, loss_fn, calls, ends) == loss.item()
+        split = _gradients(model)
+        assert split.keys() == whole.keys()
+        for parameter, gradient in whole.items():  # sums over skips and tied weights have another order
+            torch.testing.assert_close(split[parameter], gradient, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("sequential", ["0", "2", "4", "6"]),
+        ("decoder", ["words", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]),
+        (
+            "encoder_decoder",
+            ["words", "encoder.0", "encoder.1", "norm", "decoder.0", "decoder.1", "decoder.2", "head"],
+        ),
+        ("resnet", ["stem", "groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1", "head"]),
+    ],
+)
+def test_parts_are_found_in_the_trace(name: str, parts: list[str]) -> None:
+    model, batch, loss_fn, _ = built(name)
+    assert [call.path for call in _found(model, batch, loss_fn).calls] == parts
+
+
+def test_what_is_shared_by_all_blocks_does_not_cross() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    for boundary in range(1, 7):  # neither mask nor tables: every stage makes its own
+        assert calls.crossing(boundary) == ((boundary - 1, 0),)
+    model, batch, loss_fn, _ = built("encoder_decoder")
+    calls = _found(model, batch, loss_fn)
+    assert calls.crossing(6) == ((3, 0), (5, 0))  # what the encoder ended with goes on
+
+
+def test_a_parameter_outside_of_modules_is_where_it_is_read() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    assert "start" not in calls.parameters(model, 0, 1)  # added to what the embedding returned
+    assert "start" in calls.parameters(model, 1, 2)
+    model, batch, loss_fn, _ = built("tied")
+    calls = _found(model, batch, loss_fn)
+    assert "words.weight" in calls.parameters(model, 0, 1)
+    assert "words.weight" in calls.parameters(model, 6, 7)
+
+
+def test_a_stage_holds_its_own_parameters_alone_and_puts_back_the_rest() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    before = dict(model.named_parameters())
+    with without_other_stages(model, calls, [(2, 4)]):
+        names = {name.split(".")[0] + "." + name.split(".")[1] for name, _ in model.named_parameters() if "." in name}
+        assert names == {"blocks.1", "blocks.2"}
+        assert isinstance(model.head.weight, Absent)
+        assert (model.head.weight.shape, model.head.weight.device) == (before["head.weight"].shape, torch.device("cpu"))
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_what_is_changed_in_place_between_parts_is_refused() -> None:
+    torch.manual_seed(0)
+    calls = _found(Towers(), rows(), square_loss)
+    assert calls.refused == ("", *["what layers.0 returns is changed in place after it"] * 2)
+
+
+def test_a_path_that_changes_is_refused_and_never_trained_wrong() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    received = [meta.empty("cpu") for meta in map(calls.meta, calls.crossing(3))]
+    model.__dict__["skipped"] = 2
+    with pytest.raises(EngineError, match=r"calls blocks\.3 where it called blocks\.2 when it was cut"):
+        StageModule(model, loss_fn, calls, 3, 7)(batch, *received)
+    model, batch, loss_fn, _ = built("decoder")
+    longer = {name: torch.cat([t, t], 1) for name, t in batch.items()}
+    with pytest.raises(EngineError, match="what crosses between stages must have one shape"):
+        StageModule(model, loss_fn, calls, 0, 3)(longer)
+
+
+def test_a_model_of_one_part_is_refused() -> None:
+    with pytest.raises(InputError, match="there is nothing to cut"):
+        _found(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), rows(), square_loss)
+
+
+@pytest.mark.parametrize("name", ["decoder", "tied", "resnet"])
+def test_parts_take_what_the_trace_takes(name: str) -> None:
+    model, batch, loss_fn, _ = built(name)
+    trace = capture(StepSource(model, batch, loss_fn, lambda p: torch.optim.AdamW(p, fused=True))).trace
+    found = part_calls(trace)
+    calls = find_part_calls(model, batch, loss_fn, [call.module for call in found])
+    parts = chain(trace, found, [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))])
+    state = sum(part.state_bytes for part in parts.parts) + sum(shared.bytes for shared in parts.shared)
+    there = trace.bytes_of(Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+    assert state == pytest.approx(there, rel=0.01)
+    assert bool(parts.shared) == (name == "tied")
+    assert all(part.kept_bytes > 0 for part in parts.parts[1:-1])
+    assert parts.stage(0, len(found)).state_bytes == state + parts.fixed_bytes
+
+
+def test_blocks_are_taken_further_out_where_that_is_asked_for() -> None:
+    model, batch, loss_fn, _ = built("resnet")
+    assert [call.path for call in _found(model, batch, loss_fn, 1).calls] == ["stem", "groups.0", "groups.1", "head"]
+
+
+def test_absent_tensors_have_a_shape_and_a_place_and_no_values() -> None:
+    meta = Absent.like(torch.empty(2, 3), torch.device("cpu"))
+    total = (meta + torch.ones(2, 3)).view(3, 2).float() @ torch.ones(2, 5)
+    assert isinstance(total, Absent)
+    assert (tuple(total.shape), total.device) == ((3, 5), torch.device("cpu"))
+    assert not isinstance(torch.arange(4, device=meta.device), Absent)
+    assert isinstance(meta.to("cpu"), Absent)
+    with pytest.raises(RuntimeError, match="meta"):
+        total.sum().item()
+
+
+def test_stages_placed_on_devices_give_the_bits_of_one_device() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    loss = batches.loss_of(model, batch, loss_fn)
+    loss.backward()
+    whole = _gradients(model)
+    model.zero_grad()
+    ends, devices = (3, 7), ("cpu", "cpu")
+    place(model, calls, ends, devices)
+    with placed(model, calls, ends, devices):
+        again = batches.loss_of(model, batch, loss_fn)
+        again.backward()
+    assert torch.equal(again, loss)
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in _gradients(model).items())
+
+
+def test_each_stage_is_on_its_own_device() -> None:
+    """With a meta device in place of the second one: what of the way there and back can be seen without two devices."""
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    place(model, calls, (3, 7), ("cpu", "meta"))
+    where = {name: p.device.type for name, p in model.named_parameters()}
+    assert {name for name, device in where.items() if device == "cpu"} == {
+        name for name in where if name.startswith(("words", "start", "blocks.0", "blocks.1"))
+    }
+    seen: list[str] = []
+    model.blocks[2].norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].device.type))
+    with placed(model, calls, (3, 7), ("cpu", "meta")), pytest.raises(NotImplementedError, match="no data"):
+        word_loss(model, words())  # the logits cannot come back from meta
+    assert seen == ["meta"]
+    with pytest.raises(InputError, match="one device for each stage"):
+        place(Decoder(), calls, (3, 7), ("cpu",))

@@ -23,7 +23,7 @@ from memfit.capture.costs import with_costs
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.present_machine import present_machine
 from memfit.capture.source import StepSource
-from memfit.capture.trace_source import ENGINE_SECONDS, RECOMPUTED_SECONDS, RNG_STATE_BYTES
+from memfit.capture.trace_source import RNG_STATE_BYTES, engine_seconds
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.errors import InfeasibleError, InputError
@@ -177,12 +177,15 @@ def priced(captured: Any, table: CostTable, device: torch.device) -> Trace:
         device=machine.name,
         allocation_bytes=machine.allocation_bytes,
     )
+    followed, recomputed = engine_seconds(table)
     return replace(
         trace,
         rng_state_bytes=RNG_STATE_BYTES.get(device.type, 0),
-        dispatch_seconds=ENGINE_SECONDS,
-        recomputed_seconds=RECOMPUTED_SECONDS,
+        dispatch_seconds=followed,
+        recomputed_seconds=recomputed,
         torch_version=torch.__version__,
+        # What follows the forwards of a stage does not have its modules, so whole calls of them are not made again.
+        calls=tuple(replace(call, repeatable=False) for call in trace.calls),
     )
 
 

@@ -148,14 +148,14 @@ class TraceSource:
             other_bytes=self._other_bytes(captured, present),
         )
 
-        mode_seconds = MODE_SECONDS if self._table is None else self._table.mode_seconds()
+        followed, recomputed = engine_seconds(self._table)
 
         def completed(path: Trace) -> Trace:
             return replace(
                 path,
                 rng_state_bytes=RNG_STATE_BYTES.get(self.machine.kind if self._cuda else self.here.type, 0),
-                dispatch_seconds=FOLLOWED * mode_seconds,
-                recomputed_seconds=RECOMPUTED * mode_seconds,
+                dispatch_seconds=followed,
+                recomputed_seconds=recomputed,
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
                 paths=tuple(map(completed, path.paths)),
@@ -245,6 +245,16 @@ class TraceSource:
                 self._splitting[patterns] = find_splitting(self.model, self.compared(), self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
+
+
+def engine_seconds(table: CostTable | None) -> tuple[float, float]:
+    """What the engine takes for each operation of forward that it follows, and for each that it runs again.
+
+    Args:
+        table: of costs on this computer; None for one that is not here.
+    """
+    mode_seconds = MODE_SECONDS if table is None else table.mode_seconds()
+    return FOLLOWED * mode_seconds, RECOMPUTED * mode_seconds
 
 
 def _told_as(trace: Trace, choices: Choices) -> Trace:

@@ -41,7 +41,10 @@ from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
 
-LARGER_WINDOW: Final = "plan again with a sample that holds the samples of all batches of a step (with loader_batches=n it is divided by n), each of the largest shape that will come"
+LARGER_WINDOW: Final = (
+    "plan again with a sample that holds the samples of all batches of a step (with loader_batches=n it is divided by n), "
+    "each of the largest shape that will come"
+)
 
 
 class LearningRateSchedule(Protocol):

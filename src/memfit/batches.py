@@ -204,11 +204,14 @@ def fits_within(batch_signature: str, planned_signature: str) -> bool:
     return True
 
 
+LARGEST_SHAPE: Final = "plan again with a sample of the largest shape that will come"
+
+
 def larger_than_planned(
     batch_signature: str,
     planned_signature: str,
     micro_batch_size: int | None = None,
-    again: str = "plan again with a sample of the largest shape that will come",
+    again: str = LARGEST_SHAPE,
 ) -> BatchError:
     """The error for a batch that does not fit within the plan's, the same wherever batches come in.
 

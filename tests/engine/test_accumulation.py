@@ -311,7 +311,11 @@ def failing(how: str) -> Iterator[Tokens]:
 @pytest.mark.parametrize(
     ("how", "error", "sentence"),
     [
-        ("larger", BatchError, "the plan is for batches up to"),
+        (
+            "larger",
+            BatchError,
+            r"the plan is for batches up to .* the samples of all batches of a step \(with loader_batches=n it is divided by n\)",
+        ),
         ("loader", OSError, "loader"),
         ("none", BatchError, "no micro-batches were handed over"),
         ("all masked", BatchError, "nothing in them counts for the loss"),

@@ -48,14 +48,19 @@ def with_other_draws(
         others: captures of the same step run in other ways.
         decides: Python code may decide by what forward draws (numbers drawn one by one, or from Python's or numpy's generator).
     """
+    others = tuple(others)
     draws = decides or _draws_before_it_looks(captured.trace)
     if draws and any(c.steady and same_forward(c.trace, captured.trace) for c in others):
         draws = False
+    # In another number of micro-batches the same paths train the same: what was found out for one need not be found out again.
+    known = frozenset[str]().union(*(other.receiving for other in others if other.trace.paths))
+    if known > source.trained_elsewhere:
+        source = replace(source, trained_elsewhere=known | source.trained_elsewhere)
     seen, failed = _seen(captured, again, source, draws=draws)
     longest = max(seen, key=lambda each: each.trace.forward_operations)
     taken = _other_paths(longest, seen)
     trained = frozenset().union(*(each.receiving for each in (longest, *taken)))
-    if taken and any(each.receiving != trained for each in (longest, *taken)):
+    if taken and not trained <= source.trained_elsewhere and any(e.receiving != trained for e in (longest, *taken)):
         # What one path does not train has optimizer state all the same, from the steps that took another.
         seen, failed = _seen(captured, again, replace(source, trained_elsewhere=trained), draws=draws)
         longest = max(seen, key=lambda each: each.trace.forward_operations)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,11 @@ from memfit.techniques.autocast.precision import Scaling
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report, StepRecord
+
+LARGER_WINDOW: Final = (
+    "plan again with a sample that holds the samples of all batches of a step (with loader_batches=n it is divided by n), "
+    "each of the largest shape that will come"
+)
 
 
 class LearningRateSchedule(Protocol):
@@ -319,7 +324,8 @@ class Engine:
 
     def _add(self, batch: Batch, how: str, total: Accumulated) -> None:
         here = batches.map_tensors(lambda t: t.to(self.device), batch)
-        plan = self.plan_for(here)
+        signature = batches.signature(here)
+        plan = self._plans.plan_for(signature, self.plan, again=LARGER_WINDOW)
         program, compiled = self._program(plan), self._plans.compiled(plan)
         total.add_uncounted(
             micro_batches_of(plan, here),

@@ -83,12 +83,13 @@ class PlanTable:
         first, *others = sorted(plans, key=lambda each: -self._right[id(each)])
         self._plans[signature], self._others[signature] = first, others
 
-    def plan_for(self, signature: str, first: Plan) -> Plan:
+    def plan_for(self, signature: str, first: Plan, *, again: str = batches.LARGEST_SHAPE) -> Plan:
         """The plan that batches of this signature fall under; the one with the smallest peak when several do.
 
         Args:
             signature: of a batch.
             first: named in the error.
+            again: how a user would plan for larger ones.
 
         Raises:
             BatchError: no plan is for such a batch.
@@ -97,7 +98,7 @@ class PlanTable:
             return self._plans[signature]
         fitting = [plan for each, plan in self._plans.items() if batches.fits_within(signature, each)]
         if not fitting:
-            raise batches.larger_than_planned(signature, first.signature)
+            raise batches.larger_than_planned(signature, first.signature, again=again)
         return min(fitting, key=lambda plan: plan.prediction.peak_bytes)
 
     # -- shapes that diverge -------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     for op in trace.operations:
-        if op.name == GENERATOR_STATE:
+        if op.name == GENERATOR_STATE or op.collective is not None:
             operations.append(op)
             continue
         cost = costs[op.key]

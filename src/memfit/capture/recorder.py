@@ -32,6 +32,8 @@ from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
+from memfit.capture.resized import Resized, rerunnable_where_gathered
+from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -73,20 +75,31 @@ class Recorder(TorchDispatchMode):
 
     Args:
         paths: tells which module is running.
+        ranks: of the group whose collectives the step takes part in; none on one device.
+        backend: of that group in training, "gloo" or "nccl".
         layouts: by call, the layouts of what real kernels return, where fake kernels are known to return others.
 
     In a fake run, operations whose tensors are all real (the batch and what is computed from it alone) run for real, so that branches on their
     values are taken as in training.
     """
 
-    def __init__(self, paths: dispatch.ModulePaths, layouts: Mapping[str, ResultLayouts] | None = None) -> None:
+    def __init__(
+        self,
+        paths: dispatch.ModulePaths,
+        layouts: Mapping[str, ResultLayouts] | None = None,
+        ranks: tuple[int, ...] = (),
+        backend: str = "",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
+        self._ranks = ranks
+        self._backend = backend
         self._layouts = layouts or {}
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
         self.lifetimes = Lifetimes()
+        self._resized = Resized(self.lifetimes)
         self.saves: list[_SavedTensor] = []
         self.changed: set[int] = set()  # storages written in place, running statistics included
         self.calls: dict[str, CallSpec] = {}
@@ -119,6 +132,11 @@ class Recorder(TorchDispatchMode):
             if dispatch.has_storage(tensor) and self.lifetimes.id_of(tensor) is None:
                 sid = self.lifetimes.add(tensor, category, module, BEFORE_STEP)
                 self.lifetimes.storages[sid].bytes *= counts
+
+    def register_resized(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Add storages that are there before the step and take bytes only at times, as whoever owns them resizes them."""
+        for tensor in tensors:
+            self._resized.watch(tensor)
 
     def recategorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Change the category of storages that the step has made."""
@@ -180,6 +198,7 @@ class Recorder(TorchDispatchMode):
                 self.unrecorded.append(str(func))
             return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         self._numbers.mark()
+        self._resized.look(len(self.events))
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         if not all(dispatch.has_storage(t) for t in inputs):
             self.notes[f"{func} takes a sparse or opaque tensor, which has no storage to record; it is kept"] = None
@@ -195,7 +214,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(args[position], torch.Tensor):
                 self.changed.add(self.storage_id(args[position]))
         recorded_func = in_place_func or func
-        key, call = describe(recorded_func, args, kwargs)
+        among = collective_of(func, args, self._ranks) if self._ranks else None
+        key, call = describe(recorded_func, args, kwargs) if among is None else (str(func), CallSpec(func, (), {}))
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE)
         needs_gradient = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
@@ -242,7 +262,7 @@ class Recorder(TorchDispatchMode):
             self._products.ran(event, self.module)
         if dispatch.is_sized_by_values(func, args):
             key = f"{key} -> {[self.lifetimes.storages[s].bytes for s in made]}"
-        if key not in self.calls:
+        if among is None and key not in self.calls:
             call.made_bytes = tuple(self.lifetimes.storages[s].bytes for s in made)
             call.layouts = tuple(layouts)
             call.written = bool(writes)
@@ -256,7 +276,7 @@ class Recorder(TorchDispatchMode):
                 writes,
                 tuple(made),
                 0.0,
-                0,
+                0 if among is None else workspace_bytes(func, args, self._backend),
                 random,
                 rerunnable,
                 key,
@@ -265,6 +285,7 @@ class Recorder(TorchDispatchMode):
                 dispatch.is_sized_by_values(func, args),
                 call.shape,
                 call.same_layout,
+                among,
             )
         )
         return result
@@ -343,6 +364,7 @@ class Recorder(TorchDispatchMode):
             return placeholder.tensor
         save = self.saves[placeholder.save]
         event = len(self.events)
+        self._resized.look(event)
         if self._last_write.get(save.storage, -1) > placeholder.packed_after:
             self.overwritten = True
         self.events.append(~placeholder.save)
@@ -379,6 +401,7 @@ class Recorder(TorchDispatchMode):
     def tables(self) -> tuple[tuple[Operation, ...], tuple[Storage, ...], tuple[Save, ...]]:
         """What was recorded; whatever is still live outlives the step."""
         end = len(self.events)
+        self._resized.look(end)
         saved = {save.storage for save in self.saves}
         storages = tuple(
             Storage(
@@ -402,7 +425,8 @@ class Recorder(TorchDispatchMode):
             )
             for s in self.saves
         )
-        return tuple(self.operations), storages, saves
+        operations = rerunnable_where_gathered(self.operations, self.events, saves, self._resized.spans(end))
+        return operations, storages, saves
 
 
 @cache

@@ -78,7 +78,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     script = _script(solver, solution)
     return Plan(
         budget_bytes=budget_bytes,
-        choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
+        choices=_weighted(trace.choices, solvers, found.number),
         script=script if first is None else replace(script, first=first),
         prediction=prediction,
         signature=trace.signature,
@@ -109,6 +109,13 @@ class PlainStep:
     plain_peak_bytes: int
     plain_step_seconds: float
     plain_with: str
+
+
+def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
+    """The choices with how losses of micro-batches and ranks add up. Samples are counted where ranks' parts do not stand for themselves (a batch norm)."""
+    if choices.sharding:
+        return replace(choices, weights=solvers.weights()[0] or "samples")
+    return replace(choices, weights=solvers.weights()[0] or "whole") if number > 1 else choices
 
 
 def plain_step(solvers: Solvers) -> PlainStep:

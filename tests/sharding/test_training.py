@@ -1,0 +1,99 @@
+"""On several ranks: the predicted peak of each is the measured one, to the byte, and the numbers are those of one device on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+import small
+from memfit import api
+from memfit.techniques.sharding import WAYS, setting_of
+from sharding import steps
+from sharding.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Wanted = tuple[str, int, bool]  # way, micro-batches, and whether as much as possible is dropped
+EVERYTHING = [(way, parts, least) for way in WAYS for parts in (1, 4) for least in (False, True)]
+# Each way with and without accumulation, with and without recomputation; at night all combinations.
+SOME = [(way, parts, parts == 1) for way in WAYS for parts in (1, 4)]
+
+
+def planned(
+    build: Callable[[], steps.Built], optimizer: str, sharding: str, parts: int, *, least: bool = False, **named: Any
+) -> memfit.Plan:
+    """The plan for a rank's part of the batch, plain or the smallest."""
+    model, sample, loss_fn = build()
+    fixed = {"sharding": sharding, "micro_batches": parts}
+    plan = memfit.plan(model, sample, loss_fn, 1 << 50, steps.OPTIMIZERS[optimizer], fixed=fixed, **named)
+    return api.replan(plan, memfit.smallest_budget(plan)) if least else plan
+
+
+def compared(
+    ranks: int,
+    build: Callable[[], steps.Built],
+    optimizer: str,
+    wanted: Iterable[Wanted],
+    *,
+    clip_norm: float | None = None,
+) -> None:
+    """Peaks to the byte; parameters after three steps within 1e-6; and every rank tells the loss of the whole batch.
+
+    Between ways bit-equal: with a power of two of ranks it does not matter whether gradients are divided by their number before they are added up or after.
+    """
+
+    def of_rank() -> steps.Built:
+        model, sample, loss_fn = build()
+        return model, steps.part_of(sample, 0, ranks), loss_fn
+
+    plans = [
+        planned(of_rank, optimizer, setting_of(way, ranks), parts, least=least, clip_norm=clip_norm)
+        for way, parts, least in wanted
+    ]
+    losses, parameters = steps.alone(build, optimizer, clip_norm=clip_norm)
+    for of_one in on_ranks(ranks, steps.judged, [plan.to_json() for plan in plans], build, optimizer):
+        first: dict[int, list[torch.Tensor]] = {}
+        for plan, (told, trained, peak) in zip(plans, of_one, strict=True):
+            assert small.same(trained, first.setdefault(plan.choices.micro_batches, trained)), plan.choices
+            assert peak == plan.prediction.peak_bytes, plan.choices
+            assert told == pytest.approx(losses, rel=1e-5), plan.choices
+            for mine, expected in zip(trained, parameters, strict=True):
+                torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6, msg=str(plan.choices))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_every_way_takes_what_is_predicted_and_trains_as_one_device_does(optimizer: str) -> None:
+    compared(2, steps.chain, optimizer, SOME)
+
+
+def test_tokens_count_over_all_ranks_and_the_norm_of_all_gradients_is_clipped() -> None:
+    """One rank's labels are nearly all masked: the mean of the ranks' means would be another gradient by far."""
+    compared(2, steps.tagger, "sgd", [("data", 2, False), ("zero3", 2, True)], clip_norm=1e-2)
+
+
+def test_each_rank_takes_what_is_predicted_for_it_where_shards_differ() -> None:
+    """Rows that cannot be shared out evenly, and under ZeRO 1 whole parameters: the state of each rank is another."""
+    of_rank = [
+        [planned(steps.uneven, "adamw", setting_of(way, 2, rank), 1) for way in ("zero1", "zero3")] for rank in range(2)
+    ]
+    expected = [[plan.prediction.peak_bytes for plan in plans] for plans in of_rank]
+    assert expected[0] != expected[1]
+    plans = [plan.to_json() for plan in of_rank[0]]
+    measured = on_ranks(2, steps.judged_on_all, plans, steps.uneven, "adamw")
+    assert [[peak for _, _, peak in of_one] for of_one in measured] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("build", [steps.chain, steps.gpt, steps.tagger])
+@pytest.mark.parametrize("way", WAYS)
+def test_four_ranks_take_what_is_predicted_and_train_as_one_device_does(
+    way: str, build: Callable[[], steps.Built], optimizer: str
+) -> None:
+    compared(
+        4, build, optimizer, [each for each in EVERYTHING if each[0] == way and (each[1] == 1 or build is steps.chain)]
+    )

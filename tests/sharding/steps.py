@@ -145,3 +145,24 @@ def alone(
         stepper.zero_grad()
         losses.append(float(loss.detach()))
     return losses, whole(model)
+
+
+def beside_a_rank_with_no_number(
+    rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]
+) -> list[tuple[str, bool, float]]:
+    """For each plan: what a step raises in which the last rank's loss is no number, whether anything has changed, and the loss of a step after it."""
+    found = []
+    for data in plans:
+        model, (x, y), loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, sgd)
+        assert engine.sharded is not None
+        own = part_of((x, y), rank, engine.sharded.ranks)
+        before = whole(model)
+        worst = own[0] / 0 if rank == engine.sharded.ranks - 1 else own[0]
+        try:
+            engine.step((worst, own[1]))
+        except memfit.NonFiniteLossError as error:
+            told = str(error)
+        found.append((told, small.same(whole(model), before), engine.step(own).loss))
+        engine.sharded.close()
+    return found

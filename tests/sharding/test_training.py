@@ -28,7 +28,7 @@ def planned(
 ) -> memfit.Plan:
     """The plan for a rank's part of the batch, plain or the smallest."""
     model, sample, loss_fn = build()
-    fixed = {"sharding": sharding, "micro_batches": parts}
+    fixed = {"sharding": sharding, "micro_batches": parts, **named.pop("more", {})}
     plan = memfit.plan(model, sample, loss_fn, 1 << 50, steps.OPTIMIZERS[optimizer], fixed=fixed, **named)
     return api.replan(plan, memfit.smallest_budget(plan)) if least else plan
 
@@ -58,7 +58,8 @@ def compared(
     for of_one in on_ranks(ranks, steps.judged, [plan.to_json() for plan in plans], build, optimizer):
         first: dict[int, list[torch.Tensor]] = {}
         for plan, (told, trained, peak) in zip(plans, of_one, strict=True):
-            assert small.same(trained, first.setdefault(plan.choices.micro_batches, trained)), plan.choices
+            if clip_norm is None:  # the squares of the norm are added up shard by shard
+                assert small.same(trained, first.setdefault(plan.choices.micro_batches, trained)), plan.choices
             assert peak == plan.prediction.peak_bytes, plan.choices
             assert told == pytest.approx(losses, rel=1e-5), plan.choices
             for mine, expected in zip(trained, parameters, strict=True):
@@ -97,3 +98,53 @@ def test_four_ranks_take_what_is_predicted_and_train_as_one_device_does(
     compared(
         4, build, optimizer, [each for each in EVERYTHING if each[0] == way and (each[1] == 1 or build is steps.chain)]
     )
+
+
+def test_all_ranks_leave_out_a_step_in_which_the_loss_of_one_is_no_number() -> None:
+    plans = [planned(half_of_chain, "sgd", setting_of(way, 2), 2).to_json() for way in ("data", "zero3")]
+    losses, _ = steps.alone(steps.chain, "sgd", 1)
+    of_first, of_last = on_ranks(2, steps.beside_a_rank_with_no_number, plans, steps.chain)
+    for (told, unchanged, loss), (own, _, _) in zip(of_first, of_last, strict=True):
+        assert "the loss of rank 1 is" in told
+        assert "the loss of this rank, 1, is nan" in own
+        assert unchanged
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+
+
+def half_of_chain() -> steps.Built:
+    model, sample, loss_fn = steps.chain()
+    return model, steps.part_of(sample, 0, 2), loss_fn
+
+
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "8bit": {"more": {"state_format": "8bit"}},
+    "fp16": {"more": {"precision": "fp16"}},
+    "bf16": {"more": {"precision": "bf16"}},
+    "frozen": {"freeze": ["0", "2"]},
+}
+
+
+def with_techniques(wanted: Iterable[tuple[str, str]]) -> None:
+    """Peaks, and all ways the same numbers where no state is packed: blocks of 8-bit state lie within shards."""
+    wanted = list(wanted)
+    plans = [planned(half_of_chain, "adamw", setting_of(way, 2), 1, **TECHNIQUES[how]) for how, way in wanted]
+    for of_one in on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.chain, "adamw"):
+        first: dict[str, tuple[list[float], list[torch.Tensor], int]] = {}
+        for (how, _), plan, result in zip(wanted, plans, of_one, strict=True):
+            told, trained, peak = result
+            # gloo's thread holds the number by which ranks agree on an overflow (8 bytes with what the allocator adds) longer than the step does.
+            expected = plan.prediction.peak_bytes
+            assert peak == (pytest.approx(expected, rel=1e-4) if how == "fp16" else expected), plan.choices
+            other = first.setdefault(how, result)
+            assert told == pytest.approx(other[0], rel=1e-3 if how == "8bit" else 1e-6)
+            assert how == "8bit" or small.same(trained, other[1]), plan.choices
+
+
+def test_techniques_go_with_sharding() -> None:
+    with_techniques([("8bit", "zero3"), ("fp16", "data"), ("fp16", "zero3"), ("bf16", "zero2"), ("frozen", "zero3")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", TECHNIQUES)
+def test_every_technique_goes_with_every_way(how: str) -> None:
+    with_techniques((how, way) for way in WAYS)

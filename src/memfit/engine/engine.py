@@ -101,7 +101,8 @@ class Engine:
         self.frontier: tuple[FrontierPoint, ...] = ()
         self._plans = PlanTable()
         self._history = History()
-        self._transactions = Transactions(model, loss_fn)
+        clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
+        self._transactions = Transactions(model, loss_fn, clear)
         self._diverged: Batch | None = (
             None  # the first of a step, or of the user's own loop, whose forward was not as planned
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -28,6 +30,11 @@ class Agreement:
     def largest(self, count: int) -> int:
         """The largest of all ranks' counts."""
         return self._reduced(count, dist.ReduceOp.MAX)
+
+    def largest_of(self, values: Iterable[torch.Tensor]) -> None:
+        """Each becomes the largest that a rank has."""
+        for value in values:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
 
     def mean(self, value: float) -> float:
         """Of all ranks' values."""

@@ -125,7 +125,8 @@ def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
     for role in dict.fromkeys(roles):
         setting = setting_of(way, ranks, role)
         solver = found.solver if role == own else solvers.of(found.number, found.candidate.but(sharding=setting))
-        peak = max(solver.worst(found.solution)[1].peak_bytes, *_on_paths(solver, found.solution)) + solvers.extra_bytes
+        peak = solver.problem.timeline.peak(found.solution.recomputations)
+        peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
         figures[role] = peak, solver.trace.plain_step_seconds + solver.trace.micro_batches * found.solution.seconds
     return tuple(RankPrediction(rank, *figures[role]) for rank, role in enumerate(roles))
 

@@ -53,7 +53,7 @@ class Sharding(Technique):
     lasting = True
     sizes_state = True
     reorders = True
-    page = "techniques/sharding.md"
+    page = "sharding.md"
     unsaid: ClassVar[Mapping[str, str]] = {
         "deepspeed": "that the step is shared out among ranks: memfit trains it with torch's own engines"
     }

@@ -122,14 +122,14 @@ def work_of(arranged: Arrangement) -> Work:
 @contextmanager
 def recomputations_seen() -> Iterator[None]:
     """Let a counting mode see what memfit runs again: its engine hides recomputations from modes that are on during backward."""
-    from memfit.engine import tape
+    from memfit.engine import repeated_calls, tape
 
-    hiding = getattr(tape, "_disable_current_modes", None)
-    if hiding is None:
-        yield
-        return
-    tape._disable_current_modes = nullcontext  # type: ignore[attr-defined, assignment]
+    hiding = {module: getattr(module, "_disable_current_modes", None) for module in (tape, repeated_calls)}
+    found = {module: hides for module, hides in hiding.items() if hides is not None}
+    for module in found:
+        module._disable_current_modes = nullcontext  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
-        tape._disable_current_modes = hiding  # type: ignore[attr-defined]
+        for module, hides in found.items():
+            module._disable_current_modes = hides  # type: ignore[attr-defined]

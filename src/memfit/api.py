@@ -13,10 +13,12 @@ from memfit import batches
 from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
-from memfit.capture.trace_source import TraceSource
+from memfit.capture.trace_source import TraceSource, machine_of
+from memfit.devices import plan_sharded, several_devices, share_of
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError
+from memfit.hardware.topology import Topology
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
@@ -53,6 +55,7 @@ def plan(
     device: str | None = None,
     lower_tier: str | Path | None = None,
     loader_batches: int = 1,
+    devices: str | int | Topology | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan how to train inside `budget` bytes, and predict bytes and seconds of a step; nothing is trained.
@@ -79,6 +82,8 @@ def plan(
         lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
         loader_batches: how many batches of a loader the sample's are, where `engine.accumulate` takes them from an iterator, one on the device at a time; 1
             where the sample is there as a whole.
+        devices: several of them, one for each rank: 4, "4x24GiB", "4xh100" or "4x24GiB@50GB/s" (the links between them), or a `Topology`. The sample is then
+            the batch of one rank and the budget that of one device. Data parallelism and ZeRO 1, 2 and 3 are compared; `fixed={"sharding": "zero2"}` takes one.
         progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:
@@ -87,9 +92,10 @@ def plan(
         InputError: another argument is invalid.
         CaptureError: the step cannot be captured, so it cannot be predicted.
     """
+    topology = None if devices is None else several_devices(devices, machine_of(model, device))
     request = requested(
         model,
-        budget=budget,
+        budget=budget if topology is None else share_of(topology, budget),
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=allow,
@@ -99,6 +105,13 @@ def plan(
         device=device,
         folder=lower_tier,
     )
+    if topology is not None:
+        if loader_batches != 1:
+            raise InputError(
+                "loader_batches and devices do not go together yet: give a sample that holds all of a rank's step"
+            )
+        source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress, network=topology)
+        return plan_sharded(source, request, topology)
     return _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)[0]
 
 

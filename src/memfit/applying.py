@@ -24,6 +24,8 @@ from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import planning_of
+from memfit.sharding.sharded import ShardedModel
+from memfit.sharding.ways import group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory, default_optimizer
@@ -89,9 +91,18 @@ def apply(
     convert(plan.choices, model)
     remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
     chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
-    if chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
+    sharded: ShardedModel | None = None
+    if plan.choices.sharding:
+        sharded = shard(model, plan.choices.sharding, group_of(plan.choices.sharding))
+        if isinstance(chosen, torch.optim.Optimizer):
+            raise InputError(
+                "the optimizer of a sharded model is made over this rank's shards: hand over a function that makes it (lambda p: torch.optim.AdamW(p))"
+            )
+        if chosen is not None:
+            chosen = sharded.optimizer(chosen, lambda made: arranged(made, plan.choices, model, lower_tier))
+    elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
-    if chosen is not None:
+    if chosen is not None and sharded is None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
     loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
     stream: LayerStream | None = None
@@ -105,8 +116,9 @@ def apply(
             except BaseException:
                 stream.close()  # Puts the layers back into the user's model: no engine is returned that could do it.
                 raise
-    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier)
-    if planning is not None and source is not None:
+    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier, sharded=sharded)
+    # What one rank would plan anew, all would have to.
+    if planning is not None and source is not None and sharded is None:
         engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
         # What is placed by hand is placed on one path; streamed layers run in an order of their own.
         if planning.placement is None and not plan.choices.streamed:

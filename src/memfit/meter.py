@@ -182,6 +182,8 @@ def _changes(allocations: Iterable[tuple[int, int, int]]) -> list[tuple[int, int
     out: list[tuple[int, int]] = []
     for when, address, size in allocations:
         if size > 0:
+            if address in live:  # a thread that is not profiled (a backend's own) has released it
+                out.append((when, -live[address]))
             live[address] = size
             out.append((when, size))
         elif address in live:

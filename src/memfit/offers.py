@@ -20,6 +20,7 @@ from memfit.planner.head import head_of, sets_peak
 from memfit.planner.optimistic import step_facts
 from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
+from memfit.sharding.roles import roles_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices
 from memfit.techniques.conversions import conversion_of
@@ -77,7 +78,10 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
             raise SplitError(
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave it out, or use a model that treats samples apart'
             )
-    topology = Topology.single(source.machine, lower_tiers.measured_links(source.here, source.machine, request))
+    links = lower_tiers.measured_links(source.here, source.machine, request)
+    topology = Topology.single(source.machine, links)
+    if source.network is not None:
+        topology = replace(source.network, down=(links,) * len(source.network.devices))
     below = lower_tiers.opened(topology, request)
     choices = Choices(**{**converted, "micro_batches": micro_batches or 1, "frozen": tuple(freeze)})
     plain = source.trace_of(choices)
@@ -122,9 +126,18 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
         state_bytes=state,
         layers=layers,
         frozen=parts,
+        roles=_roles(model, freeze, fixed.get("sharding", "")),
         weighting=weighting,
         traces={choices: plain},
     )
+
+
+def _roles(model: nn.Module, freeze: Sequence[str], sharding: str) -> tuple[int, ...]:
+    """Of each rank, where the step is sharded."""
+    if not sharding:
+        return ()
+    with frozen(model, freeze):
+        return roles_of(model, sharding)
 
 
 def _check_free_space(

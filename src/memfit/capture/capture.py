@@ -7,7 +7,7 @@ small real run shows other operations, the real one is trusted: captured at two 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,10 +18,12 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
 from memfit.capture.isolation import lent
+from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
 from memfit.capture.source import StepSource, model_digest
 from memfit.capture.streamed import record_streamed
 from memfit.errors import CaptureError, MemfitError
+from memfit.sharding.ways import shard
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
 from memfit.techniques.choices import BASELINE, Choices, convert, converting
@@ -67,10 +69,18 @@ def capture(
         # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
         micro_batches = source.micro_batches(choices.micro_batches)
         cuda_kernels = nullcontext() if cuda is None else cuda.on()
-        with forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
+        with ExitStack() as stack:
+            mesh = stack.enter_context(fake_mesh(choices.sharding, target.type)) if choices.sharding else None
+            for block in (forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels):
+                stack.enter_context(block)
             identity = model_digest(source.model)
             convert(choices, source.model)
-            if choices.streamed:
+            if mesh is not None:
+                stack.enter_context(OnFakeTensors())
+                sharded = shard(source.model, choices.sharding, mesh.get_group(), mesh, synchronised=False)
+                stack.callback(sharded.close)
+                captured = record(source, micro_batches, choices, layouts=layouts, sharded=sharded)
+            elif choices.streamed:
                 captured = _streamed(source, micro_batches, choices, layouts)
             else:
                 graded = after.graded if after is not None else None

@@ -65,6 +65,8 @@ def trustworthy(
             return made
         return replace(made, trace=replace(made.trace, notes=(*made.trace.notes, CPU_KERNELS)))
 
+    if choices.sharding:
+        return _sharded(source, choices, on_fakes(None), others)
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
         captured = on_fakes(None)
@@ -87,6 +89,26 @@ def trustworthy(
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))
+
+
+def _sharded(source: StepSource, choices: Choices, captured: Captured, others: Iterable[Captured]) -> Captured:
+    """A rank's step, whose forward is that of the step on one device with collectives in between: so it is believed where that one was.
+
+    Raises:
+        CaptureError: that one was captured on real tensors.
+    """
+    alone = next(iter(others), None) or trustworthy(source, choices.but(sharding=""))
+    if alone.trace.source != "fake":
+        why = (
+            alone.trace.notes[0] if alone.trace.notes else "it runs other operations on fake tensors than on real ones"
+        )
+        raise CaptureError(
+            f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
+            "its bytes would not be known"
+        )
+    return replace(
+        captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
+    )
 
 
 def _confirmed(

@@ -11,6 +11,8 @@ from memfit import dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.generator_states import GENERATOR_STATE
+from memfit.hardware.network import collective_seconds
+from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
 
@@ -43,6 +45,7 @@ def with_costs(
     device: str,
     allocation_bytes: int = 1,
     other_bytes: int = 0,
+    network: Topology | None = None,
 ) -> Trace:
     """The trace with seconds and workspace filled in, and hidden bytes in opaque outputs put right.
 
@@ -51,6 +54,7 @@ def with_costs(
         costs: of each call.
         seconds_are, device: for the record.
         allocation_bytes: what the device's allocator rounds up to (512 on CUDA).
+        network: what collectives go over; None for an assumed one.
         other_bytes: held on the device besides what the trace knows (libraries' workspaces, the user's other tensors).
     """
     trace = captured.trace
@@ -59,6 +63,11 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     for op in trace.operations:
+        among = op.collective
+        if among is not None:
+            seconds = collective_seconds(network, among.kind, among.bytes, among.ranks)
+            operations.append(replace(op, seconds=seconds))
+            continue
         if op.name == GENERATOR_STATE:
             operations.append(op)
             continue
@@ -94,6 +103,7 @@ def with_costs(
             device=device,
             allocation_bytes=allocation_bytes,
             other_bytes=other_bytes,
+            network=network,
         )
 
     return replace(

@@ -32,7 +32,9 @@ from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
+from memfit.capture.resized import Resized, rerunnable_where_gathered
 from memfit.capture.sparse import run_metered, takes_or_makes_sparse
+from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.step.call_arguments import is_plain, tensors_passed
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
@@ -76,20 +78,31 @@ class Recorder(TorchDispatchMode):
 
     Args:
         paths: tells which module is running.
+        ranks: of the group whose collectives the step takes part in; none on one device.
+        backend: of that group in training, "gloo" or "nccl".
         layouts: by call, the layouts of what real kernels return, where fake kernels are known to return others.
 
     In a fake run, operations whose tensors are all real (the batch and what is computed from it alone) run for real, so that branches on their
     values are taken as in training.
     """
 
-    def __init__(self, paths: dispatch.ModulePaths, layouts: Mapping[str, ResultLayouts] | None = None) -> None:
+    def __init__(
+        self,
+        paths: dispatch.ModulePaths,
+        layouts: Mapping[str, ResultLayouts] | None = None,
+        ranks: tuple[int, ...] = (),
+        backend: str = "",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
+        self._ranks = ranks
+        self._backend = backend
         self._layouts = layouts or {}
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
         self.lifetimes = Lifetimes()
+        self._resized = Resized(self.lifetimes)
         self.saves: list[_SavedTensor] = []
         self.changed: set[int] = set()  # storages written in place, running statistics included
         self.calls: dict[str, CallSpec] = {}
@@ -129,6 +142,11 @@ class Recorder(TorchDispatchMode):
             if self.lifetimes.id_of(tensor) is None:
                 sid = self.lifetimes.add(tensor, category, module, BEFORE_STEP)
                 self.lifetimes.storages[sid].bytes *= counts
+
+    def register_resized(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Add storages that are there before the step and take bytes only at times, as whoever owns them resizes them."""
+        for tensor in tensors:
+            self._resized.watch(tensor)
 
     def recategorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Change the category of storages that the step has made."""
@@ -190,6 +208,7 @@ class Recorder(TorchDispatchMode):
                 self.unrecorded.append(str(func))
             return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         self._numbers.mark()
+        self._resized.look(len(self.events))
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         sparse = takes_or_makes_sparse(func, inputs)
         if not all(dispatch.has_storage(t) for t in inputs):
@@ -207,7 +226,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(args[position], torch.Tensor):
                 self.changed.add(self.storage_id(args[position]))
         recorded_func = in_place_func or func
-        key, call = describe(recorded_func, args, kwargs)
+        among = collective_of(func, args, self._ranks) if self._ranks else None
+        key, call = describe(recorded_func, args, kwargs) if among is None else (str(func), CallSpec(func, (), {}))
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE)
         needs_gradient = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
@@ -261,7 +281,7 @@ class Recorder(TorchDispatchMode):
             self._products.ran(event, self.module)
         if dispatch.is_sized_by_values(func, args):
             key = f"{key} -> {[self.lifetimes.storages[s].bytes for s in made]}"
-        if key not in self.calls:
+        if among is None and key not in self.calls:
             call.made_bytes = tuple(self.lifetimes.storages[s].bytes for s in made)
             call.layouts = tuple(layouts)
             call.written = bool(writes)
@@ -275,7 +295,7 @@ class Recorder(TorchDispatchMode):
                 writes,
                 tuple(made),
                 0.0,
-                0,
+                0 if among is None else workspace_bytes(func, args, self._backend),
                 random,
                 rerunnable,
                 key,
@@ -284,6 +304,7 @@ class Recorder(TorchDispatchMode):
                 dispatch.is_sized_by_values(func, args),
                 call.shape,
                 call.same_layout,
+                among,
             )
         )
         return result
@@ -364,6 +385,7 @@ class Recorder(TorchDispatchMode):
             return placeholder.tensor
         save = self.saves[placeholder.save]
         event = len(self.events)
+        self._resized.look(event)
         if self._last_write.get(save.storage, -1) > placeholder.packed_after:
             self.overwritten = True
         self.events.append(~placeholder.save)
@@ -400,6 +422,7 @@ class Recorder(TorchDispatchMode):
     def tables(self) -> tuple[tuple[Operation, ...], tuple[Storage, ...], tuple[Save, ...]]:
         """What was recorded; whatever is still live outlives the step."""
         end = len(self.events)
+        self._resized.look(end)
         saved = {save.storage for save in self.saves}
         storages = tuple(
             Storage(
@@ -424,7 +447,8 @@ class Recorder(TorchDispatchMode):
             )
             for s in self.saves
         )
-        return tuple(self.operations), storages, saves
+        operations = rerunnable_where_gathered(self.operations, self.events, saves, self._resized.spans(end))
+        return operations, storages, saves
 
 
 @cache

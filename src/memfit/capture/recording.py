@@ -26,6 +26,8 @@ from memfit.capture.source import StepSource, made_by_its_first_forward, model_d
 from memfit.errors import InputError
 from memfit.garbage import uncollected
 from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.sharding.collectives import backend_for
+from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.fingerprint import fingerprint
 from memfit.step.program import StepProgram, model_tensors, state_tensors
@@ -43,6 +45,7 @@ def record(
     tensors: str = "fake",
     graded: frozenset[str] | None = None,
     layouts: Mapping[str, ResultLayouts] | None = None,
+    sharded: ShardedModel | None = None,
 ) -> Captured:
     """Write down the step of a model whose tensors are lent already.
 
@@ -53,6 +56,7 @@ def record(
         tensors: "fake" or "real", for the record.
         graded: of an earlier capture (`Captured.graded`); then no pass is run before the one that is recorded.
         layouts: as for `Recorder`.
+        sharded: the model as one of several ranks has it.
 
     Raises:
         InputError: the step cannot be run as chosen.
@@ -60,7 +64,9 @@ def record(
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
     # capturing a small model.
     with uncollected(), dispatch.ModulePaths(source.model) as paths:
-        step = _StepRecording(source, micro_batches, choices, Recorder(paths, layouts), graded)
+        ranks = () if sharded is None else tuple(range(sharded.ranks))
+        recorder = Recorder(paths, layouts, ranks, backend_for(device_of(source.model)))
+        step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = dict(source.model.named_parameters())
         step.first_pass()
         made_by_its_first_forward(source.model, parameters)
@@ -72,7 +78,6 @@ def record(
         with step.recorder, states:
             step.run()
         after = fingerprint(source.model) if before else {}
-        recorder = step.recorder
         operations, storages, saves = recorder.tables()
         recorder.recording = False
         step.finish()
@@ -154,6 +159,7 @@ class _StepRecording:
         choices: Choices,
         recorder: Recorder,
         graded: frozenset[str] | None,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self.recorder = recorder
         self.graded = graded
@@ -165,9 +171,11 @@ class _StepRecording:
         self._source = source
         self._micro_batches = micro_batches
         self._believed = graded
-        self._program: StepProgram | None = source.program(choices)
+        self._sharded = sharded
+        self._program: StepProgram | None = source.program(choices, sharded)
         self._trainable = self.program.trainable()
-        self._weight = None if len(micro_batches) == 1 else 1.0 / len(micro_batches)
+        # A rank weights its part of the batch by what the loss averages over on all of them.
+        self._weight = None if len(micro_batches) == 1 and sharded is None else 1.0 / len(micro_batches)
         self._once: list[str] = []  # operations of the pass that is not recorded
         for _ in range(source.steps_before):
             self._train()
@@ -191,7 +199,9 @@ class _StepRecording:
         model, program, recorder = self._source.model, self.program, self.recorder
         several, inside = len(self._micro_batches) > 1, program.updates_in_backward
         recorder.recording = False
-        if self.graded is not None:
+        if self._sharded is not None:
+            self._first_passes()
+        elif self.graded is not None:
             for name, parameter in model.named_parameters():
                 if (several or inside) and name in self.graded:
                     parameter.grad = _as_accumulated(parameter)
@@ -232,10 +242,29 @@ class _StepRecording:
         program.update()
         program.clear()
 
+    def _first_passes(self) -> None:
+        """A step without its update, in which `fully_shard` sets itself up.
+
+        Of several micro-batches the one before the last is run as well.
+        """
+        program, recorder = self.program, self.recorder
+        for last in (True, *((False,) if len(self._micro_batches) > 1 else ())):
+            recorder.unrecorded.clear()
+            program.forward_backward(self._micro_batches[-1], self._weight, recorder, last=last)
+            if last:
+                program.clear()
+
     def register(self) -> None:
         """What is there before the recorded pass."""
         model, program, recorder = self._source.model, self.program, self.recorder
-        recorder.register(model.parameters(), Category.PARAMETER)
+        if self._sharded is not None:
+            recorder.register(self._sharded.parameters(), Category.PARAMETER)
+            recorder.register(self._sharded.held(), Category.GRADIENT)
+            recorder.register_resized(self._sharded.gathered())
+            # Gradients of earlier micro-batches are of whole parameters.
+            recorder.register(self._sharded.accumulated(), Category.GRADIENT)
+        else:
+            recorder.register(model.parameters(), Category.PARAMETER)
         recorder.register(model.buffers(), Category.BUFFER)
         recorder.register(model_tensors(model), Category.BUFFER)
         recorder.register((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)

@@ -14,6 +14,7 @@ from memfit.capture.cuda.optimizers import as_on_cuda
 from memfit.errors import InputError
 from memfit.hardware.machine import Capability
 from memfit.identity import digest
+from memfit.sharding.sharded import ShardedModel
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory, StepProgram
@@ -61,10 +62,12 @@ class StepSource:
         sizes = batches.micro_batch_sizes(batches.size(self.sample), number // self.loader_batches)
         return batches.split(self.sample, sizes) * self.loader_batches
 
-    def program(self, choices: Choices) -> StepProgram:
+    def program(self, choices: Choices, sharded: ShardedModel | None = None) -> StepProgram:
         """The step as chosen, with an optimizer over the parameters that the model has now."""
-        program = StepProgram(self.model, self.loss_fn, None, self.clip_norm, choices)
-        if self.optimizer is not None:
+        program = StepProgram(self.model, self.loss_fn, None, self.clip_norm, choices, sharded=sharded)
+        if self.optimizer is not None and sharded is not None:
+            program.optimizer = sharded.optimizer(self.optimizer, lambda made: arranged(made, choices, self.model))
+        elif self.optimizer is not None:
             optimizer = self.optimizer(iter(program.trainable()))
             if self.cuda is not None:
                 as_on_cuda(optimizer)

@@ -23,6 +23,7 @@ from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource, made_by_its_first_forward
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.hardware.machine import Machine, known_machine
+from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
 from memfit.step.process_generators import outside_torch_kept
@@ -56,6 +57,7 @@ class TraceSource:
         trained_elsewhere: names of parameters that have optimizer state by now, from whichever path.
         forwards_before: as in `StepSource`; 0 to capture the very next forward.
         draws: as in `StepSource`.
+        network: the devices of a sharded step and their links; None for one device, or assumed links.
 
     Attributes:
         here: the device that the model is on.
@@ -73,6 +75,7 @@ class TraceSource:
     trained_elsewhere: frozenset[str] = frozenset()
     forwards_before: int = 1
     draws: bool = True
+    network: Topology | None = None
 
     def __post_init__(self) -> None:
         made_by_its_first_forward(self.model)
@@ -146,6 +149,7 @@ class TraceSource:
             device=self.machine.name,
             allocation_bytes=self.machine.allocation_bytes,
             other_bytes=self._other_bytes(captured, present),
+            network=self.network,
         )
 
         followed, recomputed = engine_seconds(self._table)

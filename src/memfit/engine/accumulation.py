@@ -11,6 +11,7 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import BatchError
+from memfit.sharding.sharded import ShardedModel
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
 
@@ -34,6 +35,31 @@ def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]
         return None
     shares = batches.shares(split, plan.choices.weights) or [1.0 / len(split)] * len(split)
     return [(micro_batch, share) for micro_batch, share in zip(split, shares, strict=True) if share != 0.0]
+
+
+def weighted_on_ranks(plan: Plan, batch: Batch, sharded: ShardedModel) -> list[tuple[Batch, float]]:
+    """The micro-batches of this rank's part of a batch, each with its weight: its share in the loss of all ranks' parts, times the number of ranks.
+
+    Gradients are averaged over ranks; so the mean of these weights is what makes it the mean over samples, or tokens, of all. Every rank runs as many
+    micro-batches, as the others wait for its part in collectives: a rank that has fewer repeats one with a weight of 0, as one has in which nothing counts.
+
+    Raises:
+        BatchError: nothing in the whole batch counts; all ranks raise it.
+    """
+    split = micro_batches_of(plan, batch)
+    how = plan.choices.weights
+    missing = sharded.agreement.largest(len(split)) - len(split)
+    repeated = [(split[0], 0.0)] * missing
+    if how == "sum":  # a sum over all ranks
+        return [*repeated, *((micro_batch, float(sharded.ranks)) for micro_batch in split)]
+    counts = [batches.counted(micro_batch, how) for micro_batch in split]
+    total = sharded.agreement.total(sum(counts))
+    if not total:
+        raise BatchError(
+            f"nothing in the batches of all {sharded.ranks} ranks counts for the loss (it is weighted by {how}): nothing was changed"
+        )
+    own = [(micro_batch, sharded.ranks * count / total) for micro_batch, count in zip(split, counts, strict=True)]
+    return [*repeated, *own]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches
+from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches, weighted_on_ranks
 from memfit.engine.activation_offloading import LowerTiers, Makers, arena_makers
 from memfit.engine.call_follower import CallFollower
 from memfit.engine.called_modules import UnfollowedForward
@@ -31,6 +31,7 @@ from memfit.engine.streamed import StreamedStep
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import BatchError, EngineError, InputError
 from memfit.meter import MeterReading
+from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.guard import Deciding
 from memfit.step.program import StepProgram, model_tensors, state_tensors
@@ -65,6 +66,7 @@ class Engine:
         stream: a `LayerStream` that has offloaded the model's blocks already; made here when None and the plan streams.
         below: functions that allocate space for offloaded activations, by tier; None for those of the device.
         folder: for what is offloaded to disk; None for the default (`MEMFIT_OFFLOAD_DIR`).
+        sharded: the model as this one of several ranks has it; None on one device.
 
     Attributes:
         stream: the `LayerStream` of a plan that streams layers; None otherwise.
@@ -86,8 +88,10 @@ class Engine:
         stream: LayerStream | None = None,
         below: Makers | None = None,
         folder: str | Path | None = None,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self.model = model
+        self.sharded = sharded
         self.plan = plan
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -103,7 +107,8 @@ class Engine:
         self.frontier: tuple[FrontierPoint, ...] = ()
         self._plans = PlanTable()
         self._history = History()
-        self._transactions = Transactions(model, loss_fn)
+        clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
+        self._transactions = Transactions(model, loss_fn, clear)
         self._diverged: Batch | None = (
             None  # the first of a step, or of the user's own loop, whose forward was not as planned
         )
@@ -292,10 +297,11 @@ class Engine:
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
-        return StepProgram(*how) if self.backward is None else StepProgram(*how, self.backward)
+        backward = torch.Tensor.backward if self.backward is None else self.backward
+        return StepProgram(*how, backward, self.sharded)
 
     def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
-        weighted: Sequence[tuple[Batch, float | None]] = weighted_micro_batches(plan, batch) or [(batch, None)]
+        weighted = self._weighted(plan, batch)
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
             if self.stream is not None:
@@ -305,13 +311,19 @@ class Engine:
                 return
             total, compiled = Accumulated(), self._plans.compiled(plan)
             for index, (micro_batch, weight) in enumerate(weighted):
-                inside = program.updates_in_backward and index == len(weighted) - 1
+                last = index == len(weighted) - 1
+                inside = program.updates_in_backward and last
                 if inside:
                     transaction.begin_update(self._updated())
                 self._executor.forward_backward(
-                    program, compiled, micro_batch, weight, total, updates=inside, watch=watch
+                    program, compiled, micro_batch, weight, total, updates=inside, watch=watch, last=last
                 )
             self._finish(program, total, transaction)
+
+    def _weighted(self, plan: Plan, batch: Batch) -> Sequence[tuple[Batch, float | None]]:
+        if self.sharded is not None:
+            return weighted_on_ranks(plan, batch, self.sharded)
+        return weighted_micro_batches(plan, batch) or [(batch, None)]
 
     def _accumulate(self, loaded: Iterable[Batch]) -> None:
         how, total, program = self.plan.choices.weights, Accumulated(), self._program(self.plan)
@@ -339,6 +351,8 @@ class Engine:
         """The rest of the step: the update, where none began in backward, and the record."""
         if not program.updates_in_backward:
             transaction.begin_update(self._updated())
+        if self.sharded is not None:
+            total.loss = self.sharded.agreement.mean(total.loss)
         taken = program.update()
         program.clear()
         if self.scaling is not None:
@@ -433,13 +447,17 @@ class Engine:
 
     def present(self, batch: Batch) -> list[torch.Tensor]:
         """Tensors that exist before a step and count against the budget."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.sharded is not None:
+            parameters, held = self.sharded.parameters(), self.sharded.held()
+        else:
+            parameters, held = list(self.model.parameters()), []
+        gradients = [*(p.grad for p in parameters if p.grad is not None), *held]
         copies = self._transactions.buffers.copies.values()
         others = [*self.model.buffers(), *copies, *batches.leaves(batch), *model_tensors(self.model)]
         scaling = self.scaling.tensors() if self.scaling is not None else []
         streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
         state = state_tensors(self.optimizer) if self.optimizer is not None else []
-        return [*self.model.parameters(), *state, *others, *gradients, *scaling, *streamed]
+        return [*parameters, *state, *others, *gradients, *scaling, *streamed]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:
         """What was predicted and what happened so far."""

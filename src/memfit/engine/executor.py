@@ -66,6 +66,7 @@ class Executor:
         *,
         updates: bool = False,
         watch: PathWatch | None = None,
+        last: bool = True,
     ) -> None:
         """One micro-batch.
 
@@ -77,6 +78,7 @@ class Executor:
             total: of the step so far, added to.
             updates: parameters are updated inside its backward.
             watch: as for `follower`.
+            last: of the step.
         """
         total.last = None
         follower = self.follower(compiled, watch=watch)
@@ -89,11 +91,13 @@ class Executor:
                 check_finite=program.scaling is None,
                 after_forward=None if watch is None else watch.forward_ended,
                 around_backward=program.updating() if updates else None,
+                last=last,
             )
         finally:
             if follower is not None:
                 follower.end()
-        total.loss += float(total.last) * (1.0 if weight is None else weight)
+        if weight != 0.0:
+            total.loss += float(total.last) * (1.0 if weight is None else weight)
         total.micro_batches += 1
         if follower is not None:
             total.recomputations += follower.recomputations

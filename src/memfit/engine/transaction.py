@@ -7,7 +7,7 @@ further step is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -52,14 +52,18 @@ class Transactions:
     Args:
         model: being trained.
         loss_fn: its loss; what its modules note is put back, too.
+        clear: lets go of the gradients; None where they are those of the model's parameters.
 
     Attributes:
         buffers: copies of those that forward writes.
         before: what may have decided the path of the last step, as it was when that began; None before the first.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None = None, clear: Callable[[], None] | None = None
+    ) -> None:
         self._model, self._loss_fn = model, loss_fn
+        self._clear = clear
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
         self._stuck = ""
@@ -85,10 +89,16 @@ class Transactions:
                 yield transaction
         except BaseException:
             if not transaction.committed:
-                for parameter in self._model.parameters():
-                    parameter.grad = None
+                self._let_go_of_gradients()
                 guard.put_back()
             raise
+
+    def _let_go_of_gradients(self) -> None:
+        if self._clear is not None:
+            self._clear()
+            return
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     @contextmanager
     def updating(self, written: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -17,9 +17,10 @@ from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.sharding import setting_of, way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
-from memfit.values.prediction import ModuleSaving, Prediction, TierUse
+from memfit.values.prediction import ModuleSaving, Prediction, RankPrediction, TierUse
 from memfit.values.script import TIERS, FirstForward, Script
 from memfit.values.trace import Trace
 
@@ -52,9 +53,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         for r in runs:
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
+    ranks = _of_ranks(solvers, found)
+    own_peak = max(evaluation.peak_bytes, *_on_paths(solver, solution)) + solvers.extra_bytes
     prediction = Prediction(
-        peak_bytes=max(evaluation.peak_bytes, *_on_paths(solver, solution)) + solvers.extra_bytes,
-        step_seconds=found.seconds,
+        peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
+        step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
+        ranks=ranks,
         bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
         seconds_are=trace.seconds_are,
         peak_phase=phase,
@@ -78,7 +82,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     script = script_of(solver, solution)
     return Plan(
         budget_bytes=budget_bytes,
-        choices=replace(trace.choices, weights=solvers.weights()[0] or "whole") if found.number > 1 else trace.choices,
+        choices=_weighted(trace.choices, solvers, found.number),
         script=script if first is None else replace(script, first=first),
         prediction=prediction,
         signature=trace.signature,
@@ -109,6 +113,29 @@ class PlainStep:
     plain_peak_bytes: int
     plain_step_seconds: float
     plain_with: str
+
+
+def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
+    """Of each rank of a sharded step, under the plan that was found for the one with the most state; all follow the same plan."""
+    if not found.candidate.sharding:
+        return ()
+    way, ranks, own = way_of(found.candidate.sharding)
+    figures: dict[int, tuple[int, float]] = {}
+    roles = solvers.bundle.roles or (own,) * ranks
+    for role in dict.fromkeys(roles):
+        setting = setting_of(way, ranks, role)
+        solver = found.solver if role == own else solvers.of(found.number, found.candidate.but(sharding=setting))
+        peak = solver.problem.timeline.peak(found.solution.recomputations)
+        peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
+        figures[role] = peak, solver.trace.plain_step_seconds + solver.trace.micro_batches * found.solution.seconds
+    return tuple(RankPrediction(rank, *figures[role]) for rank, role in enumerate(roles))
+
+
+def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
+    """The choices with how losses of micro-batches and ranks add up. Samples are counted where ranks' parts do not stand for themselves (a batch norm)."""
+    if choices.sharding:
+        return replace(choices, weights=solvers.weights()[0] or "samples")
+    return replace(choices, weights=solvers.weights()[0] or "whole") if number > 1 else choices
 
 
 def plain_step(solvers: Solvers) -> PlainStep:

@@ -14,6 +14,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
+from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
 from memfit.techniques.autocast.precision import Scaling
@@ -31,7 +32,8 @@ def default_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.O
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors an optimizer keeps from step to step; none before its first step."""
-    return [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer steps one of this rank's own
+    return [value for kept in own.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class StepProgram:
         choices: how the step is run, but for its micro-batches, which the caller splits, and what it freezes, which is frozen in the model.
         scaling: of the gradients; needed where `choices` say fp16 and there is an optimizer.
         backward: called with the loss and the gradient it begins with (None for one) in place of the loss's own backward.
+        sharded: the model as one of several ranks has it; None on one device.
     """
 
     model: torch.nn.Module
@@ -55,6 +58,7 @@ class StepProgram:
     choices: Choices = BASELINE
     scaling: Scaling | None = None
     backward: Callable[[torch.Tensor, torch.Tensor | None], object] = torch.Tensor.backward
+    sharded: ShardedModel | None = None
 
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
@@ -76,6 +80,7 @@ class StepProgram:
         check_finite: bool = False,
         after_forward: Callable[[], None] | None = None,
         around_backward: AbstractContextManager[object] | None = None,
+        last: bool = True,
     ) -> torch.Tensor:
         """One micro-batch: loss and gradients, added to what is in `.grad`.
 
@@ -86,23 +91,57 @@ class StepProgram:
             check_finite: raise before backward when the loss is NaN or infinite, so that nothing is changed.
             after_forward: called between forward and backward.
             around_backward: entered for backward only; of the last micro-batch it is `updating()` where the step updates inside backward.
+            last: of the step; in its backward gradients are synchronised with other ranks.
 
         Returns:
             The unweighted loss, detached.
         """
+        with nullcontext() if self.sharded is None else self.sharded.micro_batch(last=last):
+            loss = self._forward_backward(batch, weight, around_forward, check_finite, after_forward, around_backward)
+        if self.sharded is not None and last:
+            self.sharded.collect()
+        return loss
+
+    def _forward_backward(
+        self,
+        batch: Batch,
+        weight: float | None,
+        around_forward: AbstractContextManager[object] | None,
+        check_finite: bool,  # noqa: FBT001 - passed on
+        after_forward: Callable[[], None] | None,
+        around_backward: AbstractContextManager[object] | None,
+    ) -> torch.Tensor:
         with around_forward or nullcontext():
             loss = self.loss(batch)
         if after_forward is not None:
             after_forward()
-        if check_finite and not math.isfinite(value := loss.item()):  # .item() allocates nothing
-            raise NonFiniteLossError(
-                f"the loss is {value}: the step was not taken and parameters and optimizer are as before it. "
-                "Look at the batch and the learning rate, or lower the latter"
-            )
+        if check_finite:
+            # The mean of no labels is no number, and its gradients are zero.
+            self._check_finite(
+                0.0 if weight == 0.0 and self.sharded is not None else loss.item()
+            )  # .item() allocates nothing
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
         with around_backward or nullcontext():
             self.backward(scaled, None if weight is None else torch.full_like(scaled.detach(), weight))
         return loss.detach()
+
+    def _check_finite(self, value: float) -> None:
+        finite = math.isfinite(value)
+        whose = "the loss"
+        if self.sharded is not None:
+            rank = self.sharded.agreement.first(concerned=not finite)
+            if rank is None:
+                return
+            finite, whose = (
+                False,
+                f"the loss of rank {rank}" if finite else f"the loss of this rank, {self.sharded.agreement.rank},",
+            )
+        if not finite:
+            what = f"{whose} is {value}" if not math.isfinite(value) else f"{whose} is infinite or no number"
+            raise NonFiniteLossError(
+                f"{what}: the step was not taken and parameters and optimizer are as before it. "
+                "Look at the batch and the learning rate, or lower the latter"
+            )
 
     @property
     def updates_in_backward(self) -> bool:
@@ -135,23 +174,35 @@ class StepProgram:
         """Undo the scaling of the gradients, where there is one."""
         if self.scaling is not None and self.optimizer is not None and self._has_gradients():
             self.scaling.unscale(self.optimizer)
+            if self.sharded is not None:
+                # A shard that overflowed is on one rank, and all skip the step or none.
+                self.sharded.agreement.largest_of(self.scaling.found(self.optimizer))
 
     def clip(self) -> None:
         """Clip the global norm of the gradient."""
-        if self.clip_norm is not None:
+        if self.clip_norm is None:
+            return
+        if self.sharded is not None:
+            self.sharded.clip(self.clip_norm)
+        else:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self.clip_norm)
 
     def _has_gradients(self) -> bool:
         # Where every label of a batch is masked there are none, and the scaler takes that for a mistake.
-        return any(p.grad is not None for p in self.model.parameters())
+        return any(p.grad is not None for p in self.trainable())
 
     def clear(self) -> None:
         """Let go of the gradients."""
+        if self.sharded is not None:
+            self.sharded.clear(accumulates=self.choices.micro_batches > 1)
+            return
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def trainable(self) -> list[torch.nn.Parameter]:
-        """Parameters that receive gradients."""
+        """Parameters that receive gradients; of a sharded model this rank's."""
+        if self.sharded is not None:
+            return self.sharded.trainable()
         return [p for p in self.model.parameters() if p.requires_grad]
 
 

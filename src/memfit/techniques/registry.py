@@ -16,6 +16,7 @@ from memfit.techniques.freezing import FREEZING
 from memfit.techniques.frozen_weights import FROZEN_WEIGHTS
 from memfit.techniques.layer_streaming import LAYER_STREAMING
 from memfit.techniques.optimizer_offload import OPTIMIZER_OFFLOAD
+from memfit.techniques.sharding import SHARDING
 from memfit.techniques.technique import Technique
 from memfit.techniques.update_in_backward import UPDATE_IN_BACKWARD
 
@@ -29,6 +30,7 @@ TECHNIQUES: Final[tuple[Technique, ...]] = (
     FROZEN_WEIGHTS,
     CHUNKED_LOSS,
     LAYER_STREAMING,
+    SHARDING,
 )
 
 BY_NAME: Final = {technique.name: technique for technique in TECHNIQUES}

@@ -81,6 +81,7 @@ class TraceBundle:
         layers: that some candidates stream, and last an entry for what is in no block; empty where no candidate streams.
         frozen: what the request freezes.
         weighting: how the losses of micro-batches add up; None where it has not been determined yet.
+        roles: of a sharded step, for each rank the first one whose step is the same, bytes included.
         traces: by the choices they were captured for.
         refusals: choices that could not be captured, and why.
     """
@@ -95,6 +96,7 @@ class TraceBundle:
     layers: tuple[StreamedLayer, ...] = ()
     frozen: tuple[FrozenPart, ...] = ()
     weighting: Weighting | None = None
+    roles: tuple[int, ...] = ()
     traces: Mapping[Choices, Trace] = field(default_factory=dict)
     refusals: Mapping[Choices, Refusal] = field(default_factory=dict)
 
@@ -154,6 +156,7 @@ class TraceBundle:
             "layers": [asdict(layer) for layer in self.layers],
             "frozen": [asdict(part) for part in self.frozen],
             "weighting": None if self.weighting is None else asdict(self.weighting),
+            "roles": list(self.roles),
             "traces": [[_choices_to_json(choices), trace.to_json()] for choices, trace in self.traces.items()],
             "refusals": [[_choices_to_json(choices), asdict(why)] for choices, why in self.refusals.items()],
         }
@@ -191,6 +194,7 @@ class TraceBundle:
                 layers=tuple(StreamedLayer(**layer) for layer in have["layers"]),
                 frozen=tuple(FrozenPart(**part) for part in have["frozen"]),
                 weighting=None if weighting is None else Weighting(**weighting),
+                roles=tuple(map(int, have.get("roles", ()))),
                 traces={_choices_from_json(choices): Trace.from_json(trace) for choices, trace in have["traces"]},
                 refusals={_choices_from_json(choices): Refusal(**why) for choices, why in have["refusals"]},
             )

@@ -131,6 +131,10 @@ class Scaling:
         """Divide the gradients by the scale, once all micro-batches are added up and before they are clipped."""
         self.scaler.unscale_(optimizer)
 
+    def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Since `unscale`: for each device one number, above zero where a gradient is infinite or no number."""
+        return list(self.scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001 - torch tells it to its own step alone
+
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer unless a gradient is infinite or no number, and adjust the scale; whether it stepped."""
         before = self.scaler.get_scale()

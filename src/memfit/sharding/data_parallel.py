@@ -1,0 +1,147 @@
+"""Data parallelism (DistributedDataParallel), and ZeRO 1 (ZeroRedundancyOptimizer beside it)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit import dispatch
+from memfit.sharding.sharded import OptimizerFactory, ShardedModel
+
+
+class DataParallel(ShardedModel):
+    """Parameters and gradients are whole on every rank.
+
+    The model stays the user's own object: what DistributedDataParallel does before and after its module's forward is done in hooks of that module
+    (so does `torch.distributed._composable.replicate`), as a loss function may want the model's attributes and not a wrapper's.
+
+    Gradients are views of the buckets that are sent, so that they are on the device once. Where a step has several micro-batches they are zeroed and not
+    freed: autograd would add up others beside the buckets.
+
+    DistributedDataParallel lays its buckets out anew after the first backward, by the order in which gradients came; for a moment there are two of each.
+    So that no step differs from another, zero gradients are sent through before the first one, in the reverse order of the parameters.
+
+    Args:
+        model, group: as for `ShardedModel`.
+        synchronised: whether the parameters of rank 0 are sent to all at the start; False in a capture.
+        shards_state: ZeRO 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, synchronised: bool = True, shards_state: bool = False
+    ) -> None:
+        super().__init__(model, group)
+        self._shards_state = shards_state
+        # Buffers are each rank's own, as under `fully_shard`: sending them would take a collective in every forward.
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # newer versions have another argument beside this one, older ones do not
+            self._engine = DistributedDataParallel(
+                model,
+                process_group=group,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                init_sync=synchronised,
+            )
+        self._send_zeros()
+        self._engine.reducer._rebuild_buckets()
+        self._send_zeros()
+        self._buckets = list(
+            {dispatch.storage_key(p.grad): p.grad.detach() for p in self.trainable() if p.grad is not None}.values()
+        )
+        for parameter in self.trainable():
+            parameter.grad = None
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    def _send_zeros(self) -> None:
+        self._engine.reducer.prepare_for_forward()
+        self._engine.reducer.prepare_for_backward([])
+        for parameter in reversed(self.trainable()):
+            torch.autograd.backward(
+                parameter, torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+            )
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        before: tuple[Any, Any] = self._engine._pre_forward(*args, **kwargs)
+        return before
+
+    def _after(self, _: nn.Module, _args: object, output: Any) -> Any:
+        return self._engine._post_forward(output)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All."""
+        return list(self.model.parameters())
+
+    def held(self) -> list[torch.Tensor]:
+        """The buckets."""
+        return self._buckets
+
+    def gathered(self) -> list[torch.Tensor]:
+        """None."""
+        return []
+
+    def optimizer(
+        self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The user's own; under ZeRO 1 one like it for this rank's parameters."""
+        made = make(iter(self.trainable()))
+        if not self._shards_state:
+            return arrange(made)
+        kind, defaults = type(made), made.defaults
+
+        def local(groups: Any, **_: Any) -> torch.optim.Optimizer:
+            own = [{k: v for k, v in group.items() if k != "params"} | {"params": group["params"]} for group in groups]
+            return arrange(kind(own, **_accepted(kind, defaults)))
+
+        groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own advice about its TorchScript optimizers
+            return ZeroRedundancyOptimizer(groups, optimizer_class=local, process_group=self.group)  # type: ignore[arg-type]
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Gradients are sent in the last one."""
+        with nullcontext() if last else self._engine.no_sync():
+            yield
+
+    def collect(self) -> None:
+        """They are there, as views of the buckets."""
+
+    def clip(self, norm: float) -> None:
+        """Every rank has all gradients."""
+        torch.nn.utils.clip_grad_norm_(self.trainable(), norm)
+
+    def clear(self, *, accumulates: bool) -> None:
+        """Views of buckets: zeroed where the next step adds to them."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                continue
+            if accumulates:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _accepted(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's defaults, what its constructor takes: some note more than they are given (AdamW's `decoupled_weight_decay`)."""
+    import inspect
+
+    names = inspect.signature(kind).parameters
+    return {name: value for name, value in defaults.items() if name in names}

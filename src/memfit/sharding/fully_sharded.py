@@ -1,0 +1,174 @@
+"""ZeRO 2 and ZeRO 3: `torch.distributed.fsdp.fully_shard` on each of the model's repeated blocks and on what is left of it.
+
+Without resharding after forward, whole parameters are there from a block's forward to its backward (ZeRO 2, which shares out gradients and state; between
+steps parameters are shared out, too); with it they are gathered a second time for backward (ZeRO 3).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from memfit.errors import InputError
+from memfit.sharding.sharded import OptimizerFactory, ShardedModel
+from memfit.techniques.layer_streaming.blocks import repeated_blocks
+
+
+class FullySharded(ShardedModel):
+    """Parameters are shards between steps.
+
+    The optimizer steps the shards as plain tensors, not as the DTensors that torch puts into the model: formats of state, chunks and fused kernels are
+    then those of one device, and blocks of 8-bit state lie within shards.
+
+    Args:
+        model, group: as for `ShardedModel`.
+        mesh: the group as a mesh of one dimension.
+        reshards: after forward (ZeRO 3).
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, *, reshards: bool) -> None:
+        super().__init__(model, group)
+        self._classes = {module: type(module) for module in model.modules()}
+        for path in units(model):
+            fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        # The first time that parameters are gathered makes what holds them: before the first step, so that it is like all others.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+        self._shards = {name: _local(p) for name, p in model.named_parameters()}
+
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards."""
+        return list(self._shards.values())
+
+    def held(self) -> list[torch.Tensor]:
+        """Shards are padded to equal sizes, in the same storages."""
+        return []
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Whole parameters, known from the first forward on."""
+        return [
+            output
+            for module in self.model.modules()
+            if isinstance(module, FSDPModule)
+            for group in _groups(module)
+            for parameter in group.fsdp_params
+            for output in getattr(parameter, "all_gather_outputs", ())
+        ]
+
+    def accumulated(self) -> list[torch.Tensor]:
+        """Of whole parameters."""
+        return [p.grad for p in self._whole() if p.grad is not None]
+
+    def _whole(self) -> list[torch.Tensor]:
+        return [
+            parameter.unsharded_param
+            for module in self.model.modules()
+            if isinstance(module, FSDPModule)
+            for group in _groups(module)
+            for parameter in group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
+        ]
+
+    def optimizer(
+        self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The user's, over the shards."""
+        return arrange(make(iter(self.trainable())))
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Gradients are whole until the last micro-batch, in which they are added up over ranks and sharded."""
+        self._root().set_requires_gradient_sync(last)
+        with warnings.catch_warnings():
+            # Nearly every model's output is a view. What the warning is about, a loss that writes into it, only leaves out a hook of the model itself, whose
+            # parameters are not resharded after forward.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            yield
+
+    def collect(self) -> None:
+        """Hand the shards' gradients over."""
+        for name, parameter in self.model.named_parameters():
+            shard = self._shards[name]
+            if parameter.grad is not None:
+                shard.grad = _plain(parameter.grad)
+                parameter.grad = None
+
+    def clip(self, norm: float) -> None:
+        """The squares of the shards' norms are added up over ranks."""
+        gradients = [p.grad for p in self._shards.values() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients).square_() if gradients else torch.zeros(())
+        dist.all_reduce(total, group=self.group)
+        torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, total.sqrt_())
+
+    def clear(self, *, accumulates: bool) -> None:
+        """Shards and whole parameters alike."""
+        del accumulates
+        for parameter in (*self._shards.values(), *self.model.parameters(), *self._whole()):
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Take the hooks and classes of `fully_shard` off the model."""
+        unsharded(self._classes)
+
+
+def units(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules whose parameters are gathered together: the model's largest family of repeated blocks; the model as a whole is one more."""
+    found = repeated_blocks(model)
+    return found[0].paths if found else ()
+
+
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_plain(parameter), requires_grad=parameter.requires_grad)
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, as the storage has it."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+        return local.detach()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """Parameter groups of one `fully_shard` (a list in newer versions of torch)."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def unsharded(classes: dict[nn.Module, type]) -> None:
+    """Undo what `fully_shard` made of modules, but for their tensors."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module, kind in classes.items():
+        module.__class__ = kind
+        _module_state_mapping.pop(module, None)
+
+
+def checked(model: nn.Module) -> None:
+    """Refuse what `fully_shard` cannot shard.
+
+    Raises:
+        InputError: a parameter without dimensions, or not contiguous.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0 or not parameter.is_contiguous():
+            what = "is a single number" if parameter.ndim == 0 else "is not contiguous"
+            raise InputError(
+                f"the parameter {name} {what}, which torch's fully_shard cannot shard: train data parallel or with ZeRO 1, or give it another shape"
+            )

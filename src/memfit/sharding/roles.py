@@ -1,0 +1,55 @@
+"""Which ranks do the same: those whose steps are alike, bytes included, have one *role*. So there is one trace for each role, not for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from memfit.techniques.sharding import way_of
+
+
+def roles_of(model: nn.Module, setting: str) -> tuple[int, ...]:
+    """For each rank the first one with the same role.
+
+    Args:
+        model: whole; with what is frozen, frozen.
+        setting: of the choices, as "zero3/4".
+    """
+    way, ranks, _ = way_of(setting)
+    if way == "data":
+        return (0,) * ranks
+    trained = [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+    shares = _partition(trained, ranks) if way == "zero1" else [_rows(trained, ranks, rank) for rank in range(ranks)]
+    return tuple(shares.index(share) for share in shares)
+
+
+def fullest(model: nn.Module, setting: str) -> int:
+    """The rank with the most state: the one to plan for."""
+    way, ranks, _ = way_of(setting)
+    if way != "zero1":
+        return 0  # `fully_shard` hands out rows from the first rank on
+    trained = [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+    sizes = [sum(map(prod, share)) for share in _partition(trained, ranks)]
+    return sizes.index(max(sizes))
+
+
+def _rows(shapes: Sequence[tuple[int, ...]], ranks: int, rank: int) -> list[tuple[int, ...]]:
+    """Of each parameter the shape of a rank's shard: rows in chunks of equal size, the last ones smaller or empty."""
+    found = []
+    for shape in shapes:
+        chunk = -(-shape[0] // ranks)
+        found.append((max(0, min(chunk, shape[0] - rank * chunk)), *shape[1:]))
+    return found
+
+
+def _partition(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[tuple[int, ...]]]:
+    """Whole parameters, the largest first, each to the rank that has the least so far: as ZeroRedundancyOptimizer deals them out."""
+    sizes = [0] * ranks
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for shape in sorted(shapes, key=prod, reverse=True):
+        rank = sizes.index(min(sizes))
+        sizes[rank] += prod(shape)
+        shares[rank].append(shape)
+    return shares

@@ -1,0 +1,96 @@
+"""What a step needs to know of a model that several ranks train together, whichever of torch's engines does it.
+
+torch's engines differ in what they put around a model (a wrapper, hooks, an optimizer), in what the optimizer updates and in where gradients are. This is the
+one face of all of them, which capture and engine share, so that the step that is predicted is the step that is trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.sharding.agreement import Agreement
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ShardedModel(ABC):
+    """A model as one rank has it.
+
+    Attributes:
+        model: the user's own object, with the engine's hooks in it.
+        group: the ranks that train it.
+        agreement: what they decide together.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.model = model
+        self.group = group
+        self.agreement = Agreement(group, next(model.parameters()).device)
+
+    @property
+    def ranks(self) -> int:
+        """How many train it."""
+        return self.group.size()
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """What is on this rank between steps, plain tensors: whole parameters or shards."""
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Of these, what gets gradients: an optimizer that steps only this rank's part is made of them."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    @abstractmethod
+    def held(self) -> list[torch.Tensor]:
+        """What the engine holds besides from step to step: buckets of gradients."""
+
+    @abstractmethod
+    def gathered(self) -> list[torch.Tensor]:
+        """Tensors whose storages the engine resizes: whole parameters, empty while they are not gathered."""
+
+    def accumulated(self) -> list[torch.Tensor]:
+        """Gradients of micro-batches before the last, where they are not those of `trainable`."""
+        return []
+
+    @abstractmethod
+    def optimizer(
+        self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The optimizer that this rank steps.
+
+        Args:
+            make: the user's factory.
+            arrange: what the choices make of an optimizer, for the part that steps this rank's own state.
+        """
+
+    @abstractmethod
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Forward and backward of a micro-batch run inside; gradients are synchronised in that of the last."""
+        yield
+
+    @abstractmethod
+    def collect(self) -> None:
+        """After the last backward: the gradients are where the optimizer looks for them."""
+
+    @abstractmethod
+    def clip(self, norm: float) -> None:
+        """Clip the global norm of the gradient, of all ranks' shards together."""
+
+    @abstractmethod
+    def clear(self, *, accumulates: bool) -> None:
+        """Let go of the gradients.
+
+        Args:
+            accumulates: a step has several micro-batches.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the engine off the model. Parameters that were shared out stay so."""

@@ -1,0 +1,80 @@
+"""From a setting of the choices to the model as one rank has it. torch's engines are imported only here, where one is asked for: they take a while."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.sharding.sharded import ShardedModel
+from memfit.techniques.sharding import way_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_of(setting: str) -> dist.ProcessGroup:
+    """The ranks of this run.
+
+    Raises:
+        InputError: there are none.
+    """
+    _, ranks, _ = way_of(setting)
+    if not dist.is_initialized():
+        raise InputError(
+            f"the plan is for {ranks} ranks, and this process belongs to no group: start it with torchrun --nproc-per-node {ranks} and call "
+            "torch.distributed.init_process_group, or run memfit train with --nproc"
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The group as a mesh of one dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type)
+
+
+def shard(
+    model: nn.Module,
+    setting: str,
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None = None,
+    *,
+    synchronised: bool = True,
+) -> ShardedModel:
+    """Share a model out among the ranks of a group.
+
+    Args:
+        model: whole, the same on every rank (rank 0's is sent to the others by data parallelism; `fully_shard` takes each rank's own part of its own).
+        setting: of the choices, as "zero3/4".
+        group: of as many ranks.
+        mesh: of the group; made here when None.
+        synchronised: as for `DataParallel`.
+
+    Raises:
+        InputError: the group is of another size, or the model cannot be sharded so.
+    """
+    way, ranks, _ = way_of(setting)
+    if group.size() != ranks:
+        raise InputError(
+            f"the plan is for {ranks} ranks and this run has {group.size()}: start as many processes (torchrun --nproc-per-node {ranks}), or plan again"
+        )
+    if way in {"data", "zero1"}:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # torch's optimizers in TorchScript, which are imported along
+            from memfit.sharding.data_parallel import DataParallel
+
+        return DataParallel(model, group, synchronised=synchronised, shards_state=way == "zero1")
+    from memfit.sharding.fully_sharded import FullySharded, checked
+
+    checked(model)
+    mesh = mesh if mesh is not None else mesh_of(group, next(model.parameters()).device.type)
+    return FullySharded(model, group, mesh, reshards=way == "zero3")

@@ -1,0 +1,168 @@
+"""What a rank does in these tests: it trains a small model under a plan for its way, and tells what that took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import memfit
+import small
+from memfit import batches
+from models import build_gpt
+
+Built = tuple[nn.Module, Any, Any]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """It divides gradients by their size, so a gradient near zero turns rounding into an update of up to the learning rate: torch's own, not a larger one."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+def chain() -> Built:
+    return small.chain(3), small.rows(64), small.squared_error
+
+
+def uneven() -> Built:
+    """Rows that four ranks cannot share out evenly, in a model without repeated blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 7), nn.Tanh(), nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 32))
+    return model, small.rows(64), small.squared_error
+
+
+def gpt() -> Built:
+    return build_gpt(layers=4, hidden=64, heads=4, batch=4, tokens=32, vocab=200)
+
+
+class Tagger(nn.Module):
+    """Classes of tokens; of a batch's labels few or many may be masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def of_labels(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def tagger() -> Built:
+    """The first samples have one label each, the last ones all."""
+    torch.manual_seed(0)
+    model = Tagger()
+    tokens = torch.randint(0, 50, (8, 12))
+    labels = torch.randint(0, 10, (8, 12))
+    labels[:4, 1:] = -100
+    return model, {"tokens": tokens, "labels": labels}, of_labels
+
+
+def part_of(sample: Any, rank: int, ranks: int) -> Any:
+    """A rank's part of a batch."""
+    size = batches.size(sample)
+    share = -(-size // ranks)
+    return batches.split(sample, [min(share, size - share * r) for r in range(ranks)])[rank]
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """All parameters, put together from all ranks."""
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def judged(
+    rank: int,
+    plans: Sequence[dict[str, Any]],
+    build: Callable[[], Built],
+    optimizer: str,
+    steps: int = 3,
+    *,
+    divided: bool = True,
+) -> list[tuple[list[float], list[Tensor], int]]:
+    """For each plan the losses and the parameters after some steps, and the peak of this rank.
+
+    The peak is the least of three steps, as the meter does not see what gloo's own thread releases.
+
+    Args:
+        rank: of this process.
+        plans: as JSON.
+        build: makes model, batch and loss.
+        optimizer: by name.
+        divided: each rank takes its part of the batch; else all of it.
+        steps: not metered, before the parameters are looked at.
+    """
+    found = []
+    for data in plans:
+        model, sample, loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, OPTIMIZERS[optimizer])
+        assert engine.sharded is not None
+        own = part_of(sample, rank, engine.sharded.ranks) if divided else sample
+        losses = [engine.step(own).loss for _ in range(steps)]
+        parameters = whole(model)
+        peaks = [engine.step(own, meter=True).peak_bytes or 0 for _ in range(3)]
+        assert not any(record.divergences for record in engine.records)
+        found.append((losses, parameters, min(peaks)))
+        engine.sharded.close()
+    return found
+
+
+def judged_on_all(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built], optimizer: str) -> Any:
+    """The same with all of the batch on every rank."""
+    return judged(rank, plans, build, optimizer, divided=False)
+
+
+def alone(
+    build: Callable[[], Built], optimizer: str, steps: int = 3, clip_norm: float | None = None
+) -> tuple[list[float], list[Tensor]]:
+    """Plain PyTorch on the whole batch."""
+    model, sample, loss_fn = build()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    losses = []
+    for _ in range(steps):
+        loss = loss_fn(model, sample)
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, whole(model)
+
+
+def beside_a_rank_with_no_number(
+    rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]
+) -> list[tuple[str, bool, float]]:
+    """For each plan: what a step raises in which the last rank's loss is no number, whether anything has changed, and the loss of a step after it."""
+    found = []
+    for data in plans:
+        model, (x, y), loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, sgd)
+        assert engine.sharded is not None
+        own = part_of((x, y), rank, engine.sharded.ranks)
+        before = whole(model)
+        worst = own[0] / 0 if rank == engine.sharded.ranks - 1 else own[0]
+        try:
+            engine.step((worst, own[1]))
+        except memfit.NonFiniteLossError as error:
+            told = str(error)
+        found.append((told, small.same(whole(model), before), engine.step(own).loss))
+        engine.sharded.close()
+    return found

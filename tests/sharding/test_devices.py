@@ -1,0 +1,116 @@
+"""Planning for several devices: which way is taken, what is told of the others, and how devices and links are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import memfit
+import small
+from memfit.hardware.machine import known_machine
+from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, collective_seconds, devices_of
+from memfit.hardware.topology import PeerLink, Topology
+from memfit.sharding.roles import fullest, roles_of
+from memfit.techniques.sharding import setting_of, way_of
+from sharding import steps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HERE = known_machine("a100")
+
+
+def planned(devices: Any, budget: Any = "100%", **named: Any) -> memfit.Plan:
+    model, sample, loss_fn = steps.chain()
+    return memfit.plan(model, sample, loss_fn, budget, small.adamw, devices=devices, **named)
+
+
+def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told() -> None:
+    roomy, tight = planned("4x1GiB"), planned("4x110000B")
+    assert way_of(roomy.choices.sharding)[:2] == ("data", 4)
+    assert way_of(tight.choices.sharding)[0] != "data"
+    assert len(roomy.prediction.ranks) == 4
+    assert (
+        max(rank.peak_bytes for rank in tight.prediction.ranks)
+        == tight.prediction.peak_bytes
+        <= tight.budget_bytes
+        == 110000
+    )
+    told = tight.explain()
+    assert "Rejected: data parallel on 4 ranks: does not fit, the smallest plan needs" in told
+    assert "ring of links of 12 GB/s" in told
+    assert memfit.Plan.from_json(tight.to_json()).prediction == tight.prediction
+
+
+@pytest.mark.slow
+def test_nothing_fits_names_the_smallest_of_all_ways() -> None:
+    with pytest.raises(
+        memfit.InfeasibleError,
+        match="no way of sharing the step out among 2 devices fits: data parallel on 2 ranks: does not fit",
+    ) as error:
+        planned(2, 20000)
+    assert error.value.minimum_bytes is not None
+    assert planned(2, error.value.minimum_bytes).prediction.peak_bytes <= error.value.minimum_bytes
+
+
+@pytest.mark.parametrize("way", ["zero1", "zero3"])
+def test_the_figures_of_each_rank_are_those_of_its_own_capture(way: str) -> None:
+    model, sample, loss_fn = steps.uneven()
+    plan = memfit.plan(
+        model, sample, loss_fn, 1 << 40, small.adamw, devices=3, fixed={"sharding": way, "micro_batches": 1}
+    )
+    for rank, figures in enumerate(plan.prediction.ranks):
+        own = {"sharding": setting_of(way, 3, rank), "micro_batches": 1}
+        of_rank = memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=own).prediction
+        assert of_rank.plain_peak_bytes == figures.peak_bytes
+    assert roles_of(model, plan.choices.sharding) != (0, 0, 0)
+    assert (
+        max(plan.prediction.ranks, key=lambda r: r.peak_bytes).peak_bytes
+        == plan.prediction.ranks[fullest(model, f"{way}/3")].peak_bytes
+    )
+
+
+def test_devices_are_written_in_a_few_words() -> None:
+    four = devices_of("4x24GiB@50GB/s", HERE)
+    assert [d.memory_bytes for d in four.devices] == [24 << 30] * 4
+    assert [(p.first, p.second, p.bandwidth) for p in four.peers] == [
+        (0, 1, 50e9),
+        (1, 2, 50e9),
+        (2, 3, 50e9),
+        (3, 0, 50e9),
+    ]
+    assert devices_of(2, HERE).devices == (HERE, HERE)
+    assert len(devices_of(2, HERE).peers) == 1
+    assert devices_of("8 x h100", HERE).devices[0].name == known_machine("h100").name
+    for wrong in ("x24GiB", "0x24GiB", "four", "4x24GiB@fast"):
+        with pytest.raises(memfit.InputError, match="write how many and what"):
+            devices_of(wrong, HERE)
+
+
+def test_collectives_take_the_time_of_a_ring() -> None:
+    slow = Topology(
+        (HERE,) * 3, (), (PeerLink(0, 1, 10e9, 1e-5), PeerLink(1, 2, 5e9, 2e-5), PeerLink(2, 0, 10e9, 1e-5))
+    )
+    assert collective_seconds(slow, "all_gather", 10**9, (0, 1, 2)) == pytest.approx(0.2 + 2 * 2e-5)
+    assert collective_seconds(slow, "all_reduce", 10**9, (0, 1, 2)) == pytest.approx(0.2 + 4 * 2e-5)
+    assert collective_seconds(slow, "send", 10**9, (0, 1)) == pytest.approx(0.1 + 1e-5)
+    assert collective_seconds(None, "broadcast", 0, (0, 1)) == ASSUMED_LATENCY_SECONDS
+    assert collective_seconds(None, "send", int(ASSUMED_BANDWIDTH), (0, 1)) == pytest.approx(
+        1 + ASSUMED_LATENCY_SECONDS
+    )
+
+
+def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
+    with pytest.raises(memfit.InputError, match="devices names one device"):
+        planned(1)
+    with pytest.raises(memfit.InputError, match="its devices have to be alike"):
+        planned(Topology((HERE, known_machine("h100"))))
+    with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
+        planned(2, fixed={"sharding": "zero4"})
+    with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):
+        way_of("zero3/2@2")
+    plan = planned(2)
+    with pytest.raises(
+        memfit.InputError, match="this process belongs to no group: start it with torchrun --nproc-per-node 2"
+    ):
+        memfit.apply(plan, steps.chain()[0])

@@ -96,8 +96,16 @@ def kept(plan: Plan) -> list[str]:
     return [
         format_bytes(sum(m.kept_bytes for m in plan.by_module)),
         format_bytes(sum(m.dropped_bytes for m in plan.by_module)),
-        f"{plan.script.recomputations} operation{plural} run again{each}",
+        f"{plan.script.recomputations} operation{plural} run again{each}{called_again(plan)}",
     ]
+
+
+def called_again(plan: Plan) -> str:
+    calls = [len(row.modules) for row in plan.script.repeated_calls]
+    if not calls:
+        return ""
+    row = f", up to {max(calls)} in a row" if max(calls) > 1 else ""
+    return f", in {sum(calls)} whole call{'' if sum(calls) == 1 else 's'} of modules{row}"
 
 
 def copying(plan: Plan) -> list[str]:

@@ -20,12 +20,12 @@ SAMPLES, MICRO_BATCHES = 32, 4
 AMPLE = 1 << 40
 CLOSE = 0.005  # the promise; what is found is some bytes
 Case = tuple[str, Schedule, float]
-QUICK: list[Case] = [("decoder", ONE_ONE, 0.85), ("encoder_decoder", GPIPE, 1.0)]
+QUICK: list[Case] = [("decoder", ONE_ONE, 1.0)]
 MORE: list[Case] = [
     (name, schedule, share)
     for name in ("sequential", "decoder", "tied", "encoder_decoder", "resnet")
     for schedule in (GPIPE, ONE_ONE)
-    for share in (1.0, 0.9)
+    for share in (1.0, 0.9, 0.85)
     if (name, schedule) != ("sequential", GPIPE)
 ]
 MISSED: list[Case] = [("sequential", GPIPE, 1.0)]
@@ -125,6 +125,7 @@ def test_a_budget_below_every_cut_is_told_with_what_lacks() -> None:
         _plan("decoder", ONE_ONE, 50_000, 2)
 
 
+@pytest.mark.slow
 def test_more_stages_need_fewer_bytes_on_each_device() -> None:
     one, two = (max(rank.peak_bytes for rank in _plan("decoder", ONE_ONE, AMPLE, number).ranks) for number in (1, 2))
     assert one > two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +186,13 @@ class Listing(Block):
         return super().forward(*args, **kwargs)
 
 
+class Drawing(Block):
+    """Scales by a random number of Python's."""
+
+    def forward(self, x: Tensor, scale: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().forward(x, scale * random.random(), **kwargs)
+
+
 class Cache:
     """An object that a block is given."""
 
@@ -241,8 +249,8 @@ def _of(block: Callable[[], nn.Module]) -> Blocks:
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: _of(Counting), lambda: _of(Listing), WithCache, Escaping],
-    ids=["counts", "lists", "is given an object", "hands out by a list"],
+    [lambda: _of(Counting), lambda: _of(Listing), lambda: _of(Drawing), WithCache, Escaping],
+    ids=["counts", "lists", "draws", "is given an object", "hands out by a list"],
 )
 def test_blocks_with_other_effects_are_not_called_twice(build: Callable[[], Blocks]) -> None:
     torch.manual_seed(0)
@@ -297,6 +305,19 @@ def test_a_second_call_that_is_not_the_first_is_an_error_and_trains_nothing() ->
         engine.step(batch)
     model.blocks[3].wide.requires_grad_(True)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_random_numbers_of_python_are_never_drawn_twice() -> None:
+    """A block that draws some only after planning: another number would train wrong."""
+    model, batch, base = blocks()
+    engine = memfit.apply(plan_of_calls(base, 0, 8), model, loss_of, None)
+    model.blocks[3].also = lambda _: random.random()
+    with engine.forward() as follower:
+        loss = loss_of(model, batch)
+    assert follower is not None
+    assert "random numbers of Python's or numpy's are drawn" in (follower.divergence or "")
+    with pytest.raises(EngineError, match="would draw other random numbers"):
+        loss.backward()
 
 
 def test_another_path_is_noticed_and_right() -> None:

@@ -30,6 +30,7 @@ from memfit.sharding.collectives import backend_for
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.fingerprint import fingerprint
+from memfit.step.process_generators import outside_torch
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.unrestored import HeldByModules
 from memfit.techniques.choices import Choices
@@ -147,7 +148,7 @@ class _StepRecording:
     Attributes:
         graded, receiving, forced: as in `Captured`.
         changed: bytes of the buffers that forward writes, by name.
-        changes_attributes: forward changes what modules hold: a counter, a list.
+        changes_attributes: forward changes what modules hold (a counter, a list), or draws from Python's or numpy's random numbers.
         leaves_tensors: forward leaves some as attributes of modules, there when the next step begins: so one has to run before the recorded one.
         forward_events, pass_events: as in `Trace`.
     """
@@ -284,10 +285,10 @@ class _StepRecording:
         inside = program.updates_in_backward
         # The engine, too, holds the buffers that were there before the step, in case it fails.
         buffers = dict(model.named_buffers())
-        held = HeldByModules(model)
+        held, drawn = HeldByModules(model), outside_torch()
 
         def after_forward() -> None:
-            self.changes_attributes = held.changed()
+            self.changes_attributes = held.changed() or drawn != outside_torch()
             self._after_forward()
 
         loss = program.forward_backward(

@@ -23,6 +23,7 @@ from memfit.errors import EngineError
 from memfit.step import generators
 from memfit.step.autocast import AutocastState
 from memfit.step.call_arguments import copied, found, tensors_passed
+from memfit.step.process_generators import outside_torch
 from memfit.values.script import RepeatedCalls
 
 Keep = Callable[[torch.Tensor], Any]
@@ -87,15 +88,18 @@ class MadeCalls:
         script: which calls.
         retain: backward may run more than once, so the arguments stay.
         made_again: called with the number of operations when the calls have been made again.
+        drawn: whether forward has drawn random numbers that are not torch's.
 
     Attributes:
         packed: tensors that autograd has saved in them.
     """
 
-    def __init__(self, script: RepeatedCalls, *, retain: bool, made_again: Callable[[int], None]) -> None:
+    def __init__(
+        self, script: RepeatedCalls, *, retain: bool, made_again: Callable[[int], None], drawn: Callable[[], bool]
+    ) -> None:
         self.script = script
         self.packed = 0
-        self._retain, self._made_again = retain, made_again
+        self._retain, self._made_again, self._drawn = retain, made_again, drawn
         self._calls: list[tuple[nn.Module, Forward, Any]] = []  # with the arguments
         self._returned: list[list[weakref.ref[torch.Tensor]]] = []
         self._freed = False
@@ -176,6 +180,8 @@ class MadeCalls:
     def _make_again(self) -> None:
         if self._freed:
             raise EngineError(FREED)
+        if self._drawn():
+            raise self._differs("would draw other random numbers of Python's or numpy's")
         saved = 0
         waiting = {n: (shape, dtype) for n, (handle, shape, dtype) in self._waiting.items() if handle() is not None}
         tensors, last = self._tensors, max(waiting)
@@ -301,18 +307,23 @@ class CallsToRepeat:
             for position, (path, number) in enumerate(script.modules):
                 self._places.setdefault(path, {})[number] = script, position
         self._present: MadeCalls | None = None
+        self._drawn = False
         self.recomputations = 0
 
     @contextmanager
     def during(self) -> Iterator[None]:
         """Forward runs inside."""
         instead: list[tuple[nn.Module, Any]] = []
+        before = outside_torch()
         try:
             for path, places in self._places.items():
                 module = self._model.get_submodule(path)
                 instead.append((module, vars(module).get("forward")))
                 vars(module)["forward"] = self._noting(module, module.forward, places)
             yield
+            if outside_torch() != before:
+                self._drawn = True  # a second call would draw others
+                self._differs("random numbers of Python's or numpy's are drawn, none were when the plan was made")
         finally:
             for module, own in instead:
                 if own is None:
@@ -354,7 +365,9 @@ class CallsToRepeat:
     def _made(self, script: RepeatedCalls, position: int) -> MadeCalls | None:
         """The calls that one belongs to; None where those before it were not made."""
         if position == 0:
-            self._present = MadeCalls(script, retain=self._retain, made_again=self._note_recomputations)
+            self._present = MadeCalls(
+                script, retain=self._retain, made_again=self._note_recomputations, drawn=lambda: self._drawn
+            )
         present = self._present
         if present is None or present.script is not script or present.made != position:
             self._differs(f"{script.modules[position][0]} is not called right after {script.modules[position - 1][0]}")

@@ -153,7 +153,7 @@ class ModuleCall:
         arguments: storages of the tensors among its arguments.
         results: storages of the tensors among what it returned.
         repeatable: whether it may be called again with the same arguments: they and its results are tensors and plain values, it has no hooks, and forward
-            changes no attribute of any module.
+            changes no attribute of any module and draws no random numbers of Python's or numpy's.
     """
 
     module: str

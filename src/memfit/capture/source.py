@@ -72,8 +72,8 @@ class StepSource:
             if self.cuda is not None:
                 as_on_cuda(optimizer)
             program.optimizer = arranged(optimizer, choices, self.model)
-            if choices.precision == "fp16":
-                program.scaling = Scaling(device_of(self.model))
+        if program.optimizer is not None and choices.precision == "fp16":
+            program.scaling = Scaling(device_of(self.model))
         return program
 
 

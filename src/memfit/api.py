@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import replan, smallest_budget
 from memfit.progress import Progress, tell
+from memfit.ranks import check_world, fit_together, refuse_one_device
 from memfit.rehearsal import rehearse, rehearsed
 from memfit.remedies.search import with_ways_out
 from memfit.step.buffers import norm_statistics
@@ -307,6 +309,7 @@ def fit(
     clip_norm: float | None = None,
     lower_tier: str | Path | None = None,
     loader_batches: int = 1,
+    devices: str | int | Topology | None = None,
     progress: Progress | None = None,
     fabric: Any = None,
 ) -> Engine:
@@ -316,11 +319,29 @@ def fit(
     `apply`.
 
     Args:
+        devices: as for `plan`; in each of as many processes that torchrun has started, before they have a process group: rank 0 plans, all join and rehearse
+            together, and where one rank measures more than its budget all raise. The sample is this rank's part of the batch.
         fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
 
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
+    if devices is not None:
+        if fabric is not None:
+            raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
+        check_world(len(several_devices(devices, machine_of(model, None)).devices))
+        arguments = {
+            "host_budget": host_budget,
+            "disk_budget": disk_budget,
+            "allow": allow,
+            "freeze": freeze,
+            "fixed": fixed,
+            "clip_norm": clip_norm,
+        }
+        make: Any = partial(plan, model, sample, loss_fn, budget, optimizer, **arguments)
+        make = partial(make, lower_tier=lower_tier, loader_batches=loader_batches, devices=devices, progress=progress)
+        return fit_together(make, model, sample, loss_fn, optimizer, lower_tier=lower_tier, progress=progress)
+    refuse_one_device()
     if fabric is not None:
         through_fabric.refuse(fabric, model, allow, fixed)
         model, sample = model.to(fabric.device), fabric.to_device(sample)

@@ -124,7 +124,7 @@ def apply(
         if planning.placement is None and not plan.choices.streamed:
             engine.learner = _Learner(engine, source.optimizer)
     elif (
-        plan.undoable and not plan.choices.streamed
+        plan.undoable and not plan.choices.streamed and sharded is None
     ):  # loaded: what it was planned from is captured anew where it is left
         engine.learner = _Learner(engine, None if optimizer is None else _factory_like(optimizer))
     return engine

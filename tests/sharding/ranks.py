@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,11 @@ folder, rank, ranks, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), fl
 torch.set_num_threads(1)
 with open(f"{folder}/call", "rb") as file:
     module, name, args = pickle.load(file)
-if module != "":
-    function = getattr(importlib.import_module(module), name)
+function = getattr(importlib.import_module(module), name)
+if sys.argv[6] == "alone":
+    with open(f"{folder}/result.{rank}", "wb") as file:
+        pickle.dump(function(rank, *args), file)
+else:
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=datetime.timedelta(seconds=limit / 2))
     try:
@@ -47,7 +51,9 @@ class RankError(AssertionError):
     """A rank failed or did not end in time; carries what the ranks wrote."""
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS, joined: bool = True
+) -> list[Any]:
     """What `function(rank, *args)` returns on each of so many ranks.
 
     Args:
@@ -55,18 +61,21 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float 
         function: of a module of the tests.
         args: anything that can be pickled.
         limit: seconds after which all are killed.
+        joined: they are in a group already; else they are told what torchrun tells its processes.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         command = [sys.executable, "-c", _RANK, folder]
+        port = free_port()
         outputs = [Path(folder, f"output.{rank}") for rank in range(ranks)]
         processes = []
         try:
             for rank, output in enumerate(outputs):
                 with output.open("wb") as file:
-                    own = [*command, str(rank), str(ranks), str(limit), str(TESTS)]
-                    processes.append(subprocess.Popen(own, stdout=file, stderr=subprocess.STDOUT, env=environment))
+                    own = [*command, str(rank), str(ranks), str(limit), str(TESTS), "joined" if joined else "alone"]
+                    told = {**environment, **({} if joined else as_torchrun_tells(rank, ranks, port))}
+                    processes.append(subprocess.Popen(own, stdout=file, stderr=subprocess.STDOUT, env=told))
             _wait(processes, limit)
         finally:
             for process in processes:
@@ -79,6 +88,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float 
             )
             raise RankError(told)
         return [pickle.loads(Path(folder, f"result.{rank}").read_bytes()) for rank in range(ranks)]  # noqa: S301 - our own
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def as_torchrun_tells(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment of a process of torchrun."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in told.items()}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:

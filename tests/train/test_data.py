@@ -293,3 +293,22 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path: Path, mo
 
     with pytest.raises(InputError, match=r"pip install 'memfit\[transformers\]'"):
         text.FolderEncoder(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_of_ranks_do_not_overlap_and_make_up_the_batch(ranks: int) -> None:
+    whole = Batches(ArraySamples({"x": np.arange(23)}), 5, seed=7)
+    parts = [whole.of_rank(rank, ranks).start() for rank in range(ranks)]
+
+    for (batch, after), *own in zip(islice(whole.start(), 12), *parts, strict=False):
+        assert torch.cat([part["x"] for part, _ in own]).equal(batch["x"])
+        assert {each for _, each in own} == {after}
+        assert max(len(part["x"]) for part, _ in own) == len(own[0][0]["x"])
+
+
+def test_every_rank_needs_a_sample_of_every_batch() -> None:
+    samples = ArraySamples({"x": np.arange(21)})
+    with pytest.raises(InputError, match="the last batch of an epoch of 21 samples has 1 samples for 2 ranks"):
+        Batches(samples, 5).of_rank(0, 2)
+    with pytest.raises(InputError, match="a batch has 2 samples for 3 ranks"):
+        Batches(samples, 2).of_rank(0, 3)

@@ -114,12 +114,14 @@ def add_deepspeed(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> list[str]:
-    """What `--set`, `--budget` and `--deepspeed` say."""
+    """What `--set`, `--budget`, `--devices` and `--deepspeed` say."""
     budget = [] if arguments.budget is None else [f"fit.budget={arguments.budget}"]
+    devices = getattr(arguments, "devices", None)
+    several = [] if devices is None else [f"fit.devices={json.dumps(devices)}"]
     file = getattr(arguments, "deepspeed", None)
     # Quoted as JSON, which YAML reads: paths may hold anything.
     beside = [] if file is None else [f"deepspeed={json.dumps(str(file.resolve()))}"]
-    return [*beside, *arguments.settings, *budget]
+    return [*beside, *arguments.settings, *budget, *several]
 
 
 def read_config(arguments: argparse.Namespace) -> Config:

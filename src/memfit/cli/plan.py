@@ -35,6 +35,11 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help='plan for a GPU that is not here, such as "rtx4090"; times are estimated'
     )
     parser.add_argument(
+        "--devices",
+        metavar="DEVICES",
+        help='plan for several devices, none of which need be here: "4x24GiB", "4x24GiB@50GB/s" (sets fit.devices); the budget is that of each',
+    )
+    parser.add_argument(
         "--save-trace",
         metavar="FILE",
         type=Path,
@@ -75,7 +80,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _from_trace(arguments: argparse.Namespace) -> Answer:
     from memfit.values.bundle import TraceBundle
 
-    for name in ("settings", "device", "save_trace", "deepspeed"):
+    for name in ("settings", "device", "devices", "save_trace", "deepspeed"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"

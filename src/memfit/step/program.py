@@ -30,9 +30,16 @@ def default_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.O
     return torch.optim.AdamW(parameters, fused=True)
 
 
+def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The one that has this rank's state: ZeroRedundancyOptimizer steps one of its own."""
+    own: torch.optim.Optimizer | None = getattr(optimizer, "optim", optimizer)
+    return own
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors an optimizer keeps from step to step; none before its first step."""
-    own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer steps one of this rank's own
+    own = own_optimizer(optimizer)
+    assert own is not None
     return [value for kept in own.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
 
 

@@ -118,6 +118,8 @@ class FitConfig:
         fixed: choices of the planner pinned by name, such as micro_batches.
         clip_norm: largest global norm of the gradient.
         device: where to train; "auto" is CUDA when there is one, else the CPU.
+        devices: several of them, one for each rank: "4x24GiB", "4xh100", "4x24GiB@50GB/s" or just 4. The budget is then that of each, and each takes its own
+            part of global_batch.
     """
 
     budget: str | int | None = None
@@ -129,6 +131,7 @@ class FitConfig:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
     device: str = "auto"
+    devices: str | int | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "host_budget", "disk_budget"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -75,18 +75,42 @@ class Batches:
         size: samples in a batch; the last one of an epoch may be smaller, none is dropped.
         seed: of the order; None leaves the samples in theirs.
         device: where batches are put.
+        rank, ranks: of so many ranks the one that takes its own part of every batch; positions and sizes are those of whole batches.
     """
 
     samples: Samples
     size: int
     seed: int | None = 0
     device: torch.device = _CPU
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise InputError(f"a batch of {self.size} samples is none")
         if len(self.samples) < 1:
             raise InputError("the data holds no samples")
+
+    def of_rank(self, rank: int, ranks: int) -> Batches:
+        """The same batches in the same order, of each the part of this rank: parts do not overlap, and the first ranks take what does not divide.
+
+        Raises:
+            InputError: a batch has fewer samples than there are ranks.
+        """
+        which, least = "a batch", self.size
+        if self.size >= ranks and len(self.samples) % self.size:
+            which, least = f"the last batch of an epoch of {len(self.samples)} samples", len(self.samples) % self.size
+        if least < ranks:
+            raise InputError(
+                f"{which} has {least} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
+            )
+        return replace(self, rank=rank, ranks=ranks)
+
+    def _own(self, chosen: list[int]) -> list[int]:
+        """Of a batch's samples those of this rank."""
+        share, more = divmod(len(chosen), self.ranks)
+        first = self.rank * share + min(self.rank, more)
+        return chosen[first : first + share + (self.rank < more)]
 
     def order(self, epoch: int) -> list[int]:
         """Numbers of the samples in the order of this epoch."""
@@ -114,7 +138,7 @@ class Batches:
                 chosen = order[used : used + self.size]
                 used += len(chosen)
                 after = Position(epoch, used) if used < len(order) else Position(epoch + 1, 0)
-                yield self.on_device(self.samples.batch(chosen, epoch)), after
+                yield self.on_device(self.samples.batch(self._own(chosen), epoch)), after
             epoch, used = epoch + 1, 0
 
     def once(self) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.hardware.machine import known_machine
 from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.trackers import Tracker
-from memfit.train import log, snapshot_folders, snapshots
+from memfit.train import log, ranks, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, assemble, read_deepspeed, without_bars
 from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
@@ -407,14 +407,17 @@ def _rehearsal(out: Path) -> Rehearsal | None:
 def make_plan(config: Config, assembly: Assembly, device: str | None, display: Display) -> Plan:
     """Only plan, for this computer or, by name, for a device that is not here."""
     assert config.fit.budget is not None
+    several = ranks.devices(config, assembly, device)
+    batches = assembly.batches if several is None else assembly.batches.of_rank(0, len(several.devices))
     return api.plan(
-        assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config, assembly, device), **_lower_tier(assembly), device=device, progress=display.stage,
+        assembly.model, batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
+        **plan_arguments(config, assembly, device), **_lower_tier(assembly), device=device, devices=several, progress=display.stage,
     )  # fmt: skip
 
 
 def make_bundle(config: Config, assembly: Assembly, device: str | None, display: Display) -> TraceBundle:
     """All that the configuration allows written down, to plan from later without the model."""
+    ranks.one_device(config, "a trace")
     return api.record(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
         **plan_arguments(config, assembly, device), device=device, progress=display.stage,
@@ -423,6 +426,7 @@ def make_bundle(config: Config, assembly: Assembly, device: str | None, display:
 
 def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
     """Plans from plain down to the smallest budget, likewise."""
+    ranks.one_device(config, "a frontier")
     assembly = assembled(config, display, device)
     return _frontier(config, assembly, display, points, device)
 

@@ -97,6 +97,7 @@ class Plan:
             "recomputations": self.script.recomputations,
             "peak_module": p.peak_module,
             "peak_phase": p.peak_phase,
+            **({"ranks": [asdict(rank) for rank in p.ranks]} if p.ranks else {}),
             "notes": list(self.notes),
             "rejected": list(self.rejected),
         }
@@ -118,6 +119,15 @@ class Plan:
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak, "
                 f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that "
                 f"{f'the step takes with {p.plain_with} and nothing dropped' if p.plain_with else 'plain PyTorch would take'}."
+            ),
+            *(
+                [
+                    "At its peak each of the ranks holds: "
+                    + ", ".join(f"{n} {format_bytes(rank.peak_bytes)}" for n, rank in enumerate(p.ranks))
+                    + "."
+                ]
+                if p.ranks
+                else []
             ),
             *(
                 f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides: {use.contents}."

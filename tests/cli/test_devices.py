@@ -1,0 +1,112 @@
+"""Several devices on the command line: planned for on a machine that has none of them, and trained in as many processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memfit
+from memfit.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOY = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    def forward(self, x, y):
+        return (self.body(x).sum(-1) - y).square().mean()
+
+def build():
+    return Net()
+"""
+
+CONFIG = """
+model: {python: "ranks_toy:build"}
+data: {train: train.npz, validation: validation.npz}
+fit: {budget: 1MiB, global_batch: 8, device: cpu}
+optim: {name: sgd, lr: 1e-3, fused: false}
+train: {steps: 5, log_every: 1, meter_every: 2, eval_every: 3}
+report: {html: false}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ranks_toy.py").write_text(TOY, encoding="utf-8")
+    random = np.random.default_rng(0)
+    for name, samples in (("train", 20), ("validation", 6)):
+        x = random.standard_normal((samples, 64)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the configuration's folder goes in front
+    monkeypatch.delitem(sys.modules, "ranks_toy", raising=False)
+    return path
+
+
+class Ran:
+    """What a command left behind."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        self.status = main([str(a) for a in arguments])
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(self.out)
+        return read
+
+
+def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    told = Ran(capsys, "plan", run_file, "--devices", "4x24GiB", "--save", "plan.json", "--json")
+    in_file = Ran(capsys, "plan", run_file, "--set", "fit.devices=4x24GiB", "--set", "fit.fixed.sharding=data")
+
+    assert told.status == in_file.status == 0
+    assert len(told.data["ranks"]) == 4
+    assert max(rank["peak_bytes"] for rank in told.data["ranks"]) == told.data["peak_bytes"] <= 1 << 20
+    saved = json.loads(Path("plan.json").read_text(encoding="utf-8"))
+    assert memfit.Plan.from_json(saved).choices.sharding.endswith("/4")
+    assert "float32[2, 64]" in saved["signature"]  # a quarter of the batch
+    assert "At its peak each of the ranks holds: 0 " in in_file.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "says"),
+    [
+        (["--devices", "some"], 3, 'write how many and what, as "4x24GiB"'),
+        (["--devices", "0x1GiB"], 3, 'write how many and what, as "4x24GiB"'),
+        (["--devices", "1x1GiB"], 3, "devices names one device"),
+        (["--devices", "4xnosuch"], 3, "no device called"),
+        (["--devices", "4x512KiB"], 3, "fit.budget: 1.00 MiB is more than the 512 KiB that each of the 4 devices has"),
+        (["--devices", "9x1GiB"], 3, "a batch has 8 samples for 9 ranks"),
+        (["--devices", "4x1GiB", "--budget", "10KiB"], 1, "no way of sharing the step out among 4 devices fits"),
+        (["--devices", "4x1GiB", "--save-trace", "t.json"], 3, "fit.devices: a trace is of one device"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], run_file: Path, settings: list[str], status: int, says: str
+) -> None:
+    ran = Ran(capsys, "plan", run_file, "--set", "fit.fixed.sharding=zero1", *settings)
+
+    assert ran.status == status, ran.err
+    assert says in ran.err.splitlines()[-1]
+    assert "Traceback" not in ran.err
+
+
+def test_a_frontier_is_of_one_device(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    ran = Ran(capsys, "frontier", run_file, "--set", "fit.devices=4")
+
+    assert (ran.status, "fit.devices: a frontier is of one device" in ran.err) == (3, True)

@@ -1,0 +1,36 @@
+"""`memfit.fit` in each of several ranks: one plan for all, one rehearsal together, nothing changed by it, and the numbers of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+import memfit
+import small
+from sharding import fits, steps
+from sharding.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    "way", ["zero1", "zero3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2"))]
+)
+def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
+    model, sample, loss_fn = steps.chain()
+    alone = memfit.apply(memfit.plan(model, sample, loss_fn, "1GiB", small.adamw), model)
+    losses = [alone.step(sample).loss for _ in range(3)]
+
+    for told, measured, predicted, unchanged in on_ranks(2, fits.fitted, 2, way, joined=False):
+        assert unchanged
+        assert measured == predicted <= 1 << 20
+        assert told == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_fit_in_a_group_or_in_another_world_says_what_to_call() -> None:
+    for other, in_group, one in on_ranks(2, fits.refused, 2, joined=False):
+        assert "there are 3 devices to train on, and this run has 2 ranks" in other
+        assert "call memfit.fit before torch.distributed.init_process_group" in in_group
+        assert "and memfit.fit without devices= fits one device" in one
+    model, sample, loss_fn = steps.chain()
+    with pytest.raises(memfit.InputError, match="there are 2 devices to train on, and this process is alone"):
+        memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=2)

@@ -285,10 +285,10 @@ def main() -> None:
     rows: list[Row] = [row for row in measuring.kept(QUESTION) if row["ranks"] not in {1, *arguments.ranks}]
     rows.append(alone(arguments.rounds))
     for ranks in arguments.ranks:
-        rows += predicted(ranks, arguments.rounds)
-        rows += against_hand(ranks, arguments.rounds)
-    rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
-    measuring.keep(QUESTION, measuring.machine(), rows)
+        for found in (predicted, against_hand):
+            rows += found(ranks, arguments.rounds)
+            rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
+            measuring.keep(QUESTION, measuring.machine(), rows)  # what is there stays if the rest is interrupted
     print(table(rows))
 
 

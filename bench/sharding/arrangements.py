@@ -1,0 +1,161 @@
+"""What one rank does in this bench: steps under plans, and steps as people write them, metered and timed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memfit
+from memfit import batches
+from memfit.meter import metered
+from memfit.step.program import model_tensors, state_tensors
+from models.transformer import build_gpt
+
+METERED = 3  # steps, of which the least counts: the meter does not see what gloo's own thread releases
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Of every step here."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def gpt() -> tuple[nn.Module, Any, Any]:
+    """Model, batch of each rank, loss."""
+    return build_gpt(layers=4, hidden=128, heads=4, batch=8, tokens=64, vocab=500)
+
+
+def least_of(peak: Callable[[], int]) -> int:
+    """The least of some metered steps."""
+    return min(peak() for _ in range(METERED))
+
+
+class Planned:
+    """Steps under a plan."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        model, self.sample, loss_fn = gpt()
+        self.engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, adamw)
+
+    def step(self) -> None:
+        """One."""
+        self.engine.step(self.sample)
+
+    def peak(self) -> int:
+        """Of one metered step."""
+        return self.engine.step(self.sample, meter=True).peak_bytes or 0
+
+    def close(self) -> None:
+        """The model's own again."""
+        assert not any(record.divergences for record in self.engine.records)
+        if self.engine.sharded is not None:
+            self.engine.sharded.close()
+
+
+class ByHand:
+    """As torch's tutorials have it: torch's checkpoint around every block, or not, then `fully_shard` on every block and on the model."""
+
+    def __init__(self, *, checkpoint: bool) -> None:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        from torch.distributed.fsdp import fully_shard
+
+        self.model, self.sample, self.loss_fn = gpt()
+        blocks: Any = self.model.blocks
+        for number, block in enumerate(blocks):
+            if checkpoint:
+                blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
+            fully_shard(blocks[number])
+        fully_shard(self.model)
+        self.optimizer = adamw(self.model.parameters())
+
+    def step(self) -> None:
+        """One."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            loss = self.loss_fn(self.model, self.sample)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self) -> int:
+        """Of one metered step; what is there before it is what a plan counts, too."""
+        kept: list[Any] = [*self.model.parameters(), *state_tensors(self.optimizer)]
+        local = [t.to_local().detach() if hasattr(t, "to_local") else t for t in kept]
+        present = [*local, *self.model.buffers(), *model_tensors(self.model), *batches.leaves(self.sample)]
+        with metered(present) as reading:
+            self.step()
+        return reading.peak_bytes
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+HAND = {"by hand, no recomputation": False, "by hand, every block": True}
+
+
+def peaks(rank: int, plans: Sequence[dict[str, Any]], timed: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Of each plan this rank's peak; of those to be timed also the median processor seconds of a step."""
+    del rank
+    found: list[dict[str, Any]] = []
+    for number, data in enumerate(plans):
+        planned = Planned(data)
+        planned.step()
+        row: dict[str, Any] = {"peak_bytes": least_of(planned.peak)}
+        if number in timed:
+            row["seconds"] = statistics.median(seconds_of(planned.step) for _ in range(rounds))
+        found.append(row)
+        planned.close()
+    return found
+
+
+def peaks_by_hand(rank: int) -> dict[str, int]:
+    """Of each arrangement without a plan."""
+    del rank
+    found = {}
+    for name, checkpoint in HAND.items():
+        arranged = ByHand(checkpoint=checkpoint)
+        arranged.step()
+        found[name] = least_of(arranged.peak)
+    return found
+
+
+def in_turns(rank: int, plans: Mapping[str, dict[str, Any]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Peak, and processor seconds in each round, of plans and of what is written by hand, every one once a round in an order that shifts."""
+    del rank
+    rows: dict[str, Planned | ByHand] = {name: ByHand(checkpoint=checkpoint) for name, checkpoint in HAND.items()}
+    rows |= {name: Planned(data) for name, data in plans.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        row.step()
+        found[name] = {"peak_bytes": least_of(row.peak), "seconds": []}
+        row.step()
+    names = list(rows)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            dist.barrier()
+            found[name]["seconds"].append(seconds_of(rows[name].step))
+    for row in rows.values():
+        row.close()
+    return found
+
+
+def seconds_of(step: Callable[[], None]) -> float:
+    """Of this process, gloo's threads included."""
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
+
+
+def on_path() -> None:
+    """Let the ranks, which are new interpreters, find this file."""
+    here = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH", "")) if p)

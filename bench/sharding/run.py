@@ -1,0 +1,296 @@
+"""Several devices: predicted against measured peak of every rank, DeepSpeed's estimates beside it, and plans against FSDP2 with checkpoint on every block.
+
+python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other numbers of ranks are kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import measuring
+
+measuring.with_tests_models()
+
+QUESTION = "sharding"
+Row = dict[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+PARTS = (1, 4)
+SHARES = {"plain": 1.0, "half way": 0.5, "smallest": 0.0}
+MUCH = 1 << 50
+LIMIT_SECONDS = 900.0
+WORDS = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def planned(budget: int | None = None, **fixed: Any) -> Any:
+    """The plan for a rank's batch; plain where no budget is given."""
+    from sharding.arrangements import adamw, gpt
+
+    import memfit
+
+    model, sample, loss_fn = gpt()
+    return memfit.plan(model, sample, loss_fn, MUCH if budget is None else budget, adamw, fixed=fixed)
+
+
+def between(plan: Any) -> Iterator[tuple[str, Any]]:
+    """Plain, half way between it and the smallest, and the smallest."""
+    import memfit
+    from memfit.planning import replan
+
+    smallest, largest = memfit.smallest_budget(plan), plan.prediction.peak_bytes
+    for name, share in SHARES.items():
+        yield name, plan if share == 1.0 else replan(plan, round(smallest + (largest - smallest) * share))
+
+
+def estimated(way: str, ranks: int) -> int | None:
+    """Parameters, gradients and state on each rank, by DeepSpeed's own estimators. It has none for data parallelism, ZeRO 1 and activations."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from sharding.arrangements import gpt
+
+    model = gpt()[0]
+    if way == "zero2":
+        return int(
+            stage_1_and_2.estimate_zero2_model_states_mem_needs(
+                stage_1_and_2.model_to_params(model), num_gpus_per_node=ranks, cpu_offload=False
+            )[1]
+        )
+    if way == "zero3":
+        return int(
+            stage3.estimate_zero3_model_states_mem_needs(
+                *stage3.model_to_params(model), num_gpus_per_node=ranks, cpu_offload=False, cpu_offload_params=False
+            )[1]
+        )
+    return None
+
+
+def predicted(ranks: int, rounds: int) -> list[Row]:
+    """Every way, number of micro-batches and plan."""
+    from memfit.techniques.sharding import WAYS, setting_of
+    from sharding import arrangements
+    from sharding.ranks import on_ranks
+
+    rows: list[Row] = []
+    plans: list[Any] = []
+    timed: list[int] = []
+    for way in WAYS:
+        estimate = estimated(way, ranks)
+        for parts in PARTS:
+            made = planned(sharding=setting_of(way, ranks), micro_batches=parts)
+            for name, plan in between(made):
+                if name == "plain" and parts == 1:
+                    timed.append(len(plans))
+                plans.append(plan)
+                rows.append(
+                    {
+                        "row": "peak",
+                        "ranks": ranks,
+                        "way": way,
+                        "micro_batches": parts,
+                        "plan": name,
+                        "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
+                        "estimate_bytes": estimate,
+                    }
+                )
+            say(f"planned: {way}, {ranks} ranks, {parts} micro-batches")
+    data = [plan.to_json() for plan in plans]
+    measured = on_ranks(ranks, arrangements.peaks, data, timed, rounds, limit=LIMIT_SECONDS)
+    for number, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+        row["measured_bytes"] = [of_rank[number]["peak_bytes"] for of_rank in measured]
+        if number in timed:
+            row["predicted_seconds"] = plan.prediction.step_seconds
+            row["processor_seconds"] = [of_rank[number]["seconds"] for of_rank in measured]
+    return rows
+
+
+def alone(rounds: int) -> Row:
+    """One process without a group: predicted and measured."""
+    from sharding import arrangements
+
+    plan = planned(micro_batches=1)
+    step = arrangements.Planned(plan.to_json())
+    step.step()
+    peak = arrangements.least_of(step.peak)
+    return {
+        "row": "peak",
+        "ranks": 1,
+        "way": "one process",
+        "micro_batches": 1,
+        "plan": "plain",
+        "predicted_bytes": [plan.prediction.peak_bytes],
+        "measured_bytes": [peak],
+        "estimate_bytes": None,
+        "predicted_seconds": plan.prediction.step_seconds,
+        "processor_seconds": [statistics.median(arrangements.seconds_of(step.step) for _ in range(rounds))],
+    }
+
+
+def against_hand(ranks: int, rounds: int) -> list[Row]:
+    """Plans in the bytes that checkpoint on every block takes, the smallest plans, and the time of all in turns."""
+    import memfit
+    from memfit.techniques.sharding import setting_of
+    from sharding import arrangements
+    from sharding.ranks import on_ranks
+
+    hand = on_ranks(ranks, arrangements.peaks_by_hand, limit=LIMIT_SECONDS)
+    budget = max(of_rank["by hand, every block"] for of_rank in hand)
+    plans: dict[str, Any] = {}
+    for name, fixed in (("recomputation alone", {"micro_batches": 1}), ("micro-batches, too", {})):
+        made = planned(sharding=setting_of("zero3", ranks), **fixed)
+        least = memfit.smallest_budget(made)
+        if least <= budget:
+            plans[f"plan in as many bytes, {name}"] = memfit.replan(made, budget)
+        plans[f"smallest plan, {name}"] = memfit.replan(made, least)
+        say(f"planned against {budget} bytes by hand: {name}, smallest {least}")
+    measured = on_ranks(
+        ranks,
+        arrangements.in_turns,
+        {name: plan.to_json() for name, plan in plans.items()},
+        rounds,
+        limit=LIMIT_SECONDS,
+    )
+    found = []
+    for name in measured[0]:
+        ratios = [
+            a / b
+            for of_rank in measured
+            for a, b in zip(of_rank[name]["seconds"], of_rank["by hand, every block"]["seconds"], strict=True)
+        ]
+        low, median, high = measuring.quartiles(ratios)
+        plan = plans.get(name)
+        found.append(
+            {
+                "row": "hand",
+                "ranks": ranks,
+                "name": name,
+                "rounds": rounds,
+                "measured_bytes": [of_rank[name]["peak_bytes"] for of_rank in measured],
+                "predicted_bytes": None if plan is None else [figures.peak_bytes for figures in plan.prediction.ranks],
+                "micro_batches": 1 if plan is None else plan.choices.micro_batches,
+                "seconds": statistics.median(s for of_rank in measured for s in of_rank[name]["seconds"]),
+                "time_ratio": median,
+                "quartiles": [low, high],
+            }
+        )
+    return found
+
+
+def table(rows: Rows) -> str:
+    """As Markdown."""
+    peaks = [row for row in rows if row["row"] == "peak"]
+    parts = {
+        "Peaks of ranks": _peaks(peaks),
+        "Against FSDP2 and checkpoint on every block": _hand(rows),
+        "Seconds of plain steps": _seconds([row for row in peaks if "processor_seconds" in row]),
+    }
+    return "\n\n".join(f"### {head}\n\n{told}" for head, told in parts.items())
+
+
+def _peaks(rows: Rows) -> str:
+    off = [
+        abs(predicted - measured)
+        for row in rows
+        for predicted, measured in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)
+    ]
+    lines = [
+        [
+            str(row["ranks"]),
+            WORDS[row["way"]],
+            str(row["micro_batches"]),
+            row["plan"],
+            f"{max(row['predicted_bytes']):,}",
+            f"{max(row['measured_bytes']):,}",
+            f"{max((m - p for p, m in zip(row['predicted_bytes'], row['measured_bytes'], strict=True)), key=abs):+d}",
+            ""
+            if row["estimate_bytes"] is None
+            else f"{row['estimate_bytes']:,} ({100 * (row['estimate_bytes'] / max(row['measured_bytes']) - 1):+.0f} %)",
+        ]
+        for row in rows
+        if row["way"] in WORDS
+    ]
+    exact = sum(not each for each in off)
+    heads = ["ranks", "way", "micro-batches", "plan", "predicted", "measured", "off (any rank)", "DeepSpeed's estimate"]
+    return (
+        f"Bytes of the fullest rank. Of {len(off)} peaks, of each rank and of one process alone, {exact} are predicted to the byte; "
+        f"the largest error is {max(off)} bytes.\n\n" + measuring.table(heads, lines)
+    )
+
+
+def _hand(rows: Rows) -> str:
+    parts = []
+    for ranks in sorted({row["ranks"] for row in rows if row["row"] == "hand"}):
+        own = [row for row in rows if row["row"] == "hand" and row["ranks"] == ranks]
+        hand = max(next(row for row in own if row["name"] == "by hand, every block")["measured_bytes"])
+        lines = [
+            [
+                row["name"],
+                f"{max(row['measured_bytes']):,}",
+                f"{max(row['measured_bytes']) / hand:.3f}",
+                f"{row['time_ratio']:.3f}",
+                f"{row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f}",
+                str(row["micro_batches"]),
+            ]
+            for row in own
+        ]
+        heads = [
+            "ZeRO 3",
+            "peak of the fullest rank",
+            "peak / every block",
+            "time / every block",
+            "quartiles",
+            "micro-batches",
+        ]
+        seconds = next(row for row in own if row["name"] == "by hand, every block")["seconds"]
+        parts.append(
+            f"{ranks} ranks, {own[0]['rounds']} rounds; every block by hand takes {seconds:.3f} s of processor time a step.\n\n{measuring.table(heads, lines)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _seconds(rows: Rows) -> str:
+    lines = [
+        [
+            str(row["ranks"]),
+            str(WORDS.get(row["way"], row["way"])),
+            f"{1e3 * row['predicted_seconds']:.0f} ms",
+            f"{1e3 * statistics.median(row['processor_seconds']):.0f} ms",
+            f"{row['predicted_seconds'] / statistics.median(row['processor_seconds']):.2f}",
+        ]
+        for row in rows
+    ]
+    return measuring.table(["processes", "way", "predicted", "processor time of a rank", "predicted / measured"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    measuring.steady_allocator()
+    import torch
+
+    from sharding import arrangements
+
+    torch.set_num_threads(1)
+    arrangements.on_path()
+    rows: list[Row] = [row for row in measuring.kept(QUESTION) if row["ranks"] not in {1, *arguments.ranks}]
+    rows.append(alone(arguments.rounds))
+    for ranks in arguments.ranks:
+        for found in (predicted, against_hand):
+            rows += found(ranks, arguments.rounds)
+            rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
+            measuring.keep(QUESTION, measuring.machine(), rows)  # what is there stays if the rest is interrupted
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -330,7 +330,7 @@ def fit(
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
         check_world(len(several_devices(devices, machine_of(model, None)).devices))
-        arguments = {
+        arguments: dict[str, Any] = {
             "host_budget": host_budget,
             "disk_budget": disk_budget,
             "allow": allow,

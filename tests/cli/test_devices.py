@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import memfit
 from memfit.cli.main import main
+from sharding import fits
+from sharding.ranks import as_torchrun_tells, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,3 +114,118 @@ def test_a_frontier_is_of_one_device(capsys: pytest.CaptureFixture[str], run_fil
     ran = Ran(capsys, "frontier", run_file, "--set", "fit.devices=4")
 
     assert (ran.status, "fit.devices: a frontier is of one device" in ran.err) == (3, True)
+
+
+def parameters(out: str) -> dict[str, torch.Tensor]:
+    trained: dict[str, torch.Tensor] = torch.load(Path(out, "model.pt"))
+    return trained
+
+
+def losses(out: str) -> list[float]:
+    lines = [json.loads(line) for line in Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line.get("loss", line.get("validation_loss")) for line in lines]
+
+
+def alone(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    assert Ran(capsys, "train", run_file, "--set", "train.out=one").status == 0
+
+
+def same_as_alone(out: str) -> None:
+    """Losses, evaluations and parameters: of the last batch of an epoch, which is smaller, too."""
+    assert losses(out) == pytest.approx(losses("one"), abs=1e-6, rel=1e-6)
+    whole = parameters("one")
+    assert parameters(out).keys() == whole.keys()
+    for name, value in parameters(out).items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-6)
+
+
+def test_under_somebodys_torchrun_ranks_join_and_train_as_one_process_does(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    alone(capsys, run_file)
+    arguments = ("train", "run.yaml", "--json", "--set", "train.out=two", "--set", "fit.fixed.sharding=zero3")
+
+    (first, told), (other, silent) = on_ranks(2, fits.commanded, str(run_file.parent), *arguments, joined=False)
+
+    assert (first, other, silent) == (0, 0, "")
+    answer = json.loads(told)
+    assert (answer["status"], answer["step"], answer["snapshot"]) == ("done", 5, None)
+    same_as_alone("two")
+    assert not list(Path("two").glob("step-*"))
+    kept = memfit.Plan.load(Path("two", "plan.json"))
+    assert kept.choices.sharding == "zero3/2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["data", "zero1", "zero2", "zero3"])
+def test_as_many_processes_as_asked_for_train_as_one_does(
+    capsys: pytest.CaptureFixture[str], run_file: Path, way: str
+) -> None:
+    alone(capsys, run_file)
+    command = [
+        "train",
+        "run.yaml",
+        "--nproc",
+        "2",
+        "--json",
+        "--set",
+        "train.out=two",
+        "--set",
+        f"fit.fixed.sharding={way}",
+    ]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", *command], capture_output=True, text=True, check=False, timeout=300
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 5
+    assert done.stderr.count("step 5/5") == 1  # rank 0 alone prints
+    same_as_alone("two")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["--nproc", "1"], "--nproc 1: several processes are at least 2"),
+        (["--nproc", "2", "--devices", "4x1GiB"], "fit.devices: '4x1GiB' names 4 devices, and the run has 2 ranks"),
+        (["--nproc", "9"], "a batch has 8 samples for 9 ranks"),
+        (
+            ["--nproc", "2", "--set", "train.save_every=2"],
+            "train.save_every: 2 asks for snapshots, and those of several",
+        ),
+        (["--nproc", "2", "--set", "report.frontier=true"], "report.frontier: a frontier is of one device"),
+        (["--devices", "2x1GiB"], "names 2 devices, and this process is alone: memfit train --nproc 2"),
+    ],
+)
+def test_what_ranks_cannot_do_is_one_sentence_before_any_starts(
+    capsys: pytest.CaptureFixture[str], run_file: Path, settings: list[str], says: str
+) -> None:
+    ran = Ran(capsys, "train", run_file, *settings)
+
+    assert ran.status == 3, ran.err
+    assert says in ran.err.splitlines()[-1]
+    assert not Path("out").exists()
+
+
+def test_a_plan_for_another_world_is_refused_before_any_rank_starts(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    Ran(capsys, "plan", run_file, "--devices", "4x1GiB", "--set", "fit.fixed.sharding=data", "--save", "four.json")
+    ran = Ran(capsys, "train", run_file, "--nproc", "2", "--plan", "four.json")
+
+    assert ran.status == 3
+    assert "the plan is for 4 ranks, and 2 were started" in ran.err.splitlines()[-1]
+
+
+def test_a_world_of_another_size_is_refused_in_each_rank(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in as_torchrun_tells(1, 2, 1).items():
+        monkeypatch.setenv(name, value)
+
+    other = Ran(capsys, "train", run_file, "--devices", "4x1GiB")
+    nproc = Ran(capsys, "train", run_file, "--nproc", "3")
+
+    assert "names 4 devices, and the run has 2 ranks" in other.err.splitlines()[-1]
+    assert "--nproc 3: this process is one of 2 that torchrun has started" in nproc.err.splitlines()[-1]

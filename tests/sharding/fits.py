@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from typing import Any
 
 import torch
 
 import memfit
 import small
+from memfit.cli.main import main
 from sharding import steps
 
 
@@ -44,3 +48,14 @@ def refused(rank: int, ranks: int) -> list[str]:
     tried()
     torch.distributed.destroy_process_group()
     return said
+
+
+def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:
+    """Status and standard output of a command in one of several ranks."""
+    os.chdir(folder)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        status = main(list(arguments))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return status, told.getvalue()

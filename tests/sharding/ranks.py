@@ -74,8 +74,8 @@ def on_ranks(
             for rank, output in enumerate(outputs):
                 with output.open("wb") as file:
                     own = [*command, str(rank), str(ranks), str(limit), str(TESTS), "joined" if joined else "alone"]
-                    told = {**environment, **({} if joined else as_torchrun_tells(rank, ranks, port))}
-                    processes.append(subprocess.Popen(own, stdout=file, stderr=subprocess.STDOUT, env=told))
+                    there = {**environment, **({} if joined else as_torchrun_tells(rank, ranks, port))}
+                    processes.append(subprocess.Popen(own, stdout=file, stderr=subprocess.STDOUT, env=there))
             _wait(processes, limit)
         finally:
             for process in processes:

@@ -48,6 +48,7 @@ class FakeEngine:
         self.model, self.optimizer, self.plan, self.on_step = model, optimizer, made or plan(), on_step
         self.rehearsal = None
         self.scaling = None
+        self.sharded = None
         self.records: list[StepRecord] = []
         self.batches: list[Any] = []
         self._program = StepProgram(model, loss_fn, optimizer)

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if error is not None:
         _complain(error, answer, debug=parsed.debug)
     try:
-        if parsed.json:
+        if parsed.json and answer.data:
             print(json.dumps(_finite(dict(answer.data)), indent=1, allow_nan=False))
         elif error is None and answer.text:
             print(answer.text)

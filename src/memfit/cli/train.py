@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     add_config(parser)
     parser.add_argument("--plan", metavar="FILE", type=Path, help="follow this plan instead of making one")
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="train in N processes on this machine, started by torchrun"
+    )
+    parser.add_argument("--devices", metavar="DEVICES", help='what each process has: "4x24GiB" (sets fit.devices)')
     parser.set_defaults(run=run)
     parser = verbs.add_parser(
         "resume", parents=[shared], help="go on with a run that stopped", description="Go on with a run that stopped."
@@ -33,7 +38,22 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Train from the start."""
+    """Train from the start, in processes of its own where that is asked for."""
+    from memfit.cli import launch
+
+    number = os.environ.get("WORLD_SIZE") if os.environ.get("RANK") else None
+    if arguments.nproc is None:
+        return launch.reported(lambda: _trained(arguments))
+    if number is None:
+        return launch.launched(arguments)
+    if number != str(arguments.nproc):
+        raise ConfigError(
+            f"--nproc {arguments.nproc}: this process is one of {number} that torchrun has started: leave --nproc out"
+        )
+    return _trained(arguments)
+
+
+def _trained(arguments: argparse.Namespace) -> Answer:
     config = read_config(arguments)
     plan = None
     if arguments.plan is not None:
@@ -48,6 +68,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         result = start(config, display, plan)
     finally:
         display.close()
+    if result.rank:
+        return Answer({}, "")  # rank 0 answers
     return answer("train", result)
 
 
@@ -97,10 +119,18 @@ def answer(verb: str, result: Result) -> Answer:
             f"{format_bytes(result.plan.budget_bytes)} allowed"
         )
     if outcome.signal is not None:
-        lines += [
-            f"Snapshot: after step {outcome.step}, in {outcome.snapshot}",
-            f"To go on: memfit resume {result.out}",
-        ]
+        if outcome.snapshot is None:
+            lines.append(
+                f"Stopped after step {outcome.step}; several ranks write no snapshots yet, so nothing was kept"
+            )
+        lines += (
+            []
+            if outcome.snapshot is None
+            else [
+                f"Snapshot: after step {outcome.step}, in {outcome.snapshot}",
+                f"To go on: memfit resume {result.out}",
+            ]
+        )
         status = (
             Status.INTERRUPTED if outcome.signal == Status.INTERRUPTED - _SIGNALLED else _SIGNALLED + outcome.signal
         )

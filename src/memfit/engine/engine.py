@@ -176,6 +176,8 @@ class Engine:
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:
         """The model for calls without gradients; streamed layers are loaded to the device one by one as they are called."""
+        if self.sharded is not None:
+            return self.sharded.evaluating()
         return self.stream.reading() if self.stream is not None else nullcontext(self.model)
 
     # -- steps ---------------------------------------------------------------------------------------------------------------

@@ -121,6 +121,16 @@ class FullySharded(ShardedModel):
         for parameter in (*self._shards.values(), *self.model.parameters(), *self._whole()):
             parameter.grad = None
 
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Parameters are shards again afterwards: only a backward would have seen to that."""
+        try:
+            yield self.model
+        finally:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def close(self) -> None:
         """Take the hooks and classes of `fully_shard` off the model."""
         unsharded(self._classes)

@@ -91,6 +91,20 @@ class ShardedModel(ABC):
             accumulates: a step has several micro-batches.
         """
 
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model for calls without gradients, which all ranks make alike."""
+        yield self.model
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with whole tensors in host memory, one after the other; all ranks have to call it, and rank 0 gets it."""
+        found = {}
+        for name, value in self.model.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if self.agreement.rank == 0:
+                found[name] = whole.detach().to("cpu", copy=True) if isinstance(whole, torch.Tensor) else whole
+        return found
+
     @abstractmethod
     def close(self) -> None:
         """Take the engine off the model. Parameters that were shared out stay so."""

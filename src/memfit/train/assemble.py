@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,7 +138,10 @@ def choose_device(name: str) -> torch.device:
         ConfigError: there is no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        rank = os.environ.get("LOCAL_RANK", "")  # each of torchrun's processes has a GPU of its own
+        return torch.device("cuda", int(rank)) if rank.isdecimal() else torch.device("cuda")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

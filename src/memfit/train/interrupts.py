@@ -27,10 +27,14 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(say: Callable[[str], None]) -> Iterator[StopRequest]:
+def stop_requests(say: Callable[[str], None], *, saves: bool = True) -> Iterator[StopRequest]:
     """While the block runs, the first signal sets the request and the second one interrupts.
 
     Outside the main thread Python allows no handlers: the request then stays as it is.
+
+    Args:
+        say: told that the first one has come.
+        saves: a snapshot is written then.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -41,7 +45,8 @@ def stop_requests(say: Callable[[str], None]) -> Iterator[StopRequest]:
         if request:
             raise KeyboardInterrupt
         request.signal = number
-        say("stopping: the running step is finished and a snapshot written; once more stops at once, without one")
+        more = " and a snapshot written; once more stops at once, without one" if saves else "; once more stops at once"
+        say(f"stopping: the running step is finished{more}")
 
     before = {each: signal.signal(each, on_signal) for each in _SIGNALS}
     try:

@@ -74,6 +74,22 @@ class Log:
             self._stream.close()
 
 
+class SilentLog:
+    """Writes nothing, for the ranks that do not."""
+
+    def step(self, record: StepRecord, *, epoch: int, learning_rate: float, predicted_peak_bytes: int) -> None:
+        """Nothing."""
+
+    def validation(self, step: int, loss: float) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def read(out: Path) -> Iterator[dict[str, Any]]:
     """Lines of a run's log; a last line that was cut off by a crash is left out."""
     try:

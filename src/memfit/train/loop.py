@@ -18,6 +18,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
+from memfit.sharding.agreement import Agreement
 from memfit.step import process_generators
 from memfit.trackers import Tracker
 from memfit.train import snapshots
@@ -26,7 +27,7 @@ from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
 from memfit.train.evaluate import evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
-from memfit.train.log import Log
+from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Snapshot
@@ -59,12 +60,19 @@ class RunOutput:
         config: written into snapshots, for whoever finds one.
         display: shows progress.
         trackers: get what the log gets; whoever opened them closes them.
+        together: with the other ranks of this run, of which rank 0 alone writes; None for one process. Snapshots are written by one process only.
     """
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     display: Display = field(default_factory=SilentDisplay)
     trackers: Sequence[Tracker] = ()
+    together: Agreement | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.together is None or self.together.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,7 @@ class _Run:
     saved: Path | None = None
     saved_step: int = -1
     saved_evaluated: int = -1
+    signal: int | None = None
 
     def go(self, snapshot: Snapshot | None) -> RunOutcome:
         if self.engine.optimizer is None:
@@ -166,37 +175,57 @@ class _Run:
         rates = (
             Rates(optimizer, schedule, total) if isinstance(schedule, ScheduleConfig) else schedule(optimizer, total)
         )
-        with self.engine.gathered(on_host=True, changed=False):
-            content = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
-            snapshots.check_space(
-                self.output.folder, snapshots.bytes_of(content)
-            )  # better now than after the first hour
-            del content
+        together = self.output.together
+        if together is None:
+            self._check_space(self.engine.optimizer)
         self._begin(snapshot)
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
             rates.set(max(0, self.step - self.skipped - 1))
-        log = Log(self.output.folder, self.step, self.evaluated)
+        log = Log(self.output.folder, self.step, self.evaluated) if self.output.writes else SilentLog()
         try:
-            with stop_requests(self.output.display.note) as stop:
-                self.output.display.begin(self.step, total, self.engine.plan.prediction.peak_bytes)
+            with stop_requests(self.output.display.note, saves=together is None) as stop:
+                self.output.display.begin(self.step, total, self._predicted())
                 self._steps(total, rates, log, stop)
-                if not stop:
+                if not self._asked(stop):
                     self._evaluate(log, stop)
-                if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
+                if together is not None:
+                    self.peak_bytes = together.largest(self.peak_bytes or 0) or None
+                elif (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
                 else:  # the run may have been killed before it got to that
                     snapshots.prune(self.output.folder, self.settings.keep)
         finally:
             rates.release()
             log.close()
-        return RunOutcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, stop.signal)
+        return RunOutcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, self.signal)
+
+    def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
+        """For snapshots: better now than after the first hour."""
+        with self.engine.gathered(on_host=True, changed=False):
+            content = {"model": self.engine.model.state_dict(), "optimizer": optimizer.state_dict()}
+            snapshots.check_space(self.output.folder, snapshots.bytes_of(content))
+
+    def _asked(self, stop: StopRequest) -> bool:
+        """Whether a signal has asked to stop: one rank's is every rank's, at the same step."""
+        number = stop.signal or 0
+        if self.output.together is not None:
+            number = self.output.together.largest(number)
+        self.signal = number or None
+        return bool(number)
+
+    def _predicted(self) -> int:
+        """Bytes of a step at the peak, of this rank."""
+        prediction, together = self.engine.plan.prediction, self.output.together
+        return prediction.peak_bytes if together is None else prediction.ranks[together.rank].peak_bytes
 
     def _begin(self, snapshot: Snapshot | None) -> None:
         """From the start, or from where the snapshot was taken."""
-        snapshots.sweep(self.output.folder)
+        if self.output.writes:
+            snapshots.sweep(self.output.folder)
         if snapshot is None:
-            seed_all(self.settings.seed)  # whatever planning has drawn
+            # Whatever planning has drawn; ranks see other samples, and draw other numbers for them.
+            seed_all(self.settings.seed + (0 if self.output.together is None else self.output.together.rank))
             return
         if snapshot.samples != len(self.batches.samples):
             raise SnapshotError(
@@ -215,13 +244,13 @@ class _Run:
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
 
-    def _steps(self, total: int, rates: Rates | MovedRates, log: Log, stop: StopRequest) -> None:
+    def _steps(self, total: int, rates: Rates | MovedRates, log: Log | SilentLog, stop: StopRequest) -> None:
         settings = self.settings
         data = self.batches.start(self.position)
-        predicted = self.engine.plan.prediction.peak_bytes
+        predicted = self._predicted()
         if settings.eval_every and self.step and self.step % settings.eval_every == 0:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
-        while self.step < total and not stop:
+        while self.step < total and not self._asked(stop):
             before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
             batch, after = next(data)
@@ -252,10 +281,10 @@ class _Run:
             self.output.display.step(record, rate, log=due)
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._evaluate(log, stop)
-            if settings.save_every and self.step % settings.save_every == 0:
+            if settings.save_every and self.output.together is None and self.step % settings.save_every == 0:
                 self._save(log)
 
-    def _evaluate(self, log: Log, stop: StopRequest) -> None:
+    def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
         if self.validation is None or self.evaluated == self.step:
             return
         choices = self.engine.plan.choices
@@ -267,7 +296,9 @@ class _Run:
                 largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
                 weights=self.validation.weights,
                 precision=choices.precision,
-                stop=lambda: bool(stop),
+                stop=lambda: (
+                    self.output.together is None and bool(stop)
+                ),  # ranks evaluate to the end, or one would wait for the others
             )
         if loss is None:
             return
@@ -277,7 +308,7 @@ class _Run:
             tracker.validation(self.step, loss)
         self.output.display.note(f"step {self.step}: validation loss {loss:.4f}")
 
-    def _save(self, log: Log) -> None:
+    def _save(self, log: Log | SilentLog) -> None:
         log.sync()
         loop = {
             "generators": process_generators.generators(),
@@ -300,7 +331,9 @@ class _Run:
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
         snapshots.prune(self.output.folder, self.settings.keep)
 
-    def _non_finite(self, error: NonFiniteLossError, log: Log) -> NonFiniteLossError:
+    def _non_finite(self, error: NonFiniteLossError, log: Log | SilentLog) -> NonFiniteLossError:
+        if self.output.together is not None:
+            return NonFiniteLossError(f"step {self.step + 1}: {error}. Several ranks write no snapshots yet")
         if self.saved_step != self.step:
             self._save(log)
         setting = "fit.fixed.precision=bf16" if self.engine.plan.choices.precision == "fp16" else "optim.lr=..."

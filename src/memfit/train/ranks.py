@@ -1,14 +1,20 @@
-"""Several ranks of one run: the devices that a configuration names for them."""
+"""Several ranks of one run: the devices that a configuration names for them, and what they do not do yet."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from memfit.capture.trace_source import machine_of
 from memfit.devices import several_devices
 from memfit.errors import ConfigError
+from memfit.hardware.machine import Machine
+from memfit.hardware.network import devices_of
 from memfit.hardware.topology import Topology
+from memfit.ranks import check_plan, place
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
 from memfit.units import format_bytes, parse_bytes
+from memfit.values.plan import Plan
 
 
 def devices(config: Config, assembly: Assembly, device: str | None = None) -> Topology | None:
@@ -25,8 +31,7 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
     """
     if config.fit.devices is None:
         return None
-    if assembly.deepspeed is not None:
-        raise ConfigError("fit.devices and a DeepSpeed configuration do not go together yet: leave out one of them")
+    _no_deepspeed(config)
     found = several_devices(config.fit.devices, machine_of(assembly.model, device))
     each = found.devices[0].memory_bytes
     assert config.fit.budget is not None, "whoever plans has one"
@@ -37,6 +42,81 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
             "larger devices"
         )
     return found
+
+
+def here(config: Config, plan: Plan | None) -> tuple[Config, tuple[int, int] | None]:
+    """The configuration as this process has it, and its rank and the number of ranks; None where it is alone.
+
+    Args:
+        config: of the run; without `fit.devices` its devices are as many as there are ranks.
+        plan: to follow; None where one is made.
+
+    Raises:
+        ConfigError: the devices are others than the ranks; or something is asked for that several ranks do not do yet.
+        InputError: the plan is for another number of ranks.
+    """
+    there = place()
+    named = config.fit.devices
+    if there is None:
+        if named is not None:
+            number = _number(named)
+            raise ConfigError(
+                f"fit.devices: {named!r} names {number} devices, and this process is alone: memfit train --nproc {number}, or start it with torchrun "
+                f"--nproc-per-node {number}"
+            )
+        return config, None
+    check(config, there[1])
+    if plan is not None:
+        check_plan(plan, there[1])
+    return of_ranks(config, there[1]), there
+
+
+def of_ranks(config: Config, number: int) -> Config:
+    """With devices: as many as there are ranks, where it names none."""
+    return config if config.fit.devices is not None else replace(config, fit=replace(config.fit, devices=number))
+
+
+def check(config: Config, ranks: int) -> None:
+    """Check that a configuration can be trained on so many ranks.
+
+    Raises:
+        ConfigError: its devices are others, or it asks for what several ranks do not do yet.
+    """
+    named = config.fit.devices
+    if named is not None and _number(named) != ranks:
+        raise ConfigError(
+            f"fit.devices: {named!r} names {_number(named)} devices, and the run has {ranks} ranks: make them equal"
+        )
+    _no_deepspeed(config)
+    if config.train.save_every:
+        raise ConfigError(
+            f"train.save_every: {config.train.save_every} asks for snapshots, and those of several ranks cannot be written yet, as each holds its own part of "
+            "the state: set it to 0"
+        )
+    if config.report.frontier:
+        raise ConfigError("report.frontier: a frontier is of one device, and this run has several ranks: leave it out")
+
+
+def not_resumed(config: Config) -> None:
+    """Refuse to resume a run of several ranks, or on several.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if config.fit.devices is not None or place() is not None:
+        raise ConfigError(
+            "a run of several ranks cannot be resumed yet, as it writes no snapshots: start it again with another train.out"
+        )
+
+
+def _number(named: str | int) -> int:
+    """Of the devices; what they are does not matter."""
+    return len(devices_of(named, Machine("", "cpu", 1, 1.0, 1.0, 1.0)).devices)
+
+
+def _no_deepspeed(config: Config) -> None:
+    if config.deepspeed:
+        raise ConfigError("several devices and a DeepSpeed configuration do not go together yet: leave out one of them")
 
 
 def one_device(config: Config, what: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +16,7 @@ from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.hardware.machine import known_machine
 from memfit.integrations.deepspeed.training import RateSchedule
+from memfit.ranks import check_plan, fit_together
 from memfit.trackers import Tracker
 from memfit.train import log, ranks, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, assemble, read_deepspeed, without_bars
@@ -50,6 +51,7 @@ class Result:
         out: its folder.
         model: where the trained model is; None when the run was stopped.
         report: the report's page, or its JSON when no page was asked for.
+        rank: of this process, where it is one of several.
     """
 
     outcome: RunOutcome
@@ -57,6 +59,7 @@ class Result:
     out: Path
     model: Path | None
     report: Path | None
+    rank: int = 0
 
 
 def start(config: Config, display: Display | None = None, plan: Plan | None = None) -> Result:
@@ -72,16 +75,36 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
         InputError: the package of a tracker is missing.
     """
     display = display or SilentDisplay()
+    config, there = ranks.here(config, plan)
     trackers.check(config.report.to)  # now, not when all is planned
-    out = config.out
+    if there is not None:
+        return _on_ranks(config, display if there[0] == 0 else SilentDisplay(), plan, *there)
+    _check_out(config.out)
+    check_budget(config, plan)
+    snapshots.check_space(config.out, 0)
+    assembly = assembled(config, display)
+    engine = _engine(config, assembly, plan, display)
+    return _train(config, assembly, engine, None, display)
+
+
+def _check_out(out: Path) -> None:
     if snapshot_folders.folders(out) or (out / log.NAME).exists():
         raise ConfigError(
             f"{out} holds a run already: go on with it (memfit resume {out}), or set train.out to another folder"
         )
+
+
+def _on_ranks(config: Config, display: Display, plan: Plan | None, rank: int, number: int) -> Result:
+    """The same as one of several ranks, of which the first one plans, prints and writes."""
+    if rank == 0:
+        _check_out(config.out)
     check_budget(config, plan)
-    snapshots.check_space(out, 0)
     assembly = assembled(config, display)
-    engine = _engine(config, assembly, plan, display)
+    assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
+    engine = fit_together(
+        lambda: plan or make_plan(config, assembly, None, display),
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, progress=display.stage,
+    )  # fmt: skip
     return _train(config, assembly, engine, None, display)
 
 
@@ -109,6 +132,7 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
     for setting in settings:
         override(data, setting)
     config = from_json(data, out)
+    ranks.not_resumed(config)
     trackers.check(config.report.to)
     if config.out.resolve() != out.resolve():
         raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
@@ -247,19 +271,18 @@ def _lower_tier(assembly: Assembly) -> dict[str, Any]:
 
 def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
     out = config.out
-    snapshots.check_space(out, 0)
-    (out / PLAN_NAME).unlink(missing_ok=True)  # The folder must never hold a plan that was made for other settings.
-    _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
-    _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
-    if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again
-        _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
+    together = None if engine.sharded is None else engine.sharded.agreement
+    rank = 0 if together is None else together.rank
+    writes = rank == 0
+    if writes:
+        _begin_folder(config, engine)
     if assembly.deepspeed is not None:
         assembly.deepspeed.scale(engine)
-    with _tracked(config, engine.plan, snapshot, display) as opened:
+    with _tracked(config, engine.plan, snapshot, display) if writes else nullcontext(()) as opened:
         outcome = train(
             engine,
             assembly.batches,
-            RunOutput(out, config.to_json(), display, opened),
+            RunOutput(out, config.to_json(), display, opened, together),
             config.train,
             schedule=_schedule(config, assembly),
             validation=_validation(config, assembly, engine.plan),
@@ -269,10 +292,27 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
             for tracker in opened:
                 tracker.close("stopped")
     if outcome.signal is not None:
-        return Result(outcome, engine.plan, out, None, None)
-    with engine.gathered(on_host=True, changed=False) as trained:
-        model = _save_model(config, trained)
-    return Result(outcome, engine.plan, out, model, _report(config, assembly, engine, outcome, display))
+        return Result(outcome, engine.plan, out, None, None, rank)
+    if engine.sharded is not None:
+        whole = engine.sharded.whole()
+        engine.sharded.close()
+        model = _save_model(config, engine.model, whole) if writes else None
+    else:
+        with engine.gathered(on_host=True, changed=False) as trained:
+            model = _save_model(config, trained)
+    report = _report(config, assembly, engine, outcome, display) if writes else None
+    return Result(outcome, engine.plan, out, model, report, rank)
+
+
+def _begin_folder(config: Config, engine: Engine) -> None:
+    """What is known before the first step."""
+    out = config.out
+    snapshots.check_space(out, 0)
+    (out / PLAN_NAME).unlink(missing_ok=True)  # The folder must never hold a plan that was made for other settings.
+    _write(out / CONFIG_NAME, json.dumps(config.to_json(), indent=1) + "\n")
+    _write(out / PLAN_NAME, json.dumps(engine.plan.to_json()) + "\n")
+    if engine.rehearsal is not None:  # a resumed run follows the plan without rehearsing it again
+        _write(out / REHEARSAL_NAME, json.dumps(asdict(engine.rehearsal)) + "\n")
 
 
 def _schedule(config: Config, assembly: Assembly) -> ScheduleConfig | MakeRates:
@@ -339,18 +379,25 @@ def _write(file: Path, text: str) -> None:
         raise SnapshotError(f"cannot write {file}: {error.strerror or error}") from error
 
 
-def _save_model(config: Config, model: torch.nn.Module) -> Path:
-    """The trained model, in the form its users read: a Hugging Face folder, or torch's state dict."""
+def _save_model(config: Config, model: torch.nn.Module, whole: Mapping[str, Any] | None = None) -> Path:
+    """The trained model, in the form its users read: a Hugging Face folder, or torch's state dict.
+
+    Args:
+        config: of the run.
+        model: to save.
+        whole: its state dict, where this rank has a part of it only.
+    """
     out = config.out
     try:
         if config.model.hf is None:
             waiting = out / ".model.pt.partial"
             with waiting.open("wb") as stream:
-                snapshots.save(model.state_dict(), stream)
+                snapshots.save(model.state_dict() if whole is None else whole, stream)
             return waiting.rename(out / "model.pt")
         folder = out / "model"
         with without_bars():
-            model.save_pretrained(folder)  # type: ignore[operator]  # transformers' own method
+            # transformers' own method
+            model.save_pretrained(folder, **({} if whole is None else {"state_dict": whole}))  # type: ignore[operator]
         source = config.path(config.data.tokenizer or config.model.hf)
         if source.is_dir() and has_tokenizer(source):
             FolderEncoder(source).save(folder)
@@ -402,6 +449,29 @@ def _rehearsal(out: Path) -> Rehearsal | None:
         return Rehearsal(**{**held, "divergences": tuple(held["divergences"]), "curve": tuple(held["curve"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def plan_for_ranks(config: Config, number: int, display: Display, plan: Plan | None = None) -> Plan:
+    """The plan that so many ranks will follow, made before they start.
+
+    Args:
+        config: of the run.
+        number: of ranks.
+        display: shows progress.
+        plan: to follow instead of making one.
+
+    Raises:
+        ConfigError, InputError: the run cannot be started so.
+    """
+    ranks.check(config, number)
+    trackers.check(config.report.to)
+    _check_out(config.out)
+    check_budget(config, plan)
+    if plan is not None:
+        check_plan(plan, number)
+        return plan
+    config = ranks.of_ranks(config, number)
+    return make_plan(config, assembled(config, display), None, display)
 
 
 def make_plan(config: Config, assembly: Assembly, device: str | None, display: Display) -> Plan:

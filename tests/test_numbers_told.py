@@ -22,6 +22,7 @@ from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan, in_places
 from memfit.values.prediction import Saving
 from models import build_gpt
+from models.outcome import plan_of_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +58,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "bf16 parameters": lambda: planned(fixed={"parameters": "bf16"}),
     "frozen": lambda: planned(freeze=["token", "blocks.0"]),
     "micro-batches": lambda: planned(fixed={"micro_batches": 2}),
+    "calls": lambda: plan_of_calls(planned(), 0, 2),
+    "calls in a row": lambda: plan_of_calls(planned(), -1, 1),
     "elsewhere": lambda: planned(device="rtx4090", fixed={"state_place": "host"}),
 }
 
@@ -96,16 +99,18 @@ def kept(plan: Plan) -> list[str]:
     return [
         format_bytes(sum(m.kept_bytes for m in plan.by_module)),
         format_bytes(sum(m.dropped_bytes for m in plan.by_module)),
-        f"{plan.script.recomputations} operation{plural} run again{each}{called_again(plan)}",
+        f"{plan.script.recomputations} operation{plural} run again{each}{in_calls(plan)}",
     ]
 
 
-def called_again(plan: Plan) -> str:
-    calls = [len(row.modules) for row in plan.script.repeated_calls]
-    if not calls:
-        return ""
-    row = f", up to {max(calls)} in a row" if max(calls) > 1 else ""
-    return f", in {sum(calls)} whole call{'' if sum(calls) == 1 else 's'} of modules{row}"
+def in_calls(plan: Plan) -> str:
+    number = sum(len(row.modules) for row in plan.script.repeated_calls)
+    return f", in {number} whole call{'s' if number > 1 else ''} of modules" if number else ""
+
+
+def called_again(plan: Plan) -> list[str]:
+    rows = [[path for path, _ in row.modules] for row in plan.script.repeated_calls]
+    return [", ".join(row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in rows)]
 
 
 def copying(plan: Plan) -> list[str]:
@@ -139,6 +144,7 @@ ONCE: dict[str, Callable[[Plan], list[str]]] = {
         plan.choices.weights,
     ],
     f"Of what backward needs, {GAP} are kept and {GAP} dropped and rebuilt ({GAP}). Most is dropped in:": kept,
+    f"Called again in backward, as by torch.utils.checkpoint: {GAP}.": called_again,
     f"Offloaded: {GAP} of activations, to {GAP} in forward and back in backward.": offloaded,
     f"Copying to and from {GAP}: {GAP} a step, of which {GAP} overlap with computing.": copying,
     f"Frozen: {GAP} parameters ({GAP}) in {GAP}.": frozen,
@@ -204,7 +210,7 @@ def test_every_number_of_a_plan_is_a_field_of_it(name: str) -> None:
     plan = PLANS[name]()
     assert [sentence for sentence in plan.explain().splitlines() if not told(sentence, plan)] == []
     needs = [text for text in plan.rejected if "the smallest plan found needs " in text]
-    smallest = [text.partition("the smallest plan found needs ")[2] for text in needs]
+    smallest = [text.partition("the smallest plan found needs ")[2].partition(",")[0] for text in needs]
     assert all(budget_of(text) > plan.budget_bytes * 0.99 for text in smallest)
 
 
@@ -248,9 +254,8 @@ def test_every_number_of_the_error_is_a_field_of_it() -> None:
     for remedy in error.remedies:
         more = "more" if remedy.kind == "budget" else "less"
         sign = "+" if remedy.extra_seconds >= 0 else "-"
-        cost = (
-            f"{format_bytes(abs(remedy.saved_bytes))} {more}, {sign}{format_seconds(abs(remedy.extra_seconds))} a step"
-        )
+        most = "" if remedy.kind == "budget" else "at most "
+        cost = f"{format_bytes(abs(remedy.saved_bytes))} {more}, {most}{sign}{format_seconds(abs(remedy.extra_seconds))} a step"
         assert f"{remedy.text} ({cost})" in rest
     assert rest.endswith("Weighed: " + "; ".join(error.weighed))
     (budget,) = (remedy for remedy in error.remedies if remedy.kind == "budget")

@@ -14,7 +14,7 @@ from torch import nn
 
 import memfit
 import small
-from memfit import batches
+from memfit import api, batches
 from memfit.capture.trace_source import TraceSource
 from memfit.cli.answer import as_settings, failure
 from memfit.errors import InfeasibleError, Remedy
@@ -224,3 +224,16 @@ def test_what_is_frozen_is_what_comes_before_the_last_block() -> None:
 
 def test_adapters_go_beside_the_linear_layers_of_the_blocks() -> None:
     assert adapter_targets(build()[0]) == ["mlp.0", "mlp.2", "out", "qkv"]
+
+
+def test_where_the_update_alone_is_too_much_no_more_micro_batches_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "with_ways_out", lambda error, *_: error)  # the planner's own answer
+    model, sample = small.chain(), small.rows(64)
+    held = 4 * sum(p.nbytes for p in model.parameters())  # with gradients and AdamW's two moments
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, small.squared_error, held // 2, small.adamw)
+    assert caught.value.minimum_bytes is not None
+    assert caught.value.minimum_bytes > held
+    (weighed,) = caught.value.weighed
+    assert weighed.startswith("1 micro-batch: nothing fits, ")
+    assert weighed.endswith("are held in the optimizer's update")

@@ -94,7 +94,11 @@ def plan(
         InputError: another argument is invalid.
         CaptureError: the step cannot be captured, so it cannot be predicted.
     """
-    topology = None if devices is None else several_devices(devices, machine_of(model, device))
+    topology = None
+    if devices is not None:
+        here = machine_of(model, device)
+        topology = several_devices(devices, here)
+        device = device if topology.devices[0].name == here.name else topology.devices[0].name
     request = requested(
         model,
         budget=budget if topology is None else share_of(topology, budget),

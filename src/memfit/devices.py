@@ -95,7 +95,8 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
         if least is None:
             raise InputError(f"the step cannot be shared out among {ranks} ranks: {'; '.join(turned_down)}")
         raise InfeasibleError(
-            f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. Use more devices, a smaller batch for each, or allow more",
+            f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. Ways out: "
+            f"{''.join(f'{each.text}; ' for each in least.remedies if each.kind == 'budget')}more devices; a smaller batch for each; more in allow=",
             budget_bytes=least.budget_bytes,
             minimum_bytes=least.minimum_bytes,
             moment=least.moment,
@@ -103,12 +104,14 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
             remedies=least.remedies,
             weighed=tuple(turned_down),
         )
+    kind = topology.devices[0]
+    assumed = f"each of the {ranks} devices is taken to be such as {kind.name}, with {format_bytes(kind.memory_bytes)}"
     slowest = min((p.bandwidth for p in topology.peers), default=float(ASSUMED_BANDWIDTH))
     note = (
         f"seconds of collectives are estimated for a ring of links of {slowest / 1e9:.3g} GB/s each way, and counted as if none of them overlapped with "
         "computing: a step may be faster by what does"
     )
-    return changed(best, rejected=(*best.rejected, *turned_down), notes=(*best.notes, note))
+    return changed(best, rejected=(*best.rejected, *turned_down), notes=(*best.notes, assumed, note))
 
 
 def _slower(plan: Plan) -> str:

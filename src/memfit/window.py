@@ -224,11 +224,21 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
         return best
     assert refused is not None
     assert least_of is not None
+    refused = _compared(refused, least_of)
     refused = _with_another_number(refused, least_of, window, request, planning_of)
     source_of = whole if least_of is undivided else parted
     raise with_ways_out(
         refused, least_of, source_of, least_of.request, own_model=window.own_model, allows=window.allows
     ) from None
+
+
+def _compared(refused: InfeasibleError, planning: Planning) -> InfeasibleError:
+    """The refusal, whose remedies tell their seconds against the undivided batches."""
+    if planning.plain is None:
+        return refused
+    divided = planning.plain_step().plain_step_seconds - planning.plain.plain_step().plain_step_seconds
+    against = (each._replace(extra_seconds=each.extra_seconds + divided) for each in refused.remedies)
+    return with_remedies(refused, tuple(against))
 
 
 def _with_another_number(

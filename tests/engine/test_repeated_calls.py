@@ -16,6 +16,7 @@ import memfit
 from memfit.errors import EngineError
 from memfit.planner.call_plans import CallPlans
 from memfit.planning import planning_of
+from memfit.views.tables import plan_cells
 from models import CASES, Case
 from models.outcome import measured_peak, outcome_of, plan_of_calls
 
@@ -155,6 +156,9 @@ def test_the_planner_takes_calls_where_following_costs_more() -> None:
     rows = [len(calls.modules) for calls in made.script.repeated_calls]
     assert rows
     assert f"({made.script.recomputations} operations run again, in {sum(rows)} whole call" in made.explain()
+    assert {row[0]: row[1] for row in plan_cells(made).rows}["run again"].endswith(
+        f"in {sum(rows)} whole call{'s' if sum(rows) > 1 else ''} of modules"
+    )
     assert 0.0 <= made.gap < 1.0
     record = memfit.apply(made, model, loss_of, adamw).step(batch)
     assert record.recomputations == made.script.recomputations > 0

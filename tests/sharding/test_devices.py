@@ -114,3 +114,11 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
         memfit.InputError, match="this process belongs to no group: start it with torchrun --nproc-per-node 2"
     ):
         memfit.apply(plan, steps.chain()[0])
+
+
+def test_named_devices_are_planned_for_as_they_are_and_told() -> None:
+    plan = planned("4xh100")
+    assert (plan.device, plan.device_kind, plan.prediction.seconds_are) == ("h100", "cuda", "estimated")
+    told = plan.explain()
+    assert "at the peak of the fullest of 4 devices, " in told
+    assert "each of the 4 devices is taken to be such as h100, with 80.0 GiB" in told

@@ -232,7 +232,8 @@ class Engine:
         if self.plan.choices.micro_batches == 1:
             raise InputError(
                 "this plan runs the batch as a whole: it has no memory planned for gradients between micro-batches, and their weights are not known: "
-                "plan with a sample that holds all samples of the step and loader_batches=n, or call engine.step"
+                "plan with a sample that holds all samples of the step, and with loader_batches=n to hand over an iterator that makes one of n batches at a "
+                'time, or with fixed={"micro_batches": n} for a list of n; or call engine.step with the whole batch'
             )
         if self.stream is not None:
             raise InputError(

@@ -69,12 +69,12 @@ def _error(
 
 
 def _cost(remedy: Remedy) -> str:
-    """Bytes and seconds of a way out, each with its direction."""
+    """Bytes and seconds of a way out, each with its direction. Under other arguments than a budget there may be a faster plan than the one found."""
     more = remedy.kind == "budget" or remedy.saved_bytes < 0
     slower = remedy.extra_seconds >= 0
     return (
         f"{format_bytes(abs(remedy.saved_bytes))} {'more' if more else 'less'}, "
-        f"{'+' if slower else '-'}{format_seconds(abs(remedy.extra_seconds))} a step"
+        f"{'' if remedy.kind == 'budget' else 'at most '}{'+' if slower else '-'}{format_seconds(abs(remedy.extra_seconds))} a step"
     )
 
 

@@ -6,6 +6,7 @@ Each technique says its own (`Technique.bound`), from numbers that are worked ou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from memfit.hardware.machine import Link
 from memfit.planner.head import head_of
@@ -16,6 +17,8 @@ from memfit.techniques.registry import BY_NAME
 from memfit.techniques.technique import OptimisticBound, StepFacts, StreamingFacts
 from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Category, Phase, Trace
+
+_OF_ANY_BATCH: Final = frozenset({Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE})
 
 
 def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[StreamedLayer] = ()) -> StepFacts:
@@ -59,8 +62,16 @@ def optimistic_bound(
     return BY_NAME[name].bound(step_facts(baseline.timeline, link, layers))
 
 
-def least_bytes(baseline: Solver) -> int:
-    """Bytes that are held when the optimizer updates, whatever is recomputed and however the batch is split."""
-    trace = baseline.trace
-    floor = baseline.timeline.floor()[trace.pass_events :]
-    return int(floor.max()) if len(floor) else trace.bytes_before_step
+def least_bytes(solver: Solver) -> int:
+    """Bytes that are held when the optimizer updates, whatever is recomputed or offloaded and however the batch is split."""
+    trace, timeline = solver.trace, solver.timeline
+    floor = timeline.floor_with_offloading()[trace.pass_events :]
+    if not len(floor):
+        return trace.bytes_before_step
+    # The batch, and what forward leaves behind (an output among attributes, say), may be smaller where the batch is divided.
+    left = sum(
+        storage.bytes
+        for number, storage in enumerate(trace.storages)
+        if storage.category not in _OF_ANY_BATCH and storage.birth < trace.pass_events <= timeline.last_end[number]
+    )
+    return int(floor.max()) - left

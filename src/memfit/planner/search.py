@@ -15,6 +15,7 @@ from memfit.planner.description import describe
 from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection, named
 from memfit.planner.infeasible import infeasible
 from memfit.planner.offloading import why_nothing_is_offloaded
+from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
 from memfit.planner.savings import savings, slower_notes
 from memfit.planner.solvers import SLACK_BYTES, RefusedError, Solvers
@@ -69,6 +70,7 @@ def _weigh_one(
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     own: Found | None = None  # of this candidate
     no_faster = 0  # numbers of micro-batches in a row
+    needs: list[int] = []  # bytes, in the numbers in which nothing fits
     for number in solvers.numbers():
         if number > 1:
             how, reason = solvers.weights()
@@ -93,8 +95,16 @@ def _weigh_one(
         nothing_dropped = solvers.budget_for(solver, solver.plain) <= budget_bytes
         solution = solver.plain if nothing_dropped else solver.fitting(capacity)
         if solution is None:
-            why = f"nothing fits, the smallest plan found needs {format_bytes(solver.needed(solver.least()))}"
+            needs.append(solver.needed(solver.least()))
+            held = least_bytes(solver) + solvers.extra_bytes
+            always = (
+                f", of which {format_bytes(held)} are held in the optimizer's update" if held > budget_bytes else ""
+            )
+            why = f"nothing fits, the smallest plan found needs {format_bytes(needs[-1])}{always}"
             rejected.append(Rejection(name, Reason.DOES_NOT_FIT, why))
+            # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
+            if always or (len(needs) > 2 and needs[-1] >= needs[-2]):
+                break
             continue
         found = Found(candidate, number, solver, solution)
         faster = own is None or found.seconds * WORTH_MORE < own.seconds

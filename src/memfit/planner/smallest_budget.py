@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.planner.found import Found
+from memfit.planner.optimistic import least_bytes
 from memfit.planner.solvers import RefusedError, Solvers
 
 
@@ -29,6 +30,9 @@ def smallest(solvers: Solvers) -> tuple[int, Found]:
             least = solver.least()
             own.append(solvers.budget_for(solver, least))
             found.append((own[-1], Found(candidate, number, solver, least)))
-            if len(own) > 1 and own[-1] >= own[-2]:
+            held_anyway = solver.needed(least) <= least_bytes(
+                solver
+            )  # at the update, which dividing the batch leaves as it is
+            if held_anyway or (len(own) > 1 and own[-1] >= own[-2]):
                 break
     return min(found, key=lambda f: f[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -308,9 +309,20 @@ def _own_name(path: str) -> str:
     return f"{parent.rpartition('.')[2]}.{name}" if name.isdigit() and parent else name
 
 
-def _with_adapters(source: TraceSource, targets: Sequence[str]) -> TraceSource:
-    import peft
+def _peft() -> Any:
+    """The package, without what bitsandbytes, which it imports, has to say of kernels of its own."""
+    quiet = logging.getLogger("bitsandbytes")
+    before = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        import peft
+    finally:
+        quiet.setLevel(before)
+    return peft
 
+
+def _with_adapters(source: TraceSource, targets: Sequence[str]) -> TraceSource:
+    peft = _peft()
     known = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in source.model.parameters()
     }

@@ -26,7 +26,7 @@ from memfit.values.script import Script
 
 FORMAT_VERSION: Final = 11
 DEVICE_KINDS: Final = ("cuda", "cpu")
-MOST_PATHS: Final = 8  # of what is frozen, named in a sentence; `Plan.frozen` has them all
+MOST_PATHS: Final = 8  # of what is frozen or called again, named in a sentence; the plan has them all
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Plan:
             exact = f"the same step as {reference} up to the order of additions{rounding}"
         lines = [
             (
-                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak, "
+                f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak"
+                f"{f' of the fullest of {len(p.ranks)} devices' if p.ranks else ''}, "
                 f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that "
                 f"{f'the step takes with {p.plain_with} and nothing dropped' if p.plain_with else 'plain PyTorch would take'}."
             ),
@@ -172,6 +173,8 @@ class Plan:
                         f"  {m.module or '(model)'}: {format_bytes(m.dropped_bytes)} dropped, {format_bytes(m.kept_bytes)} kept, "
                         f"{format_seconds(m.recompute_seconds)} of recomputation"
                     )
+        if self.script.repeated_calls:
+            lines.append(f"Called again in backward, as by torch.utils.checkpoint: {calls_again(self.script)}.")
         if self.script.swaps:
             offloaded = format_bytes(sum(s.bytes for s in self.script.swaps.values()))
             where = in_places({s.tier for s in self.script.swaps.values()})
@@ -204,12 +207,9 @@ class Plan:
         return "\n".join(lines)
 
     def _called_again(self) -> str:
-        """How the operations run again where whole calls of modules do."""
-        rows = [len(calls.modules) for calls in self.script.repeated_calls]
-        if not rows:
-            return ""
-        together = f", up to {max(rows)} in a row" if max(rows) > 1 else ""
-        return f", in {sum(rows)} whole call{'s' if sum(rows) > 1 else ''} of modules{together}"
+        """How many calls of modules the operations that run again are, where modules are called again."""
+        number = self.script.whole_calls
+        return f", in {number} whole call{'s' if number > 1 else ''} of modules" if number else ""
 
     def _copied_to(self) -> str:
         """The lower tiers that a step copies to and from, in words."""
@@ -323,6 +323,13 @@ class Plan:
 def in_places(tiers: Collection[str]) -> str:
     """Lower tiers in words: "host memory", "disk", "host memory and disk"."""
     return " and ".join({"host": "host memory"}.get(tier, tier) for tier in sorted(tiers, reverse=True))
+
+
+def calls_again(script: Script) -> str:
+    """The modules that are called again, in the order of forward; those of one row together. Of many rows the first."""
+    rows = script.repeated_calls
+    more = f" and {len(rows) - MOST_PATHS} more" if len(rows) > MOST_PATHS else ""
+    return ", ".join(row.where for row in rows[:MOST_PATHS]) + more
 
 
 def _off_the_peak(saved_bytes: int) -> str:

@@ -105,6 +105,12 @@ class RepeatedCalls:
     random: bool
     buffers: tuple[str, ...]
 
+    @property
+    def where(self) -> str:
+        """The modules in words: "blocks.0", or "blocks.0 to blocks.3" for calls in a row."""
+        ends = (self.modules[0], self.modules[-1]) if len(self.modules) > 1 else self.modules
+        return " to ".join((path or "the model") + (f" (call {n + 1})" if n else "") for path, n in ends)
+
 
 @dataclass(frozen=True, slots=True)
 class FirstForward:
@@ -173,6 +179,11 @@ class Script:
         own = sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
         repeated = sum(call.operations for call in self.repeated_calls)
         return own + repeated + sum(call.script.recomputations for call in self.calls)
+
+    @property
+    def whole_calls(self) -> int:
+        """Calls of modules that are made again as wholes in one micro-batch."""
+        return sum(len(again.modules) for again in self.repeated_calls)
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:

@@ -65,8 +65,11 @@ def plan_cells(plan: Plan) -> Cells:
 def _again(plan: Plan) -> str:
     if plan.script.plain:
         return "nothing"
-    return counted(plan.script.recomputations, "operation") + (
-        " per micro-batch" if plan.choices.micro_batches > 1 else ""
+    number = plan.script.whole_calls
+    return (
+        counted(plan.script.recomputations, "operation")
+        + (" per micro-batch" if plan.choices.micro_batches > 1 else "")
+        + (f", in {counted(number, 'whole call')} of modules" if number else "")
     )
 
 

@@ -17,7 +17,7 @@ from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import VERSION, Optimizer, Scheduler, Written, read, write
 from memfit.techniques.choices import Choices
 from memfit.values.plan import Plan
-from memfit.values.script import OffloadedStorage, Script
+from memfit.values.script import OffloadedStorage, RepeatedCalls, Script
 from train.fakes import plan as made
 
 ADAM = Optimizer("AdamW", {"lr": 1e-4, "torch_adam": True})
@@ -85,7 +85,7 @@ def test_deepspeed_itself_reads_the_batch(monkeypatch: pytest.MonkeyPatch) -> No
         (PLANS["streamed"], "that the layers of layers are what is moved"),
         (
             replace(chosen(), script=Script(swaps={0: OffloadedStorage(0, 8, 0, 0, "disk")})),
-            "activation offloading, 1 storages of each micro-batch",
+            "activation offloading, 1 storage of each micro-batch",
         ),
     ],
 )
@@ -103,6 +103,17 @@ def test_a_plan_that_recomputes_says_so() -> None:
         each.startswith(f"recomputation, {plan.script.recomputations} operations") for each in write(plan).left_out
     )
     assert any(each.startswith("the optimizer: a plan holds no functions") for each in write(plan).left_out)
+
+
+def test_a_plan_that_calls_modules_again_says_which() -> None:
+    """They are what the user has to put through DeepSpeed's checkpoint to have the same."""
+    rows = (("0", 0), ("1", 0)), (("1", 1),)
+    calls = tuple(RepeatedCalls(modules, 2, (0,), 3, random=False, buffers=()) for modules in rows)
+    (said,) = (
+        each for each in write(replace(chosen(), script=Script(repeated_calls=calls))).left_out if "checkpoint" in each
+    )
+    assert said.startswith("recomputation, 6 operations of each micro-batch in 3 whole calls of modules: ")
+    assert "deepspeed.checkpointing.checkpoint (0 to 1, 1 (call 2))" in said
 
 
 def test_what_lies_on_the_disk_lies_in_a_folder() -> None:

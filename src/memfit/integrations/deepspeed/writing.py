@@ -15,7 +15,7 @@ from typing import Any
 from memfit.errors import ConfigError
 from memfit.integrations.deepspeed import batch, mapping
 from memfit.integrations.deepspeed.sections import Optimizer, Scheduler
-from memfit.values.plan import Plan
+from memfit.values.plan import Plan, calls_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,21 @@ def _left_out(plan: Plan, optimizer: Optimizer | None) -> Iterator[str]:
     yield f"the budget of {plan.budget_bytes} bytes: DeepSpeed has no key for a budget"
     if optimizer is None:
         yield "the optimizer: a plan holds no functions; give it to deepspeed.initialize, or to write()"
-    if script.recomputations:
+    if script.repeated_calls:
+        yield (
+            f"recomputation, {script.recomputations} operations of each micro-batch in {script.whole_calls} whole calls of modules: DeepSpeed does it where "
+            f"the model makes these calls through deepspeed.checkpointing.checkpoint ({calls_again(script)}), and nothing in a configuration switches it on"
+        )
+    elif script.recomputations:
         yield (
             f"recomputation, {script.recomputations} operations of each micro-batch: DeepSpeed recomputes where the model calls "
             "deepspeed.checkpointing.checkpoint, and nothing in a configuration switches it on"
         )
     if script.swaps:
+        number = len(script.swaps)
         yield (
-            f"activation offloading, {len(script.swaps)} storages of each micro-batch: activation_checkpointing.cpu_checkpointing moves what the model's own "
-            "checkpoints keep, and nothing else"
+            f"activation offloading, {number} storage{'s' if number > 1 else ''} of each micro-batch: activation_checkpointing.cpu_checkpointing moves what "
+            "the model's own checkpoints keep, and nothing else"
         )
     if choices.micro_batches > 1:
         yield (

@@ -99,7 +99,7 @@ def judged(
 ) -> list[tuple[list[float], list[Tensor], int]]:
     """For each plan the losses and the parameters after some steps, and the peak of this rank.
 
-    The peak is the least of three steps, as the meter does not see what gloo's own thread releases.
+    The peak is the least of eight steps, as the meter does not see what gloo's own thread releases.
 
     Args:
         rank: of this process.
@@ -117,7 +117,7 @@ def judged(
         own = part_of(sample, rank, engine.sharded.ranks) if divided else sample
         losses = [engine.step(own).loss for _ in range(steps)]
         parameters = whole(model)
-        peaks = [engine.step(own, meter=True).peak_bytes or 0 for _ in range(3)]
+        peaks = [engine.step(own, meter=True).peak_bytes or 0 for _ in range(8)]
         assert not any(record.divergences for record in engine.records)
         found.append((losses, parameters, min(peaks)))
         engine.sharded.close()

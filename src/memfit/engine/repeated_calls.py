@@ -86,6 +86,7 @@ class MadeCalls:
 
     Args:
         script: which calls.
+        model: whose buffers.
         retain: backward may run more than once, so the arguments stay.
         made_again: called with the number of operations when the calls have been made again.
         drawn: whether forward has drawn random numbers that are not torch's.
@@ -95,12 +96,19 @@ class MadeCalls:
     """
 
     def __init__(
-        self, script: RepeatedCalls, *, retain: bool, made_again: Callable[[int], None], drawn: Callable[[], bool]
+        self,
+        script: RepeatedCalls,
+        model: nn.Module,
+        *,
+        retain: bool,
+        made_again: Callable[[int], None],
+        drawn: Callable[[], bool],
     ) -> None:
         self.script = script
+        self._model = model
         self.packed = 0
         self._retain, self._made_again, self._drawn = retain, made_again, drawn
-        self._calls: list[tuple[nn.Module, Forward, Any]] = []  # with the arguments
+        self._calls: list[tuple[Forward, Any]] = []  # with the arguments
         self._returned: list[list[weakref.ref[torch.Tensor]]] = []
         self._freed = False
         self._autocast: AutocastState | None = None
@@ -115,21 +123,15 @@ class MadeCalls:
         """How many of the calls have been made."""
         return len(self._calls)
 
-    def begins(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The next of the calls.
-
-        Args:
-            module: that is called.
-            forward: of it.
-            args, kwargs: with which.
-        """
+    def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The next of the calls: this forward of a module, with these arguments."""
         if not self._calls:
             device = next((t.device for t in dispatch.tensors_in((args, kwargs)) if t.device.type != "cpu"), _CPU)
             self._autocast = AutocastState.present(device)
             if self.script.random:
                 drawn_from = dict.fromkeys((_CPU, device))
                 self._states = [(generators.of_device(each).get_state(), each) for each in drawn_from]
-        self._calls.append((module, forward, copied((args, kwargs), torch.Tensor, self._argument)))
+        self._calls.append((forward, copied((args, kwargs), torch.Tensor, self._argument)))
 
     def _argument(self, tensor: torch.Tensor) -> _Passed | _Returned:
         for call, returned in enumerate(self._returned):
@@ -230,9 +232,9 @@ class MadeCalls:
         def argument(noted: _Passed | _Returned) -> torch.Tensor:
             return noted.again() if isinstance(noted, _Passed) else returned[noted.call][noted.place]
 
-        for number, (_, _, arguments) in enumerate(self._calls):
+        for number, (_, arguments) in enumerate(self._calls):
             last_use.update((noted.call, number) for noted in found(arguments, _Returned))
-        for number, (_, forward, arguments) in enumerate(self._calls):
+        for number, (forward, arguments) in enumerate(self._calls):
             args, kwargs = copied(arguments, (_Passed, _Returned), argument)
             for call, last in last_use.items():
                 if last == number:
@@ -245,13 +247,7 @@ class MadeCalls:
     @contextmanager
     def _buffers_put_back(self) -> Iterator[None]:
         """The buffers that a second call changes are as before afterwards."""
-        modules = {path: module for (path, _), (module, _, _) in zip(self.script.modules, self._calls, strict=True)}
-        there = [
-            module.get_buffer(name.removeprefix(f"{path}." if path else ""))
-            for path, module in modules.items()
-            for name in self.script.buffers
-            if name.startswith(f"{path}." if path else "")
-        ]
+        there = [self._model.get_buffer(name) for name in self.script.buffers]
         copies = [buffer.clone() for buffer in there]
         try:
             yield
@@ -348,7 +344,7 @@ class CallsToRepeat:
                 self._differs(f"{type(module).__name__} is given something that is neither a tensor nor a plain value")
                 return forward(*args, **kwargs)
             before = made.packed
-            made.begins(module, forward, args, kwargs)
+            made.begins(forward, args, kwargs)
             with torch.autograd.graph.saved_tensors_hooks(made.packing(self._keep), self._unpack):
                 result = forward(*args, **kwargs)
             made.returns(result)
@@ -366,7 +362,11 @@ class CallsToRepeat:
         """The calls that one belongs to; None where those before it were not made."""
         if position == 0:
             self._present = MadeCalls(
-                script, retain=self._retain, made_again=self._note_recomputations, drawn=lambda: self._drawn
+                script,
+                self._model,
+                retain=self._retain,
+                made_again=self._note_recomputations,
+                drawn=lambda: self._drawn,
             )
         present = self._present
         if present is None or present.script is not script or present.made != position:

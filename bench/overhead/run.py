@@ -14,16 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import measuring
 import torch
 from overhead.chain import chain_and_batch, engines_between, loss_of, plainly, planned
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.capture.host_time import HandsOn
 
 SHARES = {"a tenth dropped": 0.9, "half dropped": 0.5, "smallest": 0.0}
-
-
-class Nothing(TorchDispatchMode):
-    """A mode that only hands on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -55,7 +49,7 @@ def main() -> None:
     engines = dict(zip(SHARES, made, strict=True))
 
     def under_a_mode() -> None:
-        with Nothing():
+        with HandsOn():
             loss = loss_of(model, batch)
         loss.backward()
         model.zero_grad(set_to_none=True)

@@ -139,11 +139,14 @@ class CostTable:
 
     def mode_seconds(self) -> float:
         """What a dispatch mode that does nothing adds to an operation on this computer; timed once, and once more where the machine was busy."""
-        if self._known.get(_MODE) is None or self._wanted({_MODE: _MODE}):
-            before = 1.0 if self._reference is None else self._reference.slowdown(now=True)
+        if self._wanted({_MODE: _MODE}):
+
+            def slowdown() -> float:
+                return 1.0 if self._reference is None else self._reference.slowdown(now=True)
+
+            before = slowdown()
             seconds = mode_seconds(processor_clock())
-            after = 1.0 if self._reference is None else self._reference.slowdown(now=True)
-            cost = Cost(seconds, 0, slowdown=max(before, after))
+            cost = Cost(seconds, 0, slowdown=max(before, slowdown()))
             if cost.slowdown < _slowdown(self._known.get(_MODE)):
                 self._known.put(_MODE, cost)
                 self._known.append([_MODE], inf if self._reference is None else self._reference.least_seconds)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
-from memfit.planner.repeatable_calls import RepeatableCalls
+from memfit.planner.repeatable_calls import RepeatableCalls, lives_again
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
@@ -179,21 +179,16 @@ def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: in
 def _make_again(allocator: CachingAllocator, trace: Trace, calls: RepeatableCalls) -> None:
     """What calls allocate and free while they are made again, each storage by itself; what backward reads of it is allocated anew afterwards."""
     held: dict[int, Block] = {}
-    born: dict[int, list[int]] = defaultdict(list)
-    dying: dict[int, list[int]] = defaultdict(list)
-    for s, storage in enumerate(trace.storages):
-        if calls.begin <= storage.birth <= calls.last:
-            born[storage.birth].append(s)
-            if storage.death < calls.last and s not in calls.makes:
-                dying[storage.death].append(s)
+    born = (s for s, storage in enumerate(trace.storages) if storage.birth >= calls.begin)
+    comes, goes = lives_again(trace, born, calls.last, frozenset(calls.makes))
     for event in range(calls.begin, calls.last + 1):
-        for s in born[event]:
+        for s in comes[event]:
             if trace.storages[s].bytes:
                 held[s] = allocator.allocate(trace.storages[s].bytes)
         code = trace.events[event]
         if code >= 0 and (workspace := trace.operations[code].workspace_bytes):
             allocator.free(allocator.allocate(workspace))
-        for s in dying[event]:
+        for s in goes[event]:
             if s in held:
                 allocator.free(held.pop(s))
     for block in held.values():

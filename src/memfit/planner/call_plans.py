@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memfit.planner.repeatable_calls import outermost
 from memfit.planner.solution import Solution
 from memfit.planner.timeline import Recomputations, Timeline
 
@@ -49,24 +50,23 @@ class CallPlans:
         lengths = sorted({len(calls.calls) for calls in self._calls.values()})
         rows = [[r for r in order if len(self._calls[r].calls) == length] for length in lengths]
         # Single calls are blocks and what is right inside them: blocks alone, or of both whatever gives back more.
-        outermost = self._outermost(sorted(rows[0], key=lambda r: (self._calls[r].begin, -self._calls[r].ends_before)))
-        blocks = [recipe for recipe in rows[0] if recipe in outermost]
+        outer = frozenset(outermost(sorted(rows[0], key=self._begins), self._operations))
+        blocks = [recipe for recipe in rows[0] if recipe in outer]
         return [blocks, *([self._apart(rows[0])] if len(blocks) < len(rows[0]) else []), *rows[1:]]
 
-    def _outermost(self, recipes: Sequence[int]) -> frozenset[int]:
-        """The calls that are not inside another, of calls in the order in which they began."""
-        out: list[int] = []
-        for recipe in recipes:
-            if not out or self._calls[recipe].begins_with >= self._calls[out[-1]].ends_before:
-                out.append(recipe)
-        return frozenset(out)
+    def _begins(self, recipe: int) -> tuple[int, int]:
+        """Order in which calls began, outer ones first."""
+        return self._calls[recipe].begin, -self._calls[recipe].ends_before
+
+    def _operations(self, recipe: int) -> tuple[int, int]:
+        return self._calls[recipe].begins_with, self._calls[recipe].ends_before
 
     def _apart(self, order: Sequence[int]) -> list[int]:
         """Of calls that overlap the one that comes first."""
         taken: list[int] = []
         spans: set[int] = set()
         for recipe in order:
-            operations = range(self._calls[recipe].begins_with, self._calls[recipe].ends_before)
+            operations = range(*self._operations(recipe))
             if spans.isdisjoint(operations):
                 taken.append(recipe)
                 spans.update(operations)

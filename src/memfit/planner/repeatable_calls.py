@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 from memfit.planner.modules import calls_of_blocks
 from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Phase, Trace
@@ -28,6 +28,8 @@ ROW: Final = 2.5
 CALL: Final = 1.5
 OPERATION: Final = 0.25
 TENSOR: Final = 0.075
+
+Call = TypeVar("Call")
 
 _BATCH_NORMS: Final = (
     "aten.native_batch_norm.",
@@ -107,10 +109,7 @@ def _rows(calls: Sequence[ModuleCall]) -> Iterator[tuple[ModuleCall, ...]]:
     """Each call alone, and blocks right after each other by powers of two."""
     for call in calls:
         yield (call,)
-    outer: list[ModuleCall] = []
-    for call in calls:
-        if not outer or call.operations[0] >= outer[-1].operations[1]:
-            outer.append(call)
+    outer = outermost(calls, lambda call: call.operations)
     length = 2
     while length <= len(outer):
         for first in range(0, len(outer), length):
@@ -119,6 +118,23 @@ def _rows(calls: Sequence[ModuleCall]) -> Iterator[tuple[ModuleCall, ...]]:
             if len(row) > 1 and joined:
                 yield tuple(row)
         length *= 2
+
+
+def outermost(calls: Iterable[Call], operations: Callable[[Call], tuple[int, int]]) -> list[Call]:
+    """The calls that are not inside another.
+
+    Args:
+        calls: in the order in which they began, outer ones before inner ones.
+        operations: of a call, the number of its first operation, and that of the first after it.
+    """
+    found: list[Call] = []
+    end = 0
+    for call in calls:
+        first, until = operations(call)
+        if first >= end:
+            found.append(call)
+            end = until
+    return found
 
 
 def _updates_in_backward(trace: Trace) -> bool:
@@ -250,21 +266,38 @@ class _Facts:
         return (names, sum(trace.storages[s].bytes for s in found)) if len(found) == len(names) else None
 
     def _peak(self, operations: Sequence[int], born: Sequence[int], makes: frozenset[int]) -> int:
-        """Largest number of bytes that the calls hold while they are made again: what is asked for stays, the rest goes as in forward."""
+        """Largest number of bytes that the calls hold while they are made again."""
         trace, last = self._trace, operations[-1]
-        changes: dict[int, int] = defaultdict(int)
-        for s in born:
-            storage = trace.storages[s]
-            if storage.birth <= last:
-                changes[storage.birth] += storage.bytes
-                if s not in makes and storage.death < last:
-                    changes[storage.death + 1] -= storage.bytes
+        comes, goes = lives_again(trace, born, last, makes)
         level = peak = 0
-        for event in sorted({*changes, *operations}):
-            level += changes.get(event, 0)
+        for event in sorted({*comes, *goes, *operations}):
+            level += sum(trace.storages[s].bytes for s in comes[event])
             code = trace.events[event]
             peak = max(peak, level + (trace.operations[code].workspace_bytes if code >= 0 else 0))
+            level -= sum(trace.storages[s].bytes for s in goes[event])
         return peak
+
+
+def lives_again(
+    trace: Trace, born: Iterable[int], last: int, makes: Container[int]
+) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
+    """Which storages come, and after it go, at each event while calls are made again: what is asked for stays, the rest goes as in forward.
+
+    Args:
+        trace: of the step.
+        born: storages that are made in the calls.
+        last: event of the last operation that runs again.
+        makes: what is asked for.
+    """
+    comes: defaultdict[int, list[int]] = defaultdict(list)
+    goes: defaultdict[int, list[int]] = defaultdict(list)
+    for s in born:
+        storage = trace.storages[s]
+        if storage.birth <= last:
+            comes[storage.birth].append(s)
+            if s not in makes and storage.death < last:
+                goes[storage.death].append(s)
+    return comes, goes
 
 
 def seconds_of(again: RepeatableCalls, trace: Trace) -> float:

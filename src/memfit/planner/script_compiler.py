@@ -71,9 +71,10 @@ def compile_script(
     """
     calls = [recipes.calls[r] for runs in recomputations.values() for r in runs if r in recipes.calls]
     recomputations = {
-        event: tuple(r for r in runs if r not in recipes.calls) for event, runs in recomputations.items() if runs
+        event: own
+        for event, runs in recomputations.items()
+        if (own := tuple(r for r in runs if r not in recipes.calls))
     }
-    recomputations = {event: runs for event, runs in recomputations.items() if runs}
     if not recomputations and not calls:
         return Script()
     trace = recipes.trace

@@ -53,24 +53,14 @@ def chain_of(model: Any, sample: Any, loss_fn: Any, machine: Any, optimizer: Any
     """The parts of a model on the meta device, with seconds estimated for a card."""
     from memfit.capture.capture import capture
     from memfit.capture.costs import with_costs
-    from memfit.capture.part_calls import find_part_calls
     from memfit.capture.roofline import estimated_costs
     from memfit.capture.source import StepSource
-    from memfit.planner.model_parts import Boundary, chain, part_calls
+    from memfit.pipelining import chain_of as chain_of_trace
 
     captured = capture(StepSource(model, sample, loss_fn, optimizer))
     costs = estimated_costs(captured.calls, machine)
     trace = with_costs(captured, costs, seconds_are="estimated", device=machine.name, allocation_bytes=512)
-    best = None
-    for outwards in range(3):
-        found = part_calls(trace, outwards)
-        calls = find_part_calls(model, sample, loss_fn, [call.module for call in found])
-        boundaries = [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))]
-        allowed = sum(not boundary.refused for boundary in boundaries)
-        if best is None or allowed > best[0]:
-            best = allowed, chain(trace, found, boundaries)
-    assert best is not None
-    return best[1]
+    return chain_of_trace(model, sample, loss_fn, trace)[1]
 
 
 def resnet(samples: int, depths: tuple[int, ...]) -> tuple[Any, Any, Any]:

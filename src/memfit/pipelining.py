@@ -257,7 +257,9 @@ def plan_pipeline(
     """
     schedule = Schedule(schedule)
     parts_of_batch, _ = equal_micro_batches(sample, micro_batches, weights)
-    calls, parts = _chain_of(model, parts_of_batch[0], loss_fn, optimizer)
+    table = CostTable(device_of(model))
+    captured = capture(StepSource(model, parts_of_batch[0], loss_fn, optimizer))
+    calls, parts = chain_of(model, parts_of_batch[0], loss_fn, priced(captured, table, device_of(model)))
     planner = _StagePlanner(model, sample, loss_fn, optimizer, clip_norm, micro_batches, weights, calls)
     known: dict[tuple[int, int], StageCost] = {}
     exact = replace(parts, fixed_bytes=planner.fixed_bytes, known=known, recompute=True)
@@ -279,12 +281,18 @@ def plan_pipeline(
     return _planned(planner, found, line, tuple(part.name for part in parts.parts))
 
 
-def _chain_of(
-    model: nn.Module, micro_batch: Batch, loss_fn: LossFunction | None, optimizer: OptimizerFactory | None
+def chain_of(
+    model: nn.Module, micro_batch: Batch, loss_fn: LossFunction | None, trace: Trace
 ) -> tuple[PartCalls, Parts]:
-    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut."""
-    captured = capture(StepSource(model, micro_batch, loss_fn, optimizer))
-    trace = priced(captured, CostTable(device_of(model)), device_of(model))
+    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut; and the calls of them.
+
+    Args:
+        model, micro_batch, loss_fn: the step.
+        trace: of it, with seconds.
+
+    Raises:
+        InputError: the forward does not call the same parts twice.
+    """
     best: tuple[int, PartCalls, Any] | None = None
     for outwards in range(LEVELS):
         found = part_calls(trace, outwards)

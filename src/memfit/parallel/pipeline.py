@@ -116,9 +116,9 @@ class Pipeline:
         self.shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         self._groups = self._groups_of(set(self.shared.values()))
         own = {name: p for name, p in model.named_parameters() if self.rank in holders.get(name, ())}
-        self._names = {id(p): name for name, p in own.items()}
+        self._trained = {name: p for name, p in own.items() if p.requires_grad}
         leave_to_other_stages(model, calls, [cut.range_of(stage) for stage in mine])
-        self.parameters = [p for p in own.values() if p.requires_grad]
+        self.parameters = list(self._trained.values())
         self.optimizer = optimizer(iter(self.parameters)) if optimizer is not None else None
         self.stages = [StageModule(model, loss_fn, calls, *cut.range_of(stage)) for stage in mine]
         self._in_turn = [
@@ -193,14 +193,11 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         for name, ranks in sorted(self.shared.items()):
-            parameter = self._own(name)
-            if self.rank in ranks and parameter is not None and parameter.requires_grad:
+            parameter = self._trained.get(name)
+            if parameter is not None and parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=self._groups[ranks])
-
-    def _own(self, name: str) -> nn.Parameter | None:
-        return next((p for p in self.parameters if self._names[id(p)] == name), None)
 
     def present(self, batch: Batch) -> list[Tensor]:
         """What is there on this rank before a step and counts: its part of the model, optimizer state, the batch, buffers for messages."""
@@ -218,7 +215,7 @@ class Pipeline:
     def update(self) -> None:
         """Clip by the norm over all ranks, and step this rank's optimizer."""
         if self.clip_norm is not None:
-            mine = [p for p in self.parameters if self.rank == self.shared.get(self._names[id(p)], (self.rank,))[0]]
+            mine = [p for name, p in self._trained.items() if self.rank == self.shared.get(name, (self.rank,))[0]]
             norm = torch.nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None]).to(self.device)
             squared = norm.float().square()
             dist.all_reduce(squared, group=self.group)

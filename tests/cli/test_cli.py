@@ -9,14 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cli.commands import Ran
 from memfit.cli import doctor, extras
-from memfit.cli.main import main
 from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
 from memfit.trackers import tensorboard
@@ -63,19 +62,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])  # the configuration's folder goes in front
     monkeypatch.delitem(sys.modules, "cli_toy", raising=False)
     return path
-
-
-class Ran:
-    """What a command left behind."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
-        self.status = main([str(a) for a in arguments])
-        self.out, self.err = capsys.readouterr()
-
-    @property
-    def data(self) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads(self.out)
-        return read
 
 
 def test_help_and_bad_arguments_do_not_wait_for_torch() -> None:

@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import memfit
-from memfit.cli.main import main
+from cli.commands import Ran
 from sharding import fits
 from sharding.ranks import as_torchrun_tells, on_ranks
 
@@ -57,19 +56,6 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])  # the configuration's folder goes in front
     monkeypatch.delitem(sys.modules, "ranks_toy", raising=False)
     return path
-
-
-class Ran:
-    """What a command left behind."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
-        self.status = main([str(a) for a in arguments])
-        self.out, self.err = capsys.readouterr()
-
-    @property
-    def data(self) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads(self.out)
-        return read
 
 
 def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(

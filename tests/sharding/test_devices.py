@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memfit
 import small
@@ -68,6 +69,19 @@ def test_the_figures_of_each_rank_are_those_of_its_own_capture(way: str) -> None
         max(plan.prediction.ranks, key=lambda r: r.peak_bytes).peak_bytes
         == plan.prediction.ranks[fullest(model, f"{way}/3")].peak_bytes
     )
+
+
+def test_zero3_drops_as_much_as_checkpoint_around_every_block() -> None:
+    """Weights that are gathered again for backward are what they were: recomputations read them."""
+    way = {"sharding": setting_of("zero3", 2), "micro_batches": 1}
+    model, sample, loss_fn = steps.gpt()
+    plan = memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=way)
+    by_hand, _, _ = steps.gpt()
+    blocks: Any = by_hand.blocks
+    for number, block in enumerate(blocks):
+        blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
+    theirs = memfit.plan(by_hand, sample, loss_fn, 1 << 40, small.adamw, fixed=way)
+    assert memfit.smallest_budget(plan) < theirs.prediction.plain_peak_bytes < plan.prediction.plain_peak_bytes
 
 
 def test_devices_are_written_in_a_few_words() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 
@@ -15,6 +16,8 @@ from memfit.capture.lifetimes import Lifetimes, StorageLife
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save
 
 Spans = Sequence[tuple[int, int]]
+# What `fully_shard` copies gathered parameters with to where the model reads them.
+GATHERS: Final = frozenset({"fsdp.split_with_sizes_copy.default"})
 
 
 @dataclass(slots=True)
@@ -74,6 +77,8 @@ def rerunnable_where_gathered(
     What one block hands to the next is such a result where blocks are resharded after forward (ZeRO 3). It is kept, and within a block all may be dropped, as
     with activation checkpointing of each block. So no plan gathers anything that the step does not gather by itself.
 
+    Gathering for backward writes into a storage what gathering for forward has written, so it counts as no write: recomputations read the same values.
+
     Args:
         operations, events, saves: of the step.
         spans: of each handle, the events between which it takes bytes.
@@ -107,4 +112,11 @@ def rerunnable_where_gathered(
     for save in saves:
         for event, _ in save.unpacks:
             keep_unless_there(save.storage, event)
-    return tuple(replace(o, rerunnable=False) if index in kept else o for index, o in enumerate(operations))
+    return tuple(
+        replace(
+            o,
+            rerunnable=o.rerunnable and index not in kept,
+            writes=tuple(s for s in o.writes if s not in spans) if o.name in GATHERS else o.writes,
+        )
+        for index, o in enumerate(operations)
+    )

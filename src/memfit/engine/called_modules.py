@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _hooks
+
+from memfit.step.modules import modules_of
 
 
 class CallCounts:
@@ -20,17 +21,21 @@ class CallCounts:
 
     def __init__(self, most: Mapping[str, int]) -> None:
         self._most = most
-        self._counts: Counter[str] = Counter()
+        self._left = dict(most)  # below zero: a call too many has been told
 
     def begins(self, module: str) -> str | None:
         """A module's call begins, with gradients; why no path that is known has it, None where one has."""
         if not self._most:
             return None
-        self._counts[module] += 1
-        most = self._most.get(module, 0)
-        if self._counts[module] != most + 1:
+        left = self._left.get(module, 0)
+        if left < 0:
             return None
-        return f"{module or 'the model'} is called more often than on any path that is known ({most})"
+        self._left[module] = left - 1
+        if left:
+            return None
+        return (
+            f"{module or 'the model'} is called more often than on any path that is known ({self._most.get(module, 0)})"
+        )
 
 
 class UnfollowedForward:
@@ -48,7 +53,7 @@ class UnfollowedForward:
 
     def __init__(self, most: Mapping[str, int], model: nn.Module, diverged: Callable[[str], None]) -> None:
         self._counts = CallCounts(most)
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): name for name, module in modules_of(model).items()}
         self._diverged = diverged
         self.divergence: str | None = None
         self.recomputations = 0

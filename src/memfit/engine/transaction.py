@@ -18,6 +18,7 @@ from memfit.engine.interrupts import interrupts_wait
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
 from memfit.step.guard import Deciding, Guard
+from memfit.step.modules import parameters_of
 from memfit.techniques.autocast.precision import Scaling
 
 
@@ -97,20 +98,20 @@ class Transactions:
         if self._clear is not None:
             self._clear()
             return
-        for parameter in self._model.parameters():
+        for parameter in parameters_of(self._model):
             parameter.grad = None
 
     @contextmanager
     def updating(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
         """An update of these tensors happens inside."""
-        before = [(tensor, tensor._version) for tensor in written]
+        before = [tensor._version for tensor in written]
         with interrupts_wait():
             try:
                 yield
             except NonFiniteLossError:
                 raise  # noticed before an update or in place of one; fused optimizers count a skipped step as a write
             except BaseException as error:
-                if any(tensor._version != version for tensor, version in before):
+                if any(tensor._version != version for tensor, version in zip(written, before, strict=True)):
                     raise self.failed_half_way(error) from error
                 raise
 

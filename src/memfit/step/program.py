@@ -17,6 +17,7 @@ from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
+from memfit.step.modules import parameters_of
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.techniques.freezing.freeze import unforced
@@ -203,7 +204,7 @@ class StepProgram:
         if self.sharded is not None:
             self.sharded.clear(accumulates=self.choices.micro_batches > 1)
             return
-        for parameter in self.model.parameters():
+        for parameter in parameters_of(self.model):
             parameter.grad = None
 
     def trainable(self) -> list[torch.nn.Parameter]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from memfit.dispatch import has_storage, storage_key
 from memfit.step.attributes import LARGEST_CONTAINER, PLAIN, held_by, items_of, length
+from memfit.step.modules import modules_of
 
 _OF_TORCH: Final = frozenset(nn.Module().__dict__)
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
@@ -61,7 +62,7 @@ class Unrestored:
 
     def _noted(self) -> _Words:
         words = _Words()
-        for path, module in self._model.named_modules():  # once: finding the modules takes longer than looking at them
+        for path, module in modules_of(self._model).items():
             words.tensors(module, f"{path}." if path else "", self._restored)
             if not type(module).__module__.startswith("torch."):  # torch's own keep no such state
                 self._attributes(module, words)
@@ -97,7 +98,7 @@ class HeldByModules:
 
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
-        for module in self._model.modules():
+        for module in modules_of(self._model).values():
             if type(module).__module__.startswith("torch."):  # torch's own keep no such state
                 continue
             for name, value in vars(module).items():

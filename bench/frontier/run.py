@@ -45,7 +45,9 @@ def ask(name: str, *, quick: bool, rounds: int, without: str = "") -> list[Row]:
     arranged = {row["row"]: each for each, _, row in (*found, *ours)}
     rows = [row for _, _, row in (*found, *ours)]
     _count(arranged, rows)
-    times = measuring.in_turns({key: each.step for key, each in arranged.items()}, rounds, tell=say)
+    times = measuring.in_turns(
+        {key: each.step for key, each in arranged.items()}, rounds, tell=say, after_its_like=True
+    )
     for row in rows:
         row["times"] = times[row["row"]]
         arrangement = arranged[row["row"]]

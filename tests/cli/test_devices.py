@@ -7,51 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import memfit
 from cli.commands import Ran
-from sharding import fits
+from sharding import fits, toy_run
 from sharding.ranks import as_torchrun_tells, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOY = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
-
-    def forward(self, x, y):
-        return (self.body(x).sum(-1) - y).square().mean()
-
-def build():
-    return Net()
-"""
-
-CONFIG = """
-model: {python: "ranks_toy:build"}
-data: {train: train.npz, validation: validation.npz}
-fit: {budget: 1MiB, global_batch: 8, device: cpu}
-optim: {name: sgd, lr: 1e-3, fused: false}
-train: {steps: 5, log_every: 1, meter_every: 2, eval_every: 3}
-report: {html: false}
-"""
-
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "ranks_toy.py").write_text(TOY, encoding="utf-8")
-    random = np.random.default_rng(0)
-    for name, samples in (("train", 20), ("validation", 6)):
-        x = random.standard_normal((samples, 64)).astype(np.float32)
-        np.savez(tmp_path / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG, encoding="utf-8")
+    path = toy_run.written(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the configuration's folder goes in front
     monkeypatch.delitem(sys.modules, "ranks_toy", raising=False)
@@ -135,11 +104,18 @@ def test_under_somebodys_torchrun_ranks_join_and_train_as_one_process_does(
 
     assert (first, other, silent) == (0, 0, "")
     answer = json.loads(told)
-    assert (answer["status"], answer["step"], answer["snapshot"]) == ("done", 5, None)
+    assert (answer["status"], answer["step"], answer["snapshot"]) == (
+        "done",
+        5,
+        str(run_file.parent / "two" / "step-000005"),
+    )
     same_as_alone("two")
-    assert not list(Path("two").glob("step-*"))
     kept = memfit.Plan.load(Path("two", "plan.json"))
     assert kept.choices.sharding == "zero3/2"
+    # Gone on from by one process: all is done, and the parameters are the same.
+    ran = Ran(capsys, "resume", "two", "--nproc", "1", "--set", "train.steps=5", "--json")
+    assert (ran.status, ran.data["step"]) == (0, 5)
+    same_as_alone("two")
 
 
 @pytest.mark.slow
@@ -173,13 +149,13 @@ def test_as_many_processes_as_asked_for_train_as_one_does(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["--nproc", "1"], "--nproc 1: several processes are at least 2"),
+        (["--nproc", "1"], "--nproc 1: give a number of processes from 2 on"),
         (["--nproc", "2", "--devices", "4x1GiB"], "fit.devices: '4x1GiB' names 4 devices, and the run has 2 ranks"),
         (["--nproc", "9"], "a batch has 8 samples for 9 ranks"),
-        (
-            ["--nproc", "2", "--set", "train.save_every=2"],
-            "train.save_every: 2 asks for snapshots, and those of several",
-        ),
+        (["--nproc", "4:2"], '--nproc 4:2: give a number of processes from 2 on, or the fewest and the most, as "2:4"'),
+        (["--nproc", "some"], "--nproc some: give a number of processes from 2 on"),
+        (["--restarts", "2"], "--restarts starts processes again, and --nproc says how many there are: give both"),
+        (["--nproc", "2", "--set", "train.rank_timeout=0"], "train.rank_timeout: 0.0 is less than 1"),
         (["--nproc", "2", "--set", "report.frontier=true"], "report.frontier: a frontier is of one device"),
         (["--devices", "2x1GiB"], "names 2 devices, and this process is alone: memfit train --nproc 2"),
     ],

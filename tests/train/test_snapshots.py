@@ -176,7 +176,7 @@ def test_another_format_is_said_to_be_one(tmp_path: Path) -> None:
     record = json.loads((folder / "snapshot.json").read_text())
     (folder / "snapshot.json").write_text(json.dumps({**record, "format_version": 99}))
 
-    with pytest.raises(SnapshotError, match="has format 99 and this memfit reads 1"):
+    with pytest.raises(SnapshotError, match="has format 99 and this memfit reads 2"):
         snapshots.read(folder)
 
 

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     config = read_config(arguments)
     from memfit.api import frontier_points
     from memfit.train import progress
-    from memfit.train.run import make_frontier
+    from memfit.train.plans import make_frontier
     from memfit.values.report import Report
 
     display = progress.display()

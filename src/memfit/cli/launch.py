@@ -1,4 +1,8 @@
-"""`memfit train --nproc`: torchrun starts the same command in as many processes; what they answer comes back through files."""
+"""`memfit train --nproc`: torchrun starts the same command in as many processes; what they answer comes back through files.
+
+A rank that ends without an answer (killed, or taken for lost by the others, which have waited for it) ends the run; where restarts are left, it goes on from
+its last snapshot.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from memfit.cli.answer import Answer, Status, failure, read_config, settings_of
 from memfit.errors import ConfigError
@@ -24,21 +28,51 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launched(arguments: argparse.Namespace) -> Answer:
-    """Plan here, where there is no process group, and train in ranks.
+    """Plan here, where there is no process group, and train in ranks; again where one was lost and restarts are left.
+
+    Args:
+        arguments: of `memfit train`, or of `memfit resume`, which goes on in the folder `out`.
 
     Raises:
         ConfigError: there is no such number of processes.
         MemfitError: as for training on one device, as far as it is known before the ranks start.
     """
-    if arguments.nproc < 2:
-        raise ConfigError(f"--nproc {arguments.nproc}: several processes are at least 2; leave it out for one")
-    with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
-        _plan(arguments).save(Path(folder, "plan.json"))
-        status = _run(_command(arguments, folder), {**os.environ, ANSWERS: folder, **_threads(arguments.nproc)})
-        return _answered(Path(folder), status)
+    least, number = _numbers(arguments.nproc)
+    begun = getattr(arguments, "out", None)  # the folder to go on in; None to start from the beginning
+    for restarts_left in range(arguments.restarts, -1, -1):
+        with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
+            if begun is None:
+                plan, out = _plan(arguments, number)
+            else:
+                plan, out = _plan_to_resume(arguments, begun, number), begun
+            plan.save(Path(folder, "plan.json"))
+            command = _command(arguments, folder, number, begun)
+            status = _run(command, {**os.environ, ANSWERS: folder, **_threads(number)})
+            answers = _answers(Path(folder))
+            lost = sorted(set(range(number)) - answers.keys()) if status else []
+            if not lost or not restarts_left or _interrupted(status):
+                return _answered(list(answers.values()), lost, status)
+        begun = out if begun is None and (out / "config.json").is_file() else begun
+        number = max(least, number - len(lost))
+        print(
+            f"memfit: {_lost(lost)}; going on with {number} ranks from the last snapshot in {out}, {restarts_left - 1} more restarts are left",
+            file=sys.stderr,
+        )
+    raise AssertionError("the last round has answered")
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _numbers(named: str) -> tuple[int, int]:
+    """The fewest and the most processes."""
+    least, _, most = named.rpartition(":")
+    if not most.isdecimal() or not (least or most).isdecimal() or not 2 <= int(least or most) <= int(most):
+        raise ConfigError(
+            f'--nproc {named}: give a number of processes from 2 on, or the fewest and the most, as "2:4"; leave it out for one'
+        )
+    return int(least or most), int(most)
+
+
+def _plan(arguments: argparse.Namespace, number: int) -> tuple[Plan, Path]:
+    """The plan, and the run's folder."""
     config = read_config(arguments)
     from memfit.train import progress
     from memfit.train.run import plan_for_ranks
@@ -46,19 +80,33 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     given = None if arguments.plan is None else Plan.load(arguments.plan)
     display = progress.display()
     try:
-        return plan_for_ranks(config, arguments.nproc, display, given)
+        return plan_for_ranks(config, number, display, given), config.out
     finally:
         display.close()
 
 
-def _command(arguments: argparse.Namespace, folder: str) -> list[str]:
+def _plan_to_resume(arguments: argparse.Namespace, out: Path, number: int) -> Plan:
+    from memfit.train import progress
+    from memfit.train.run import plan_to_resume
+
+    if arguments.plan is not None:
+        return Plan.load(arguments.plan)
+    display = progress.display()
+    try:
+        return plan_to_resume(out, number, display, settings_of(arguments))
+    finally:
+        display.close()
+
+
+def _command(arguments: argparse.Namespace, folder: str, number: int, begun: Path | None) -> list[str]:
     """torchrun, on this machine alone, at a port that is free."""
-    own = ["train", str(arguments.config), "--plan", str(Path(folder, "plan.json"))]
+    own = ["train", str(arguments.config)] if begun is None else ["resume", str(begun)]
+    own += ["--plan", str(Path(folder, "plan.json"))]
     own += [word for setting in settings_of(arguments) for word in ("--set", setting)]
     own += [name for name in ("--json", "--debug") if getattr(arguments, name[2:])]
     torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    number = ["--nproc-per-node", str(arguments.nproc)]
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, *number, "-m", "memfit", *own]
+    torchrun += ["--nproc-per-node", str(number)]
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "memfit", *own]
 
 
 def _threads(ranks: int) -> dict[str, str]:
@@ -86,10 +134,28 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _answered(folder: Path, status: int) -> Answer:
-    """What rank 0 has answered; where one failed, what the first one to fail said."""
-    answers = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("rank.*")]
+def _answers(folder: Path) -> dict[int, dict[str, Any]]:
+    """By rank."""
+    return {int(file.suffix[1:]): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("rank.*")}
+
+
+def _interrupted(status: int) -> bool:
+    """Whether torchrun itself was told to stop."""
+    return status < 0 or status in {128 + number for number in _SIGNALS}
+
+
+def _lost(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {names} ended without an answer (killed, out of memory, or hung until the others gave up)"
+
+
+def _answered(answers: Sequence[dict[str, Any]], lost: Sequence[int], status: int) -> Answer:
+    """What rank 0 has answered; where one was lost, which; where one failed, what the first one to fail said."""
     failed = [each for each in answers if each["error"]]
+    if lost and len(failed) == len(answers):
+        text = f"{_lost(lost)}, so all were stopped. To go on from the last snapshot: memfit resume, or --restarts N from the beginning"
+        print(f"memfit: {text}", file=sys.stderr)
+        return Answer({"error": "EngineError", "message": text, "lost_ranks": list(lost)}, "", Status.COULD_NOT_TELL)
     if failed:
         first = min(failed, key=lambda each: each["at"])
         print(f"memfit: {first['text']}", file=sys.stderr)

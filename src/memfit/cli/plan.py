@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.run import assembled, check_budget, make_bundle, make_plan
+    from memfit.train.plans import assembled, check_budget, make_bundle, make_plan
 
     check_budget(config)
     display = progress.display()

@@ -24,33 +24,53 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     add_config(parser)
     parser.add_argument("--plan", metavar="FILE", type=Path, help="follow this plan instead of making one")
-    parser.add_argument(
-        "--nproc", metavar="N", type=int, help="train in N processes on this machine, started by torchrun"
-    )
+    _add_ranks(parser, "train in N processes on this machine, started by torchrun")
     parser.add_argument("--devices", metavar="DEVICES", help='what each process has: "4x24GiB" (sets fit.devices)')
     parser.set_defaults(run=run)
     parser = verbs.add_parser(
         "resume", parents=[shared], help="go on with a run that stopped", description="Go on with a run that stopped."
     )
     parser.add_argument("out", metavar="OUT_DIR", type=Path, help="folder of the run, or one of its snapshots")
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="follow this plan instead of the saved one")
+    _add_ranks(parser, "in N processes; left out, in as many as before")
     add_settings(parser)
     parser.set_defaults(run=run_resume)
+
+
+def _add_ranks(parser: argparse.ArgumentParser, number: str) -> None:
+    parser.add_argument(
+        "--nproc", metavar="N", help=f'{number}; "2:4": in 4, and in fewer, 2 at least, after one was lost'
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="go on from the last snapshot, so many times, when one of the processes was lost (0)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Train from the start, in processes of its own where that is asked for."""
     from memfit.cli import launch
 
-    number = os.environ.get("WORLD_SIZE") if os.environ.get("RANK") else None
     if arguments.nproc is None:
+        if arguments.restarts:
+            raise ConfigError("--restarts starts processes again, and --nproc says how many there are: give both")
         return launch.reported(lambda: _trained(arguments))
-    if number is None:
-        return launch.launched(arguments)
-    if number != str(arguments.nproc):
+    if _started(arguments):
+        return _trained(arguments)
+    return launch.launched(arguments)
+
+
+def _started(arguments: argparse.Namespace) -> bool:
+    """Whether this process is one of as many as were asked for."""
+    number = os.environ.get("WORLD_SIZE") if os.environ.get("RANK") else None
+    if number not in {None, arguments.nproc}:
         raise ConfigError(
             f"--nproc {arguments.nproc}: this process is one of {number} that torchrun has started: leave --nproc out"
         )
-    return _trained(arguments)
+    return number is not None
 
 
 def _trained(arguments: argparse.Namespace) -> Answer:
@@ -77,14 +97,33 @@ def run_resume(arguments: argparse.Namespace) -> Answer:
     """Go on from the newest snapshot."""
     if not arguments.out.is_dir():
         raise ConfigError(f"there is no folder {arguments.out}")
+    from memfit.cli import launch
+
+    if arguments.nproc is not None and _started(arguments):
+        return _resumed(arguments)
+    if not os.environ.get("RANK"):
+        from memfit.train.run import ranks_of
+
+        arguments.nproc = arguments.nproc or str(ranks_of(arguments.out))
+        if arguments.nproc != "1":
+            return launch.launched(arguments)
+        arguments.settings.append("fit.devices=null")
+    return launch.reported(lambda: _resumed(arguments))
+
+
+def _resumed(arguments: argparse.Namespace) -> Answer:
     from memfit.train import progress
     from memfit.train.run import resume
+    from memfit.values.plan import Plan
 
+    plan = None if arguments.plan is None else Plan.load(arguments.plan)
     display = progress.display()
     try:
-        result = resume(arguments.out, display, settings_of(arguments))
+        result = resume(arguments.out, display, settings_of(arguments), plan)
     finally:
         display.close()
+    if result.rank:
+        return Answer({}, "")  # rank 0 answers
     return answer("resume", result)
 
 
@@ -119,18 +158,10 @@ def answer(verb: str, result: Result) -> Answer:
             f"{format_bytes(result.plan.budget_bytes)} allowed"
         )
     if outcome.signal is not None:
-        if outcome.snapshot is None:
-            lines.append(
-                f"Stopped after step {outcome.step}; several ranks write no snapshots yet, so nothing was kept"
-            )
-        lines += (
-            []
-            if outcome.snapshot is None
-            else [
-                f"Snapshot: after step {outcome.step}, in {outcome.snapshot}",
-                f"To go on: memfit resume {result.out}",
-            ]
-        )
+        lines += [
+            f"Snapshot: after step {outcome.step}, in {outcome.snapshot}",
+            f"To go on: memfit resume {result.out}",
+        ]
         status = (
             Status.INTERRUPTED if outcome.signal == Status.INTERRUPTED - _SIGNALLED else _SIGNALLED + outcome.signal
         )

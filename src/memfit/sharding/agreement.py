@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Told = TypeVar("Told")
 
 
 class Agreement:
@@ -41,6 +44,24 @@ class Agreement:
         self._value.fill_(value)
         dist.all_reduce(self._value, group=self._group)
         return float(self._value.item()) / self._group.size()
+
+    def told(self, value: Told | None) -> Told:
+        """Rank 0's value, on all ranks; plain data that pickle can copy."""
+        told = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        found: Told = told[0]  # type: ignore[assignment]  # rank 0 has one
+        return found
+
+    def of_all(self, value: Told) -> list[Told]:
+        """Every rank's value, on all ranks, by rank."""
+        found: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def first_error(self, error: Exception | None) -> tuple[int, str] | None:
+        """The lowest rank that has an error, and its text; None where none has one."""
+        texts = self.of_all(None if error is None else str(error))
+        return next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
 
     def first(self, *, concerned: bool) -> int | None:
         """The lowest rank that is concerned; None where none is."""

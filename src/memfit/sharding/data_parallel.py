@@ -110,6 +110,10 @@ class DataParallel(ShardedModel):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own advice about its TorchScript optimizers
             return ZeroRedundancyOptimizer(groups, optimizer_class=local, process_group=self.group)  # type: ignore[arg-type]
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Under ZeRO 1 the one inside of torch's."""
+        return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Gradients are sent in the last one."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from memfit.errors import InputError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
@@ -54,6 +55,27 @@ class FullySharded(ShardedModel):
     def parameters(self) -> list[nn.Parameter]:
         """The shards."""
         return list(self._shards.values())
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Rows of each."""
+        return True
+
+    def placed(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """As a DTensor laid out as the parameter is."""
+        whole: Any = self.model.get_parameter(name)
+        found: torch.Tensor = DTensor.from_local(
+            part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return found
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Its rows."""
+        laid_out: Any = self.model.get_parameter(name)
+        found = distribute_tensor(
+            whole.to(laid_out.device), laid_out.device_mesh, laid_out.placements, src_data_rank=None
+        )
+        return _plain(found)
 
     def held(self) -> list[torch.Tensor]:
         """Shards are padded to equal sizes, in the same storages."""

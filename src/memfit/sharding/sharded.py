@@ -91,6 +91,34 @@ class ShardedModel(ABC):
             accumulates: a step has several micro-batches.
         """
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """What is on this rank between steps, by the names of the model's parameters."""
+        return dict(zip((name for name, _ in self.model.named_parameters()), self.parameters(), strict=True))
+
+    def placed(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """What belongs to a parameter (itself, or its optimizer state), told to torch as the part of a whole that it is.
+
+        Args:
+            name: of the parameter.
+            part: as large as this rank's part of it.
+        """
+        del name
+        return part
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what belongs to a whole parameter, laid out as the parameter is."""
+        del name
+        return whole
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Of what `optimizer` gave, that which steps this rank's own part."""
+        return optimizer
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank has only a part of each parameter."""
+        return False
+
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model for calls without gradients, which all ranks make alike."""

@@ -213,6 +213,7 @@ class TrainConfig:
         eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
         meter_every: optimizer steps between metered ones, whose peak is logged next to the predicted one; 0 for none.
         out: folder that everything is written to.
+        rank_timeout: seconds after which the other ranks take one for lost that does not answer; None for torch's own (30 minutes on a CPU, 10 on GPUs).
     """
 
     epochs: int | None = None
@@ -224,6 +225,7 @@ class TrainConfig:
     eval_every: int = 0
     meter_every: int = 100
     out: str = "out"
+    rank_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -232,6 +234,8 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 _at_least(f"train.{name}", getattr(self, name), least)
         _at_least("train.eval_every", self.eval_every, 0)
+        if self.rank_timeout is not None:
+            _at_least("train.rank_timeout", self.rank_timeout, 1)
         _at_least("train.meter_every", self.meter_every, 0)
 
 
@@ -363,7 +367,7 @@ def _drop_alternative(place: dict[str, Any], names: list[str]) -> None:
         place.pop(alternative, None)
 
 
-def _at_least(path: str, value: int, least: int) -> None:
+def _at_least(path: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigError(f"{path}: {value} is less than {least}")
 

@@ -27,14 +27,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(say: Callable[[str], None], *, saves: bool = True) -> Iterator[StopRequest]:
+def stop_requests(say: Callable[[str], None]) -> Iterator[StopRequest]:
     """While the block runs, the first signal sets the request and the second one interrupts.
 
     Outside the main thread Python allows no handlers: the request then stays as it is.
 
     Args:
         say: told that the first one has come.
-        saves: a snapshot is written then.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -45,8 +44,7 @@ def stop_requests(say: Callable[[str], None], *, saves: bool = True) -> Iterator
         if request:
             raise KeyboardInterrupt
         request.signal = number
-        more = " and a snapshot written; once more stops at once, without one" if saves else "; once more stops at once"
-        say(f"stopping: the running step is finished{more}")
+        say("stopping: the running step is finished and a snapshot written; once more stops at once, without one")
 
     before = {each: signal.signal(each, on_signal) for each in _SIGNALS}
     try:

@@ -8,6 +8,7 @@ never stopped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ class RunOutput:
         config: written into snapshots, for whoever finds one.
         display: shows progress.
         trackers: get what the log gets; whoever opened them closes them.
-        together: with the other ranks of this run, of which rank 0 alone writes; None for one process. Snapshots are written by one process only.
+        together: with the other ranks of this run, of which rank 0 alone writes, but for snapshots; None for one process.
     """
 
     folder: Path
@@ -176,25 +177,24 @@ class _Run:
             Rates(optimizer, schedule, total) if isinstance(schedule, ScheduleConfig) else schedule(optimizer, total)
         )
         together = self.output.together
-        if together is None:
-            self._check_space(self.engine.optimizer)
+        self._check_space(self.engine.optimizer)
         self._begin(snapshot)
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
             rates.set(max(0, self.step - self.skipped - 1))
         log = Log(self.output.folder, self.step, self.evaluated) if self.output.writes else SilentLog()
         try:
-            with stop_requests(self.output.display.note, saves=together is None) as stop:
+            with stop_requests(self.output.display.note) as stop:
                 self.output.display.begin(self.step, total, self._predicted())
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):
                     self._evaluate(log, stop)
                 if together is not None:
                     self.peak_bytes = together.largest(self.peak_bytes or 0) or None
-                elif (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
+                if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
                 else:  # the run may have been killed before it got to that
-                    snapshots.prune(self.output.folder, self.settings.keep)
+                    self._prune()
         finally:
             rates.release()
             log.close()
@@ -202,6 +202,11 @@ class _Run:
 
     def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
         """For snapshots: better now than after the first hour."""
+        if self.output.together is not None:
+            from memfit.train import rank_snapshots
+
+            rank_snapshots.check_space(self.output.folder, self.engine, self.output.together)
+            return
         with self.engine.gathered(on_host=True, changed=False):
             content = {"model": self.engine.model.state_dict(), "optimizer": optimizer.state_dict()}
             snapshots.check_space(self.output.folder, snapshots.bytes_of(content))
@@ -233,16 +238,34 @@ class _Run:
                 f"{len(self.batches.samples)}: "
                 "put the data back, or start a new run from the weights"
             )
-        for moved in snapshots.set_aside(self.output.folder, snapshot.step):
+        for moved in snapshots.set_aside(self.output.folder, snapshot.step) if self.output.writes else []:
             self.output.display.note(f"set aside: {moved} (it is later than where this run starts)")
-        with self.engine.gathered(on_host=True):
-            loop = snapshots.restore(snapshot, self.engine)
+        loop = self._restored(snapshot)
         self.step, self.position, self.saved = snapshot.step, snapshot.position, snapshot.folder
         if snapshot.folder.resolve().parent == self.output.folder.resolve():
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
+
+    def _restored(self, snapshot: Snapshot) -> dict[str, Any]:
+        """The loop's values, where everything else is put back."""
+        sharded = self.engine.sharded
+        ranks = 1 if sharded is None else sharded.ranks
+        if ranks != snapshot.ranks:
+            # Their generators were for other parts of the batch.
+            words = f"{self.settings.seed} {snapshot.step} {0 if sharded is None else sharded.agreement.rank} {ranks}"
+            seed_all(int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]))
+            self.output.display.note(
+                f"the snapshot is of {snapshot.ranks} rank{'s' if snapshot.ranks != 1 else ''} and this run has {ranks}: parameters and optimizer state go on "
+                "as they were; dropout draws other numbers from here on"
+            )
+        if ranks > 1 or snapshot.ranks > 1:
+            from memfit.train import rank_snapshots
+
+            return rank_snapshots.restore(snapshot, self.engine)
+        with self.engine.gathered(on_host=True):
+            return snapshots.restore(snapshot, self.engine)
 
     def _steps(self, total: int, rates: Rates | MovedRates, log: Log | SilentLog, stop: StopRequest) -> None:
         settings = self.settings
@@ -281,7 +304,7 @@ class _Run:
             self.output.display.step(record, rate, log=due)
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._evaluate(log, stop)
-            if settings.save_every and self.output.together is None and self.step % settings.save_every == 0:
+            if settings.save_every and self.step % settings.save_every == 0:
                 self._save(log)
 
     def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
@@ -318,22 +341,28 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
         }
-        with self.engine.gathered(on_host=True, changed=False):
-            self.saved = snapshots.write(
-                self.output.folder,
-                self.engine,
-                step=self.step,
-                position=self.position,
-                samples=len(self.batches.samples),
-                loop=loop,
-                config=dict(self.output.config),
-            )
+        about: Any = {
+            "step": self.step,
+            "position": self.position,
+            "samples": len(self.batches.samples),
+            "loop": loop,
+            "config": dict(self.output.config),
+        }
+        if self.output.together is not None:
+            from memfit.train import rank_snapshots
+
+            self.saved = rank_snapshots.write(self.output.folder, self.engine, self.output.together, **about)
+        else:
+            with self.engine.gathered(on_host=True, changed=False):
+                self.saved = snapshots.write(self.output.folder, self.engine, **about)
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
-        snapshots.prune(self.output.folder, self.settings.keep)
+        self._prune()
+
+    def _prune(self) -> None:
+        if self.output.writes:
+            snapshots.prune(self.output.folder, self.settings.keep)
 
     def _non_finite(self, error: NonFiniteLossError, log: Log | SilentLog) -> NonFiniteLossError:
-        if self.output.together is not None:
-            return NonFiniteLossError(f"step {self.step + 1}: {error}. Several ranks write no snapshots yet")
         if self.saved_step != self.step:
             self._save(log)
         setting = "fit.fixed.precision=bf16" if self.engine.plan.choices.precision == "fp16" else "optim.lr=..."

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
 
 from memfit.capture.trace_source import machine_of
 from memfit.devices import several_devices
@@ -11,6 +18,7 @@ from memfit.hardware.machine import Machine
 from memfit.hardware.network import devices_of
 from memfit.hardware.topology import Topology
 from memfit.ranks import check_plan, place
+from memfit.sharding.agreement import Agreement
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
 from memfit.units import format_bytes, parse_bytes
@@ -88,25 +96,65 @@ def check(config: Config, ranks: int) -> None:
             f"fit.devices: {named!r} names {_number(named)} devices, and the run has {ranks} ranks: make them equal"
         )
     _no_deepspeed(config)
-    if config.train.save_every:
-        raise ConfigError(
-            f"train.save_every: {config.train.save_every} asks for snapshots, and those of several ranks cannot be written yet, as each holds its own part of "
-            "the state: set it to 0"
-        )
     if config.report.frontier:
         raise ConfigError("report.frontier: a frontier is of one device, and this run has several ranks: leave it out")
 
 
-def not_resumed(config: Config) -> None:
-    """Refuse to resume a run of several ranks, or on several.
+def number_of(config: Config) -> int:
+    """The ranks that a configuration is for; 1 for one device."""
+    return 1 if config.fit.devices is None else _number(config.fit.devices)
+
+
+def for_number(config: Config, number: int) -> Config:
+    """With so many of its devices; without any, and without a way to share the step out, where it is one."""
+    named = config.fit.devices
+    if number == 1:
+        fixed = {name: value for name, value in config.fit.fixed.items() if name != "sharding"}
+        return replace(config, fit=replace(config.fit, devices=None, fixed=fixed))
+    alike = isinstance(named, str) and "x" in named
+    devices = f"{number}x{str(named).partition('x')[2]}" if alike else number
+    return replace(config, fit=replace(config.fit, devices=devices))
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process again, after a rank of the run had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in {"", "0"}
+
+
+def wait_at_most(seconds: float | None) -> None:
+    """How long a rank waits for the others from here on."""
+    if seconds is not None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        _set_pg_timeout(timedelta(seconds=seconds))
+
+
+def check_alike(agreement: Agreement, config: Config, samples: int) -> None:
+    """Check that all ranks train the same.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: one has another configuration, other data or other versions than rank 0; on all ranks, naming that one.
     """
-    if config.fit.devices is not None or place() is not None:
-        raise ConfigError(
-            "a run of several ranks cannot be resumed yet, as it writes no snapshots: start it again with another train.out"
-        )
+    own = _flat(config.to_json()) | {
+        "torch": torch.__version__,
+        "memfit": importlib.metadata.version("memfit"),
+        "the number of samples": samples,
+    }
+    of_all = agreement.of_all(own)
+    for rank, theirs in enumerate(of_all):
+        for key in sorted(theirs.keys() | of_all[0].keys()):
+            if theirs.get(key) != of_all[0].get(key):
+                raise ConfigError(
+                    f"rank {rank} has another {key} than rank 0 ({theirs.get(key)!r}, not {of_all[0].get(key)!r}): start all with the same configuration, data "
+                    "and versions"
+                )
+
+
+def _flat(data: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        found |= _flat(value, f"{front}{key}.") if isinstance(value, Mapping) else {front + key: value}
+    return found
 
 
 def _number(named: str | int) -> int:

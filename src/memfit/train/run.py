@@ -14,20 +14,18 @@ import torch
 from memfit import api, trackers
 from memfit.api import frontier_points
 from memfit.errors import ConfigError, PlanFileError, SnapshotError
-from memfit.hardware.machine import known_machine
 from memfit.integrations.deepspeed.training import RateSchedule
-from memfit.ranks import check_plan, fit_together
+from memfit.ranks import check_plan, fit_together, place
 from memfit.trackers import Tracker
 from memfit.train import log, ranks, snapshot_folders, snapshots
-from memfit.train.assemble import Assembly, assemble, read_deepspeed, without_bars
+from memfit.train.assemble import Assembly, read_deepspeed, without_bars
 from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
+from memfit.train.plans import assembled, check_budget, frontier_of, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
 from memfit.train.text import FolderEncoder, has_tokenizer
-from memfit.units import format_bytes, parse_bytes
-from memfit.values.bundle import TraceBundle
 from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint, Rehearsal, Report
 
@@ -78,7 +76,11 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
     config, there = ranks.here(config, plan)
     trackers.check(config.report.to)  # now, not when all is planned
     if there is not None:
-        return _on_ranks(config, display if there[0] == 0 else SilentDisplay(), plan, *there)
+        if ranks.restarted() and (config.out / CONFIG_NAME).is_file():
+            return _resumed_on_ranks(config.out, display, (), plan, *there)
+        if there[0] == 0:
+            _check_out(config.out)
+        return _on_ranks(config, display, plan, None, *there)
     _check_out(config.out)
     check_budget(config, plan)
     snapshots.check_space(config.out, 0)
@@ -94,10 +96,11 @@ def _check_out(out: Path) -> None:
         )
 
 
-def _on_ranks(config: Config, display: Display, plan: Plan | None, rank: int, number: int) -> Result:
-    """The same as one of several ranks, of which the first one plans, prints and writes."""
-    if rank == 0:
-        _check_out(config.out)
+def _on_ranks(
+    config: Config, display: Display, plan: Plan | None, snapshot: Snapshot | None, rank: int, number: int
+) -> Result:
+    """The same as one of several ranks, of which the first one plans, finds the snapshot to go on from, prints and writes."""
+    display = display if rank == 0 else SilentDisplay()
     check_budget(config, plan)
     assembly = assembled(config, display)
     assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
@@ -105,10 +108,16 @@ def _on_ranks(config: Config, display: Display, plan: Plan | None, rank: int, nu
         lambda: plan or make_plan(config, assembly, None, display),
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, progress=display.stage,
     )  # fmt: skip
-    return _train(config, assembly, engine, None, display)
+    assert engine.sharded is not None
+    agreement = engine.sharded.agreement
+    ranks.check_alike(agreement, config, len(assembly.batches.samples))
+    ranks.wait_at_most(config.train.rank_timeout)
+    return _train(config, assembly, engine, agreement.told(snapshot), display)
 
 
-def resume(path: Path, display: Display | None = None, settings: Iterable[str] = ()) -> Result:
+def resume(
+    path: Path, display: Display | None = None, settings: Iterable[str] = (), plan: Plan | None = None
+) -> Result:
     """Resume a run that stopped.
 
     The saved plan is followed again, so that the numbers are those of a run that never stopped; with another budget,
@@ -118,37 +127,108 @@ def resume(path: Path, display: Display | None = None, settings: Iterable[str] =
         path: folder of the run, or one of its snapshots.
         display: shows progress.
         settings: changes to the run's configuration, such as "fit.budget=4GiB".
+        plan: to follow instead of the saved one, or of one that is made.
 
     Raises:
         SnapshotError: there is nothing to go on from, or what was named is damaged.
         PlanFileError: never; a plan that does not apply here is made again, with a note.
     """
     display = display or SilentDisplay()
+    there = place()
+    if there is not None:
+        return _resumed_on_ranks(path, display, settings, plan, *there)
     snapshot, out = _find(path, display)
-    config = load_config(out / CONFIG_NAME) if snapshot is None else from_json(snapshot.config, out)
-    data = config.to_json()
-    data["train"]["out"] = str(out.resolve())  # the folder may have been moved
-    before = from_json(data, out)
-    for setting in settings:
-        override(data, setting)
-    config = from_json(data, out)
-    ranks.not_resumed(config)
+    config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
+    if config.fit.devices is None:
+        config = ranks.for_number(config, 1)
+    ranks.here(config, plan)
     trackers.check(config.report.to)
-    if config.out.resolve() != out.resolve():
-        raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
-    plan = None
-    planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, before)]
-    if planned[0] == planned[1]:
-        plan = _plan_so_far(snapshot, out, display)
+    plan = plan or _plan_of(config, before, snapshot, out, display)
     check_budget(config, plan)
     assembly = assembled(config, display)
     engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
     return _train(config, assembly, engine, snapshot, display)
 
 
+def _resumed_on_ranks(
+    path: Path, display: Display, settings: Iterable[str], plan: Plan | None, rank: int, number: int
+) -> Result:
+    """The same as one of several ranks, more or fewer than before. Each looks for itself what was configured; it is compared once they have met."""
+    snapshot = None
+    if rank == 0:
+        snapshot, out = _find(path, display)
+        config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
+    else:
+        out = path.resolve().parent if (path / snapshots.RECORD).exists() else path
+        config, before = _settings(snapshots.glance(path), out, settings)
+    config = ranks.for_number(config, number)
+    trackers.check(config.report.to)
+    if rank == 0:
+        plan = plan or _plan_of(config, before, snapshot, out, display)
+    return _on_ranks(config, display, plan, snapshot, rank, number)
+
+
+def plan_to_resume(path: Path, number: int, display: Display, settings: Iterable[str] = ()) -> Plan:
+    """The plan that so many ranks will follow when they go on with a run, before they start.
+
+    Args:
+        path: folder of the run, or one of its snapshots.
+        number: of ranks.
+        display: shows progress.
+        settings: changes to the run's configuration.
+
+    Raises:
+        ConfigError, InputError, SnapshotError: it cannot be gone on with so.
+    """
+    snapshot, out = _find(path, display)
+    config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
+    config = ranks.for_number(config, number)
+    ranks.check(config, number)
+    trackers.check(config.report.to)
+    plan = _plan_of(config, before, snapshot, out, display)
+    check_budget(config, plan)
+    return plan or make_plan(config, assembled(config, display), None, display)
+
+
+def ranks_of(path: Path) -> int:
+    """The number of ranks that a run was trained on, by what is written in its folder; 1 where nothing is."""
+    try:
+        written = snapshots.glance(path)
+        out = path.resolve().parent if (path / snapshots.RECORD).exists() else path
+        return ranks.number_of(_settings(written, out, ())[0])
+    except (OSError, ValueError):
+        return 1
+
+
+def _settings(written: Mapping[str, Any] | None, out: Path, settings: Iterable[str]) -> tuple[Config, Config]:
+    """The configuration of a run with changes, and as it was before them.
+
+    Args:
+        written: in a snapshot; None to read it from the run's folder.
+        out: that folder, which may have been moved.
+        settings: the changes.
+    """
+    config = load_config(out / CONFIG_NAME) if written is None else from_json(written, out)
+    data = config.to_json()
+    data["train"]["out"] = str(out.resolve())
+    before = from_json(data, out)
+    for setting in settings:
+        override(data, setting)
+    config = from_json(data, out)
+    if config.out.resolve() != out.resolve():
+        raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
+    return config, before
+
+
+def _plan_of(config: Config, before: Config, snapshot: Snapshot | None, out: Path, display: Display) -> Plan | None:
+    """The plan so far, where nothing that it was made for has changed."""
+    planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, before)]
+    return _plan_so_far(snapshot, out, display) if planned[0] == planned[1] else None
+
+
 def _find(path: Path, display: Display) -> tuple[Snapshot | None, Path]:
     """The snapshot to go on from (None: the run stopped before its first), and the run's folder."""
-    if (path / "snapshot.json").exists():
+    if (path / snapshots.RECORD).exists():
         return snapshots.read(path), path.resolve().parent
     snapshots.sweep(path)
     if not snapshot_folders.folders(path) and (path / CONFIG_NAME).is_file():
@@ -178,95 +258,14 @@ def _again(plan: Plan, config: Config, assembly: Assembly, display: Display) -> 
         return _engine(config, assembly, None, display)
 
 
-def check_budget(config: Config, plan: Plan | None = None) -> None:
-    """Check that there is a budget, and that an existing plan fits into it.
-
-    Raises:
-        ConfigError: there is no budget, or the plan takes more.
-    """
-    budget = config.fit.budget
-    if budget is None and plan is None:
-        raise ConfigError('fit.budget is missing: the bytes that training may take, such as "8GiB" (or --budget 8GiB)')
-    # A share of the device ("80%") is checked in planning, where the device is known.
-    if budget is None or plan is None or str(budget).strip().endswith("%"):
-        return
-    if plan.prediction.peak_bytes > parse_bytes(budget):
-        raise ConfigError(
-            f"the plan takes {format_bytes(plan.prediction.peak_bytes)}, more than fit.budget allows "
-            f"({format_bytes(parse_bytes(budget))}): plan again, or raise the budget"
-        )
-
-
-def assembled(config: Config, display: Display, device: str | None = None) -> Assembly:
-    """What a configuration describes; its notes are shown.
-
-    Args:
-        config: of the run.
-        display: shows progress.
-        device: name of a device that this computer does not have, to plan for; then the weights of a Hugging Face model are not loaded.
-
-    Raises:
-        ConfigError, InputError: as for `assemble`.
-    """
-    assembly = assemble(config, display.stage, weights=device is None)
-    for note in assembly.notes:
-        display.note(note)
-    return assembly
-
-
-def plan_arguments(config: Config, assembly: Assembly, device: str | None = None) -> dict[str, Any]:
-    """The keyword arguments that `memfit.plan`, `fit` and `frontier` take from a configuration, but for the budget and the device.
-
-    Args:
-        config: of the run.
-        assembly: what it describes.
-        device: name of the device that is planned for; None for the one that the data goes to.
-
-    Raises:
-        ConfigError: the DeepSpeed configuration offloads the optimizer's state to another place.
-    """
-    fit = config.fit
-    return {
-        "host_budget": fit.host_budget,
-        "disk_budget": fit.disk_budget,
-        "allow": fit.allow,
-        "freeze": fit.freeze,
-        "fixed": _fixed(config, assembly, device) or None,
-        "clip_norm": fit.clip_norm,
-    }
-
-
-def _fixed(config: Config, assembly: Assembly, device: str | None) -> dict[str, Any]:
-    """The pinned choices. Where DeepSpeed's offloading goes depends on the device, so it is known here and not earlier."""
-    fixed = dict(config.fit.fixed)
-    if assembly.deepspeed is None:
-        return fixed
-    kind = assembly.batches.device.type if device is None else known_machine(device).kind
-    said = assembly.deepspeed.config.arguments(streamed=assembly.deepspeed.streamed, device=kind)["fixed"]
-    if "state_place" in said:
-        place = said["state_place"]
-        if fixed.get("state_place", place) != place:
-            raise ConfigError(
-                f"fit.fixed.state_place: {fixed['state_place']!r} contradicts zero_optimization.offload_optimizer of the DeepSpeed configuration, "
-                f"which comes to {place!r} here: change one of them"
-            )
-        fixed["state_place"] = place
-    return fixed
-
-
 def _engine(config: Config, assembly: Assembly, plan: Plan | None, display: Display) -> Engine:
     if plan is not None:
-        return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer, **_lower_tier(assembly))
+        return api.apply(plan, assembly.model, assembly.loss_fn, assembly.optimizer, **lower_tier(assembly))
     assert config.fit.budget is not None
     return api.fit(
         assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config, assembly), **_lower_tier(assembly), progress=display.stage,
+        **plan_arguments(config, assembly), **lower_tier(assembly), progress=display.stage,
     )  # fmt: skip
-
-
-def _lower_tier(assembly: Assembly) -> dict[str, Any]:
-    folder = None if assembly.deepspeed is None else assembly.deepspeed.lower_tier
-    return {} if folder is None else {"lower_tier": folder}
 
 
 def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapshot | None, display: Display) -> Result:
@@ -422,7 +421,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
     ]
     points: tuple[FrontierPoint, ...] = ()
     if config.report.frontier:
-        points = frontier_points(_frontier(config, assembly, display))
+        points = frontier_points(frontier_of(config, assembly, display))
     report: Report = engine.report(config.model.hf or config.model.python or "memfit")
     report = replace(
         report,
@@ -472,39 +471,3 @@ def plan_for_ranks(config: Config, number: int, display: Display, plan: Plan | N
         return plan
     config = ranks.of_ranks(config, number)
     return make_plan(config, assembled(config, display), None, display)
-
-
-def make_plan(config: Config, assembly: Assembly, device: str | None, display: Display) -> Plan:
-    """Only plan, for this computer or, by name, for a device that is not here."""
-    assert config.fit.budget is not None
-    several = ranks.devices(config, assembly, device)
-    batches = assembly.batches if several is None else assembly.batches.of_rank(0, len(several.devices))
-    return api.plan(
-        assembly.model, batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
-        **plan_arguments(config, assembly, device), **_lower_tier(assembly), device=device, devices=several, progress=display.stage,
-    )  # fmt: skip
-
-
-def make_bundle(config: Config, assembly: Assembly, device: str | None, display: Display) -> TraceBundle:
-    """All that the configuration allows written down, to plan from later without the model."""
-    ranks.one_device(config, "a trace")
-    return api.record(
-        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        **plan_arguments(config, assembly, device), device=device, progress=display.stage,
-    )  # fmt: skip
-
-
-def make_frontier(config: Config, device: str | None, display: Display, points: int) -> tuple[Plan, ...]:
-    """Plans from plain down to the smallest budget, likewise."""
-    ranks.one_device(config, "a frontier")
-    assembly = assembled(config, display, device)
-    return _frontier(config, assembly, display, points, device)
-
-
-def _frontier(
-    config: Config, assembly: Assembly, display: Display, points: int = 9, device: str | None = None
-) -> tuple[Plan, ...]:
-    return api.frontier(
-        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer,
-        points=points, **plan_arguments(config, assembly, device), device=device, progress=display.stage,
-    )  # fmt: skip

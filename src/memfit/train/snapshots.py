@@ -8,8 +8,8 @@ A snapshot is a folder:
         loop.pt         schedule, generators
         snapshot.json   step, position, plan, configuration, and the size and SHA-256 of each file (and of itself)
 
-torch.distributed.checkpoint also writes atomically, but keeps no checksums, and its folder does not say what it is.
-Content is plain tensors and values, read with `weights_only=True`: a snapshot from elsewhere cannot run code.
+Several ranks write parameters and optimizer state with torch.distributed.checkpoint (`rank_snapshots`), which keeps no checksums, and whose folder does not
+say what it is; so the same record is beside it. Content is plain tensors and values, read with `weights_only=True`: a snapshot from elsewhere cannot run code.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from memfit.step.buffers import further_buffers, set_buffers
 from memfit.step.optimizer_state import set_optimizer
 from memfit.train import durable
 from memfit.train.data import Position
+from memfit.train.rank_state import Parts
 from memfit.train.snapshot_folders import folders, named, step_of
 from memfit.train.state import Trained
 from memfit.units import format_bytes
 
-FORMAT_VERSION: Final = 1
-_RECORD: Final = "snapshot.json"
+FORMAT_VERSION: Final = 2
+RECORD: Final = "snapshot.json"
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _READABLE: Final = (
     torch.Tensor,
@@ -67,6 +68,8 @@ class Snapshot:
         samples: how many the training data held.
         plan: the plan it was trained under, as JSON (`Plan.from_json` reads it).
         config: the configuration as JSON; empty when the run had none.
+        ranks: that wrote it together.
+        parameters: names of those that the optimizer steps, in the order in which its state dict numbers them; empty where several ranks wrote it.
     """
 
     folder: Path
@@ -75,6 +78,8 @@ class Snapshot:
     samples: int
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
+    ranks: int = 1
+    parameters: tuple[str, ...] = ()
 
     def load(self, name: str) -> Any:
         """Content of one of its files, on the CPU."""
@@ -125,36 +130,46 @@ def write(
         "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
         "loop.pt": {**loop, "scaling": None if trained.scaling is None else trained.scaling.state()},
     }
-    _check_readable(content)
+    check_readable(content)
     needed = sum(bytes_of(value) for value in content.values())
     try:
         check_space(out, needed)
         durable.remove(partial)
         partial.mkdir()
         record: dict[str, Any] = {
-            "memfit": "snapshot",
-            "format_version": FORMAT_VERSION,
             "step": step,
             "epoch": position.epoch,
             "used": position.used,
             "samples": samples,
-            "torch_version": torch.__version__,
-            "files": {name: _written(partial / name, value) for name, value in content.items()},
+            "ranks": 1,
+            "parameters": Parts(trained.model, trained.optimizer).names(),
+            "files": {name: written(partial / name, value) for name, value in content.items()},
             "plan": trained.plan.to_json(),
             "config": dict(config),
         }
-        durable.put(partial / _RECORD, json.dumps({**record, "sha256": _own_sum(record)}, indent=1).encode())
-        durable.sync_folder(partial)
-        durable.replace(partial, final)
-        durable.sync_folder(out)
+        commit(partial, final, record)
     except OSError as error:
         durable.remove(partial)  # before the free bytes are counted
-        if error.errno in _NO_SPACE:
-            raise _no_space(out, needed) from error
-        raise SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}") from error
+        raise failed(out, final, needed, error) from error
     finally:
         durable.remove(partial)
     return final
+
+
+def commit(partial: Path, final: Path, record: Mapping[str, Any]) -> None:
+    """Give a snapshot whose files are on the disk its record, and its name."""
+    whole = {"memfit": "snapshot", "format_version": FORMAT_VERSION, "torch_version": torch.__version__, **record}
+    durable.put(partial / RECORD, json.dumps({**whole, "sha256": _own_sum(whole)}, indent=1).encode())
+    durable.sync_folder(partial)
+    durable.replace(partial, final)
+    durable.sync_folder(final.parent)
+
+
+def failed(out: Path, final: Path, needed: int, error: OSError) -> SnapshotError:
+    """In a sentence, why a snapshot could not be written."""
+    if error.errno in _NO_SPACE:
+        return _no_space(out, needed)
+    return SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}")
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
@@ -181,7 +196,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _check_readable(content: Mapping[str, Any]) -> None:
+def check_readable(content: Mapping[str, Any]) -> None:
     """Refuse to write what could not be read back: an object that only pickle with code could restore."""
     for path, leaf in pytree.tree_flatten_with_path(content)[0]:
         if not isinstance(leaf, _READABLE):
@@ -191,12 +206,17 @@ def _check_readable(content: Mapping[str, Any]) -> None:
             )
 
 
-def _written(file: Path, value: Any) -> dict[str, Any]:
+def written(file: Path, value: Any) -> dict[str, Any]:
     """Write one file and say what is in it."""
     with file.open("xb") as stream:
         save(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
+    return about(file)
+
+
+def about(file: Path) -> dict[str, Any]:
+    """What a record says of a file."""
     return {"bytes": file.stat().st_size, "sha256": _sum(file)}
 
 
@@ -270,10 +290,10 @@ def read(folder: Path) -> Snapshot:
         SnapshotError: it is damaged, incomplete, or of a format this version does not read.
     """
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "damaged"
-        raise SnapshotError(f"{folder} is no snapshot: {_RECORD}: {reason}") from error
+        raise SnapshotError(f"{folder} is no snapshot: {RECORD}: {reason}") from error
     if not isinstance(record, dict) or record.get("memfit") != "snapshot":
         raise SnapshotError(f"{folder} is no snapshot of memfit's")
     if record.get("format_version") != FORMAT_VERSION:
@@ -282,19 +302,33 @@ def read(folder: Path) -> Snapshot:
         )
     expected = record.pop("sha256", None)
     if expected != _own_sum(record):
-        raise SnapshotError(f"{folder} is damaged: {_RECORD} differs from its checksum")
-    for name, about in record["files"].items():
+        raise SnapshotError(f"{folder} is damaged: {RECORD} differs from its checksum")
+    for name, expected in record["files"].items():
         file = folder / name
         try:
             size = file.stat().st_size
-            if size != about["bytes"]:
-                raise SnapshotError(f"{folder} is damaged: {name} has {size} bytes instead of {about['bytes']}")
-            if _sum(file) != about["sha256"]:
+            if size != expected["bytes"]:
+                raise SnapshotError(f"{folder} is damaged: {name} has {size} bytes instead of {expected['bytes']}")
+            if _sum(file) != expected["sha256"]:
                 raise SnapshotError(f"{folder} is damaged: {name} differs from its checksum")
         except OSError as error:
             raise SnapshotError(f"{folder} is damaged: {name}: {error.strerror or error}") from error
     position = Position(record["epoch"], record["used"])
-    return Snapshot(folder, record["step"], position, record["samples"], record["plan"], record["config"])
+    return Snapshot(
+        folder, record["step"], position, record["samples"], record["plan"], record["config"],
+        record["ranks"], tuple(record["parameters"]),
+    )  # fmt: skip
+
+
+def glance(path: Path) -> Mapping[str, Any] | None:
+    """The configuration in a snapshot, or in the newest one in a run's folder, unchecked; None where there is none."""
+    for folder in (path, *reversed(folders(path))):
+        try:
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            return dict(record["config"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def _sum(file: Path) -> str:

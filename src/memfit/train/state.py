@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from memfit.sharding.sharded import ShardedModel
 from memfit.techniques.autocast.precision import Scaling
 from memfit.values.plan import Plan
 
@@ -24,6 +25,10 @@ class Trained(Protocol):
     @property
     def plan(self) -> Plan:
         """That is followed."""
+
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The model as this one of several ranks has it; None on one device."""
 
     @property
     def scaling(self) -> Scaling | None:

@@ -1,0 +1,125 @@
+"""A rank that is killed or stops answering: the run goes on from its last snapshot, and ends with the parameters of a run that nothing befell."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+import torch
+
+from sharding import toy_run
+
+STEPS = 40
+LIMIT_SECONDS = 300.0
+
+
+class Launched:
+    """`memfit train --nproc` in a process of its own.
+
+    Args:
+        folder: with the run's files.
+        out: of the run, in it.
+        options: further ones.
+    """
+
+    def __init__(self, folder: Path, out: str, *options: str) -> None:
+        self._log = folder / f"{out}.txt"
+        settings = [
+            "model.python=ranks_toy:build_slow", "fit.fixed.sharding=zero3", "optim.name=adamw", "train.save_every=3",
+            f"train.steps={STEPS}", "train.eval_every=0", f"train.out={out}", "train.rank_timeout=5",
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "memfit", "train", "run.yaml", "--nproc", *options]
+        command += [word for setting in settings for word in ("--set", setting)]
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, cwd=folder, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    @property
+    def told(self) -> str:
+        """All that it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for_step(self, step: int) -> None:
+        """Until so many steps are done."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while not re.search(rf"^step {step}/", self.told, re.MULTILINE):
+            assert self._process.poll() is None, self.told
+            assert time.monotonic() < end, self.told
+            time.sleep(0.02)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks: those below torchrun."""
+        return [
+            each
+            for each in psutil.Process(self._process.pid).children(recursive=True)
+            if "--plan" in each.cmdline() and "torch.distributed.run" not in each.cmdline()
+        ]
+
+    def ended(self) -> int:
+        """Its status; nothing of it is left afterwards."""
+        below = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        try:
+            return self._process.wait(LIMIT_SECONDS)
+        finally:
+            for each in [*below, *([] if self._process.poll() is not None else [psutil.Process(self._process.pid)])]:
+                if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                    each.kill()
+
+
+def parameters(folder: Path, out: str) -> dict[str, torch.Tensor]:
+    trained: dict[str, torch.Tensor] = torch.load(folder / out / "model.pt")
+    return trained
+
+
+def recovered(folder: Path, number: signal.Signals, draw: Random, out: str) -> None:
+    """One rank gets a signal at some moment of training; then the run goes on by itself to the same end."""
+    run = Launched(folder, out, "2", "--restarts", "2")
+    run.wait_for_step(draw.randint(1, STEPS - 2))
+    time.sleep(draw.random() * 0.1)
+    befallen = draw.choice(run.ranks())
+    befallen.send_signal(number)
+
+    assert run.ended() == 0, run.told
+    assert "ended without an answer" in run.told
+    assert "going on with 2 ranks from the last snapshot" in run.told
+    undisturbed, found = parameters(folder, "undisturbed"), parameters(folder, out)
+    assert all(torch.equal(found[name], value) for name, value in undisturbed.items())
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_or_stop_answering_are_found_and_the_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    toy_run.written(tmp_path)
+    assert Launched(tmp_path, "undisturbed", "2").ended() == 0
+    draw = Random(0)
+    for attempt in range(20):
+        recovered(tmp_path, signal.SIGKILL, draw, f"killed-{attempt}")
+    for attempt in range(5):
+        recovered(tmp_path, signal.SIGSTOP, draw, f"stopped-{attempt}")
+
+
+@pytest.mark.slow
+def test_without_restarts_the_rank_that_was_lost_is_named_and_the_run_can_be_resumed_by_fewer(tmp_path: Path) -> None:
+    toy_run.written(tmp_path)
+    run = Launched(tmp_path, "out", "2")
+    run.wait_for_step(7)
+    lost = run.ranks()[1]
+    lost.kill()
+
+    assert run.ended() == 2
+    assert re.search(r"memfit: rank \d ended without an answer .*, so all were stopped", run.told)
+    resumed = subprocess.run(
+        [sys.executable, "-m", "memfit", "resume", "out", "--nproc", "1"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the snapshot is of 2 ranks and this run has 1" in resumed.stderr
+    assert f"{STEPS} of {STEPS} steps done" in resumed.stdout

@@ -1,0 +1,54 @@
+"""A run for several ranks on the command line: a small model and its data as files, and the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+MODEL = """
+import time
+
+from torch import nn
+
+class Net(nn.Module):
+    seconds = 0.0  # that each forward waits, so that something can happen meanwhile
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    def forward(self, x, y):
+        time.sleep(self.seconds)
+        return (self.body(x).sum(-1) - y).square().mean()
+
+class SlowNet(Net):
+    seconds = 0.05
+
+def build():
+    return Net()
+
+def build_slow():
+    return SlowNet()
+"""
+
+CONFIGURATION = """
+model: {python: "ranks_toy:build"}
+data: {train: train.npz, validation: validation.npz}
+fit: {budget: 1MiB, global_batch: 8, device: cpu}
+optim: {name: sgd, lr: 1e-3, fused: false}
+train: {steps: 5, log_every: 1, meter_every: 2, eval_every: 3}
+report: {html: false}
+"""
+
+
+def written(folder: Path) -> Path:
+    """The configuration's file, with all that it names beside it."""
+    (folder / "ranks_toy.py").write_text(MODEL, encoding="utf-8")
+    random = np.random.default_rng(0)
+    for name, samples in (("train", 20), ("validation", 6)):
+        x = random.standard_normal((samples, 64)).astype(np.float32)
+        np.savez(folder / f"{name}.npz", x=x, y=np.sin(x.sum(1)))
+    path = folder / "run.yaml"
+    path.write_text(CONFIGURATION, encoding="utf-8")
+    return path

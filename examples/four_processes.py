@@ -72,7 +72,8 @@ def shard_something_small() -> None:
     """One step of a layer: the limit is for the model, not for what torch imports and sets up in the first step of all."""
     from torch.distributed.fsdp import fully_shard
 
-    layer = fully_shard(nn.Linear(8, 8))
+    layer = nn.Linear(8, 8)
+    fully_shard(layer)
     layer(torch.ones(8, 8)).sum().backward()
     adamw(layer.parameters()).step()
 

@@ -20,7 +20,7 @@ from memfit.meter import metered
 from memfit.step.program import model_tensors, state_tensors
 from models.transformer import build_gpt
 
-METERED = 3  # steps, of which the least counts: the meter does not see what gloo's own thread releases
+METERED = 8  # steps, of which the least counts: the meter does not see what gloo's own thread releases
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

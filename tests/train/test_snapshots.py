@@ -67,8 +67,9 @@ def tensors(trained: FakeEngine) -> dict[str, torch.Tensor]:
         lambda p: torch.optim.Adam(p, amsgrad=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.ones(2))]),  # of a loss, say: not the model's
     ],
-    ids=["adamw", "amsgrad", "momentum", "sgd"],
+    ids=["adamw", "amsgrad", "momentum", "sgd", "another's"],
 )
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path, optimizer: Optimizer) -> None:
     saved, other = engine(optimizer), engine(optimizer, steps=3)

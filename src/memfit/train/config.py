@@ -213,7 +213,8 @@ class TrainConfig:
         eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
         meter_every: optimizer steps between metered ones, whose peak is logged next to the predicted one; 0 for none.
         out: folder that everything is written to.
-        rank_timeout: seconds after which the other ranks take one for lost that does not answer; None for torch's own (30 minutes on a CPU, 10 on GPUs).
+        rank_timeout: seconds after which the other ranks take one for lost that does not answer: more than a step or a snapshot takes on one rank; None for
+            torch's own (30 minutes on a CPU, 10 on GPUs).
     """
 
     epochs: int | None = None

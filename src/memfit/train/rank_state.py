@@ -59,11 +59,11 @@ class Parts:
         return {_of_model(name): self.placed(name, part.detach()) for name, part in self.parameters.items()}
 
     def names(self) -> list[str]:
-        """Of the parameters that the optimizer steps here, in the order in which its state dict numbers them."""
+        """Of the parameters that the optimizer steps here, as its state dict numbers them; empty for one that is not the model's but a loss's."""
         if self.optimizer is None:
             return []
         name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        return [name_of.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class _Size(NamedTuple):

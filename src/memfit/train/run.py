@@ -101,7 +101,8 @@ def _on_ranks(
 ) -> Result:
     """The same as one of several ranks, of which the first one plans, finds the snapshot to go on from, prints and writes."""
     display = display if rank == 0 else SilentDisplay()
-    check_budget(config, plan)
+    if rank == 0:  # the others may not know the plan yet
+        check_budget(config, plan)
     assembly = assembled(config, display)
     assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
     engine = fit_together(

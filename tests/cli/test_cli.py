@@ -19,6 +19,7 @@ from memfit.cli import doctor, extras
 from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
 from memfit.trackers import tensorboard
+from memfit.train import plans
 from memfit.train import run as runs
 from train.fakes import Api, non_finite, plan
 
@@ -43,7 +44,8 @@ def build(fail=False):
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
     made = Api()
-    monkeypatch.setattr(runs, "api", made)
+    for module in (runs, plans):
+        monkeypatch.setattr(module, "api", made)
     return made
 
 

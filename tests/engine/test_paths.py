@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 
 import memfit
 import small
+from memfit.planner.solver import Solver
+from memfit.planner.timeline import Timeline
 from memfit.planning import planning_of
 from memfit.values.trace import Trace
 from models import paths
@@ -199,21 +204,37 @@ class Overwriting(Blocks):
 
 def test_a_write_into_what_a_call_keeps_does_not_change_gradients() -> None:
     """LayerNorm saves its input, so torch refuses the write too: the block's first operation must not save what is written."""
-
-    class Free(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.dropout(self.down(functional_gelu(self.up(x.detach() * 1.5))))
-            return y
-
-    def build() -> nn.Module:
-        model = Overwriting()
-        model.blocks = nn.ModuleList(Free() for _ in range(3))
-        return model
-
-    plain = planned(build)
+    plain = planned(overwriting_free_blocks)
     plan = memfit.replan(plain, memfit.smallest_budget(plain))
-    train(plan, build, 8)
+    train(plan, overwriting_free_blocks, 8)
+
+
+class Free(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.down(functional_gelu(self.up(x.detach() * 1.5))))
+        return y
+
+
+def overwriting_free_blocks() -> nn.Module:
+    model = Overwriting()
+    model.blocks = nn.ModuleList(Free() for _ in range(3))
+    return model
 
 
 def functional_gelu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x)
+
+
+def test_the_smallest_budget_has_a_plan_whatever_operations_cost() -> None:
+    """The plan that needs least on all paths may be no use on the first one, where the search weighs plans against each other."""
+    trace = planning_of(planned(overwriting_free_blocks)).solver(1).trace
+    for draw in map(Random, range(60)):
+        factors = [draw.choice([0.1, 1.0, 1.0, 1.0, 10.0]) for _ in range(997)]
+        solver = Solver(Timeline(shaken(replace(trace, paths=tuple(shaken(p, factors) for p in trace.paths)), factors)))
+        assert solver.fitting(solver.needed(solver.least())) is not None
+
+
+def shaken(trace: Trace, factors: Sequence[float]) -> Trace:
+    """With other seconds of its operations."""
+    operations = (replace(o, seconds=o.seconds * factors[n % len(factors)]) for n, o in enumerate(trace.operations))
+    return replace(trace, operations=tuple(operations))

@@ -189,8 +189,9 @@ class Solver:
             if over <= 0:
                 break
             target -= over
-        known.update(self.smallest_search().front)
-        fitting = (plan for plan in sorted(known, key=lambda plan: plan.seconds) if self.needed(plan) <= budget_bytes)
+        # A front keeps no plan that another beats under the first draw, though it may need less under all.
+        every = sorted((*known, *self.smallest_search().front), key=lambda plan: plan.seconds)
+        fitting = (plan for plan in every if self.needed(plan) <= budget_bytes)
         return next(fitting, None)
 
     def worst(self, solution: Solution) -> tuple[Timeline, Evaluation]:

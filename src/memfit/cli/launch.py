@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -39,12 +39,10 @@ def launched(arguments: argparse.Namespace) -> Answer:
     """
     least, number = _numbers(arguments.nproc)
     begun = getattr(arguments, "out", None)  # the folder to go on in; None to start from the beginning
+    given = None if arguments.plan is None else Plan.load(arguments.plan)
     for restarts_left in range(arguments.restarts, -1, -1):
         with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
-            if begun is None:
-                plan, out = _plan(arguments, number)
-            else:
-                plan, out = _plan_to_resume(arguments, begun, number), begun
+            plan, out = _plan(arguments, number, begun, given)
             plan.save(Path(folder, "plan.json"))
             command = _command(arguments, folder, number, begun)
             status = _run(command, {**os.environ, ANSWERS: folder, **_threads(number)})
@@ -52,7 +50,8 @@ def launched(arguments: argparse.Namespace) -> Answer:
             lost = sorted(set(range(number)) - answers.keys()) if status else []
             if not lost or not restarts_left or _interrupted(status):
                 return _answered(list(answers.values()), lost, status)
-        begun = out if begun is None and (out / "config.json").is_file() else begun
+        if begun is not None or (out / "config.json").is_file():
+            begun, given = out, None  # the run's own plan from here on, or another where the number of ranks changes
         number = max(least, number - len(lost))
         print(
             f"memfit: {_lost(lost)}; going on with {number} ranks from the last snapshot in {out}, {restarts_left - 1} more restarts are left",
@@ -71,31 +70,17 @@ def _numbers(named: str) -> tuple[int, int]:
     return int(least or most), int(most)
 
 
-def _plan(arguments: argparse.Namespace, number: int) -> tuple[Plan, Path]:
+def _plan(arguments: argparse.Namespace, number: int, begun: Path | None, given: Plan | None) -> tuple[Plan, Path]:
     """The plan, and the run's folder."""
-    config = read_config(arguments)
+    config = read_config(arguments) if begun is None else None
     from memfit.train import progress
-    from memfit.train.run import plan_for_ranks
+    from memfit.train.run import plan_for_ranks, plan_to_resume
 
-    given = None if arguments.plan is None else Plan.load(arguments.plan)
-    display = progress.display()
-    try:
-        return plan_for_ranks(config, number, display, given), config.out
-    finally:
-        display.close()
-
-
-def _plan_to_resume(arguments: argparse.Namespace, out: Path, number: int) -> Plan:
-    from memfit.train import progress
-    from memfit.train.run import plan_to_resume
-
-    if arguments.plan is not None:
-        return Plan.load(arguments.plan)
-    display = progress.display()
-    try:
-        return plan_to_resume(out, number, display, settings_of(arguments))
-    finally:
-        display.close()
+    with closing(progress.display()) as display:
+        if config is not None:
+            return plan_for_ranks(config, number, display, given), config.out
+        assert begun is not None
+        return given or plan_to_resume(begun, number, display, settings_of(arguments)), begun
 
 
 def _command(arguments: argparse.Namespace, folder: str, number: int, begun: Path | None) -> list[str]:

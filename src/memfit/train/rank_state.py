@@ -165,8 +165,9 @@ def load_whole(parts: Parts, weights: State, state: Mapping[str, State]) -> None
     Raises:
         SnapshotError: they are of another model, or of a form that has no parts.
     """
-    there = {_of_model(name): value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    _check_shapes(parts.weights(), {k: _Size(v.shape) for k, v in there.items() if k in parts.weights()})
+    here = parts.weights()
+    there = {_of_model(name): value for name, value in weights.items()}
+    _check_shapes(here, {key: _Size(value.shape) for key, value in there.items() if key in here})
     with torch.no_grad():
         for name, part in parts.parameters.items():
             part.copy_(parts.part_of(name, weights[name]))

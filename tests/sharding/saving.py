@@ -15,6 +15,7 @@ from memfit.errors import SnapshotError
 from memfit.step import process_generators
 from memfit.train import rank_snapshots, snapshots
 from memfit.train.data import Position
+from memfit.train.snapshots import Moment
 from sharding import steps
 
 STEPS = 3  # before the snapshot and after it
@@ -30,16 +31,10 @@ def applied(data: dict[str, Any], build: Callable[[], steps.Built]) -> tuple[Eng
 
 def written(engine: Engine, folder: str) -> Path:
     """A snapshot after the first steps."""
-    about: Any = {
-        "step": STEPS,
-        "position": Position(0, 0),
-        "samples": 1,
-        "loop": {"generators": process_generators.generators()},
-        "config": {},
-    }
+    moment = Moment(STEPS, Position(0, 0), 1, {"generators": process_generators.generators()}, {})
     if engine.sharded is None:
-        return snapshots.write(Path(folder), engine, **about)
-    return rank_snapshots.write(Path(folder), engine, engine.sharded.agreement, **about)
+        return snapshots.write(Path(folder), engine, moment)
+    return rank_snapshots.write(Path(folder), engine, engine.sharded.agreement, moment)
 
 
 def saved(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.Built], folders: Sequence[str]) -> Any:

@@ -39,14 +39,9 @@ def engine(optimizer: Optimizer = torch.optim.AdamW, steps: int = 2) -> FakeEngi
 
 
 def write(out: Path, trained: FakeEngine, step: int = 1) -> Path:
+    loop = {"generators": process_generators.generators(), "loss": 0.5}
     return snapshots.write(
-        out,
-        trained,
-        step=step,
-        position=Position(0, step),
-        samples=10,
-        loop={"generators": process_generators.generators(), "loss": 0.5},
-        config={"model": {"python": "toy:build"}},
+        out, trained, snapshots.Moment(step, Position(0, step), 10, loop, {"model": {"python": "toy:build"}})
     )
 
 

@@ -31,7 +31,7 @@ from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates, Rates
-from memfit.train.snapshots import Snapshot
+from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Trained
 from memfit.values.report import StepRecord
 
@@ -341,20 +341,14 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
         }
-        about: Any = {
-            "step": self.step,
-            "position": self.position,
-            "samples": len(self.batches.samples),
-            "loop": loop,
-            "config": dict(self.output.config),
-        }
+        moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
         if self.output.together is not None:
             from memfit.train import rank_snapshots
 
-            self.saved = rank_snapshots.write(self.output.folder, self.engine, self.output.together, **about)
+            self.saved = rank_snapshots.write(self.output.folder, self.engine, self.output.together, moment)
         else:
             with self.engine.gathered(on_host=True, changed=False):
-                self.saved = snapshots.write(self.output.folder, self.engine, **about)
+                self.saved = snapshots.write(self.output.folder, self.engine, moment)
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
         self._prune()
 

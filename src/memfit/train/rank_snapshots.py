@@ -23,10 +23,9 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.step import process_generators
 from memfit.step.buffers import set_buffers
 from memfit.train import durable, rank_state, snapshots
-from memfit.train.data import Position
 from memfit.train.rank_state import Apart, Parts
 from memfit.train.snapshot_folders import named
-from memfit.train.snapshots import Snapshot
+from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Trained
 
 STATE: Final = "state"
@@ -51,24 +50,14 @@ def check_space(out: Path, trained: Trained, together: Agreement) -> None:
     _raise_together(together, error)
 
 
-def write(
-    out: Path,
-    trained: Trained,
-    together: Agreement,
-    *,
-    step: int,
-    position: Position,
-    samples: int,
-    loop: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> Path:
+def write(out: Path, trained: Trained, together: Agreement, moment: Moment) -> Path:
     """Write a snapshot of all ranks, or leave everything as it was; all ranks have to call it. Arguments as for `snapshots.write`.
 
     Raises:
         SnapshotError: a rank could not write its part; on all ranks, naming that one.
     """
     assert trained.sharded is not None
-    final, rank = out / named(step), together.rank
+    final, rank = out / named(moment.step), together.rank
     partial = out / f".{final.name}.partial"
     error: Exception | None = None
     if rank == 0:
@@ -80,21 +69,16 @@ def write(
     _raise_together(together, error)
     files: dict[str, Any] = {}
     try:
-        files = _part(partial, trained, rank, loop)
+        files = _part(partial, trained, rank, moment.loop)
     except (OSError, SnapshotError, CheckpointException) as found:
         error = _in_words(out, final, found)
     try:
         _raise_together(together, error)
         of_all = together.of_all(files)
         if rank == 0:
-            record = {
-                "step": step, "epoch": position.epoch, "used": position.used, "samples": samples,
-                "ranks": len(of_all), "parameters": [],
-                "files": {name: about for each in of_all for name, about in each.items()},
-                "plan": trained.plan.to_json(), "config": dict(config),
-            }  # fmt: skip
+            every = {name: about for each in of_all for name, about in each.items()}
             try:
-                snapshots.commit(partial, final, record)
+                snapshots.commit(partial, final, moment.record(trained, every, ranks=len(of_all)))
             except OSError as found:
                 error = snapshots.failed(out, final, 0, found)
         _raise_together(together, error)

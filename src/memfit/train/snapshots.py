@@ -20,7 +20,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -92,16 +92,42 @@ class Snapshot:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def write(
-    out: Path,
-    trained: Trained,
-    *,
-    step: int,
-    position: Position,
-    samples: int,
-    loop: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> Path:
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run is when a snapshot is taken.
+
+    Attributes:
+        step: optimizer steps taken.
+        position: in the data.
+        samples: how many the training data holds.
+        loop: further values of the loop, such as generator states (`generators`).
+        config: the configuration as JSON.
+    """
+
+    step: int
+    position: Position
+    samples: int
+    loop: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    def record(
+        self, trained: Trained, files: Mapping[str, Any], *, ranks: int = 1, parameters: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """What the snapshot says of itself, but for its format; `ranks` and `parameters` as in `Snapshot`."""
+        return {
+            "step": self.step,
+            "epoch": self.position.epoch,
+            "used": self.position.used,
+            "samples": self.samples,
+            "ranks": ranks,
+            "parameters": list(parameters),
+            "files": dict(files),
+            "plan": trained.plan.to_json(),
+            "config": dict(self.config),
+        }
+
+
+def write(out: Path, trained: Trained, moment: Moment) -> Path:
     """Write a snapshot, or leave everything as it was.
 
     The files go to a hidden folder next to the final one, reach the disk, and are then renamed: what has the final name
@@ -110,11 +136,7 @@ def write(
     Args:
         out: folder of the run.
         trained: model and optimizer.
-        step: optimizer steps taken.
-        position: in the data.
-        samples: how many the training data holds.
-        loop: further values of the loop, such as generator states (`generators`).
-        config: the configuration as JSON.
+        moment: of the run.
 
     Returns:
         The snapshot's folder.
@@ -123,12 +145,12 @@ def write(
         SnapshotError: no space is left, or the folder cannot be written. Older snapshots and the training state are as
             before.
     """
-    final = out / named(step)
+    final = out / named(moment.step)
     partial = out / f".{final.name}.partial"
     content = {
         "model.pt": {"state": trained.model.state_dict(), "buffers": further_buffers(trained.model)},
         "optimizer.pt": {} if trained.optimizer is None else trained.optimizer.state_dict(),
-        "loop.pt": {**loop, "scaling": None if trained.scaling is None else trained.scaling.state()},
+        "loop.pt": {**moment.loop, "scaling": None if trained.scaling is None else trained.scaling.state()},
     }
     check_readable(content)
     needed = sum(bytes_of(value) for value in content.values())
@@ -136,18 +158,9 @@ def write(
         check_space(out, needed)
         durable.remove(partial)
         partial.mkdir()
-        record: dict[str, Any] = {
-            "step": step,
-            "epoch": position.epoch,
-            "used": position.used,
-            "samples": samples,
-            "ranks": 1,
-            "parameters": Parts(trained.model, trained.optimizer).names(),
-            "files": {name: written(partial / name, value) for name, value in content.items()},
-            "plan": trained.plan.to_json(),
-            "config": dict(config),
-        }
-        commit(partial, final, record)
+        files = {name: written(partial / name, value) for name, value in content.items()}
+        parameters = Parts(trained.model, trained.optimizer).names()
+        commit(partial, final, moment.record(trained, files, parameters=parameters))
     except OSError as error:
         durable.remove(partial)  # before the free bytes are counted
         raise failed(out, final, needed, error) from error

@@ -23,7 +23,7 @@ from memfit.capture.costs import with_costs
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.present_machine import present_machine
 from memfit.capture.source import StepSource
-from memfit.capture.trace_source import RNG_STATE_BYTES, engine_seconds
+from memfit.capture.trace_source import RNG_STATE_BYTES, engine_seconds, host_time_of
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.errors import InfeasibleError, InputError
@@ -176,8 +176,9 @@ def priced(captured: Any, table: CostTable, device: torch.device) -> Trace:
         seconds_are="measured",
         device=machine.name,
         allocation_bytes=machine.allocation_bytes,
+        host=host_time_of(table),
     )
-    followed, recomputed = engine_seconds(table)
+    followed, recomputed = engine_seconds(table, trace)
     return replace(
         trace,
         rng_state_bytes=RNG_STATE_BYTES.get(device.type, 0),

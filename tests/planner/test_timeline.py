@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,11 @@ def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Re
     assert found.peak_bytes == max(expected)
     assert expected[found.peak_event] == found.peak_bytes
     runs = [timeline.recipes.recipes[r] for rs in recomputations.values() for r in rs]
-    actions = sum(len(r.operations) or 2 for r in runs)  # a copy down and one up
+    asked = Counter(save.storage for save in trace.saves for _ in save.unpacks)
+    actions = sum(
+        0.75 * max(1, sum(asked[s] for s in r.makes)) + 0.25 * len(r.operations) if r.operations else 2  # down, and up
+        for r in runs
+    )
     engine = trace.dispatch_seconds * trace.forward_operations + trace.recomputed_seconds * actions if runs else 0
     waiting = found.copying.exposed_seconds
     assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine + waiting)

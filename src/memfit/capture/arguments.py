@@ -12,6 +12,7 @@ from memfit import dispatch
 from memfit.capture.calls import CallSpec, TensorSpec
 
 LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
+VALUES: Final = 1 << 15  # different numbers in filled memory; more than a processor learns to foresee
 
 # Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
 FORWARD_OF: Final = {
@@ -44,8 +45,15 @@ class Filled:
 
 def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     flat = torch.empty(count, dtype=dtype, device=device)
-    # Random numbers would take longer to draw than most operations to run.
-    return flat.fill_(0.75) if dtype.is_floating_point else flat.zero_()
+    if not dtype.is_floating_point:
+        return flat.zero_()
+    # Were they all alike, the processor would guess each comparison right: max pooling took a third of its time. To draw all of them would take longer
+    # than most operations run. Probabilities, logarithms and roots ask for what is positive and below one.
+    some = torch.rand(VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.5).add_(0.25).to(device, dtype)
+    repeated, rest = flat.split([count - count % VALUES, count % VALUES])
+    repeated.view(-1, VALUES).copy_(some)
+    rest.copy_(some[: len(rest)])
+    return flat
 
 
 def run(call: CallSpec, args: Any, kwargs: Any) -> Any:
@@ -90,7 +98,7 @@ def _chosen(call: CallSpec) -> int:
 
 
 def build(call: CallSpec, device: torch.device, shared: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for one run: integers zero (any index is valid), numbers 0.75.
+    """Arguments for one run: integers zero (any index is valid), numbers between a quarter and three quarters.
 
     Args:
         call: what to run.

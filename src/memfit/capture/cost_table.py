@@ -14,7 +14,7 @@ import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
-from memfit.capture.host_time import mode_seconds
+from memfit.capture.host_time import HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
@@ -23,7 +23,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 9
+FORMAT: Final = 10
 
 
 class _KnownCosts:
@@ -96,7 +96,8 @@ class _KnownCosts:
         self._costs[key] = cost
 
 
-_MODE: Final = "a dispatch mode"  # in the place of a digest
+# In the places of digests.
+_HOST: Final = ("a dispatch mode", "a dispatch mode in cold caches", "an operation in cold caches")
 _REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
@@ -137,23 +138,24 @@ class CostTable:
         found = {key: known.get(d) for key, d in digests.items()}
         return {key: cost for key, cost in found.items() if cost is not None}
 
-    def mode_seconds(self) -> float:
-        """What a dispatch mode that does nothing adds to an operation on this computer; timed once, and once more where the machine was busy."""
-        if self._wanted({_MODE: _MODE}):
+    def host_time(self) -> HostTime:
+        """What this computer takes beside the kernels; timed once, and once more where the machine was busy."""
+        known = self._known
+        if self._wanted({key: key for key in _HOST}):
 
             def slowdown() -> float:
                 return 1.0 if self._reference is None else self._reference.slowdown(now=True)
 
             before = slowdown()
-            seconds = mode_seconds(processor_clock())
-            cost = Cost(seconds, 0, slowdown=max(before, slowdown()))
-            if cost.slowdown < _slowdown(self._known.get(_MODE)):
-                self._known.put(_MODE, cost)
-                self._known.append([_MODE], inf if self._reference is None else self._reference.least_seconds)
-        self._known.settled.add(_MODE)
-        known = self._known.get(_MODE)
-        assert known is not None, "it has just been timed"
-        return known.seconds
+            seconds = astuple(host_time(processor_clock()))
+            busy = max(before, slowdown())
+            if any(busy < _slowdown(known.get(key)) for key in _HOST):
+                for key, each in zip(_HOST, seconds, strict=True):
+                    known.put(key, Cost(each, slowdown=busy))
+                known.append(_HOST, inf if self._reference is None else self._reference.least_seconds)
+        known.settled.update(_HOST)
+        costs = [known.get(key) for key in _HOST]
+        return HostTime(*(cost.seconds for cost in costs if cost is not None))
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""
@@ -193,7 +195,7 @@ def _slowdown(cost: Cost | None) -> float:
 
 def _read(row: Sequence[Any]) -> Cost:
     """A cost as it was written."""
-    seconds, workspace, made, layouts, measured, slowdown = row
+    seconds, workspace, made, layouts, measured, slowdown, in_cold_caches = row
     return Cost(
         seconds,
         workspace,
@@ -201,4 +203,5 @@ def _read(row: Sequence[Any]) -> Cost:
         None if layouts is None else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
         measured,
         slowdown,
+        in_cold_caches,
     )

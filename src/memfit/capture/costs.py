@@ -11,6 +11,7 @@ from memfit import dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.generator_states import GENERATOR_STATE
+from memfit.capture.host_time import ELSEWHERE, HostTime, shares_evicted
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
@@ -27,6 +28,7 @@ class Cost:
         layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
         slowdown: time of the reference work while this was measured, over the least that it takes (`reference_work`).
+        in_cold_caches: the mean of runs in warm and in cold caches, not of warm ones alone.
     """
 
     seconds: float
@@ -35,6 +37,7 @@ class Cost:
     layouts: ResultLayouts | None = None
     measured: bool = True
     slowdown: float = 1.0
+    in_cold_caches: bool = False
 
 
 def with_costs(
@@ -46,6 +49,7 @@ def with_costs(
     allocation_bytes: int = 1,
     other_bytes: int = 0,
     network: Topology | None = None,
+    host: HostTime = ELSEWHERE,
 ) -> Trace:
     """The trace with seconds and workspace filled in, and hidden bytes in opaque outputs put right.
 
@@ -55,6 +59,7 @@ def with_costs(
         seconds_are, device: for the record.
         allocation_bytes: what the device's allocator rounds up to (512 on CUDA).
         network: what collectives go over; None for an assumed one.
+        host: what the computer takes beside the kernels.
         other_bytes: held on the device besides what the trace knows (libraries' workspaces, the user's other tensors).
     """
     trace = captured.trace
@@ -62,7 +67,7 @@ def with_costs(
     drawn = [list(sizes) for sizes in trace.drawn_bytes]
     operations = []
     notes = list(trace.notes)
-    for op in trace.operations:
+    for op, evicted in zip(trace.operations, shares_evicted(trace), strict=True):
         among = op.collective
         if among is not None:
             seconds = collective_seconds(network, among.kind, among.bytes, among.ranks)
@@ -76,7 +81,8 @@ def with_costs(
         if cost.made_bytes is not None and len(cost.made_bytes) > len(op.makes):
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
-        operations.append(replace(op, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes + hidden))
+        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + evicted * host.cold_operation
+        operations.append(replace(op, seconds=seconds, workspace_bytes=cost.workspace_bytes + hidden))
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue
         for s, size in zip(op.makes, cost.made_bytes, strict=True):
@@ -104,6 +110,7 @@ def with_costs(
             allocation_bytes=allocation_bytes,
             other_bytes=other_bytes,
             network=network,
+            host=host,
         )
 
     return replace(

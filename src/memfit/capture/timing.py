@@ -27,7 +27,7 @@ LARGEST_INPUT_BYTES: Final = 1 << 30
 # Smaller inputs may be in the CPU's caches when they are read (what was computed just before) or not (what forward saved). So operations that touch less than
 # this are timed with warm and with cold caches, and the mean is taken. With warm ones alone, small micro-batches looked up to a sixth faster than they are.
 CACHE_BYTES: Final = 64 << 20
-OVERHEAD_SECONDS: Final = 20e-6  # shorter operations are all overhead, the same with cold caches
+OVERHEAD_SECONDS: Final = 20e-6  # shorter operations are all overhead, of which `host_time` knows what cold caches add
 # Reading the clock takes about a microsecond. So operations shorter than this are timed several in a row, about this long.
 IN_A_ROW_SECONDS: Final = 200e-6
 MEASURE_SECONDS: Final = 0.004  # each call is repeated until about this long has been measured
@@ -90,16 +90,18 @@ class KernelTimer:
                 made, layouts = _results(result, args, kwargs)
                 del result
             if min(times) >= PROFILED_SECONDS:
-                seconds = self._seconds(call, args, kwargs, made, times)
-                found[key] = Cost(seconds, 0, made, layouts, slowdown=max(before, self._slowdown()))
+                seconds, cold = self._seconds(call, args, kwargs, made, times)
+                busy = max(before, self._slowdown())
+                found[key] = Cost(seconds, 0, made, layouts, slowdown=busy, in_cold_caches=cold)
             else:
                 found[key] = Cost(0.0, 0, made, layouts)
                 short[key] = call
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             before = self._slowdown()
-            seconds = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
-            found[key] = replace(found[key], seconds=seconds, slowdown=max(before, self._slowdown()))
+            seconds, cold = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
+            busy = max(before, self._slowdown())
+            found[key] = replace(found[key], seconds=seconds, slowdown=busy, in_cold_caches=cold)
             del short[key]
 
         clock = processor_clock()
@@ -154,16 +156,21 @@ class KernelTimer:
                 measure(key, call, args, kwargs)
                 del args, kwargs
 
-    def _seconds(self, call: CallSpec, args: Any, kwargs: Any, made: Iterable[int], times: list[float]) -> float:
-        """Seconds of one run on the CPU: the mean of warm and cold caches where caches can matter. `times` are of earlier warm runs."""
+    def _seconds(
+        self, call: CallSpec, args: Any, kwargs: Any, made: Iterable[int], times: list[float]
+    ) -> tuple[float, bool]:
+        """Seconds of one run on the CPU, and whether cold caches are in them: then it is the mean of warm and cold ones, as bytes may be in the caches or not.
+
+        `times` are of earlier warm runs.
+        """
         warm = self._warm_seconds(call, args, kwargs, times)
         touched = call.input_bytes + sum(made)
         if touched > CACHE_BYTES or warm < OVERHEAD_SECONDS:
-            return warm
+            return warm, False
         memory_seconds = present_machine(self.device).roofline_seconds(0.0, touched, half=False)
         if memory_seconds < MEMORY_BOUND * warm:
-            return warm
-        return (warm + max(warm, self._cold_seconds(call, args, kwargs))) / 2
+            return warm, False
+        return (warm + max(warm, self._cold_seconds(call, args, kwargs))) / 2, True
 
     def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any, times: list[float]) -> float:
         """The shortest of several runs, those of `times` included: other load on the machine only adds time."""

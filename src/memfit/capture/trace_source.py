@@ -17,6 +17,7 @@ from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import library_bytes
+from memfit.capture.host_time import ELSEWHERE, HostTime, share_evicted
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
@@ -39,7 +40,6 @@ LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return
 # follows, and for each that it runs again, which it notes, runs, and gives autograd the results of.
 FOLLOWED: Final = 1.8
 RECOMPUTED: Final = 4.5
-MODE_SECONDS: Final = 9e-6  # of a computer that is not here
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -150,9 +150,10 @@ class TraceSource:
             allocation_bytes=self.machine.allocation_bytes,
             other_bytes=self._other_bytes(captured, present),
             network=self.network,
+            host=host_time_of(self._table),
         )
 
-        followed, recomputed = engine_seconds(self._table)
+        followed, recomputed = engine_seconds(self._table, trace)
 
         def completed(path: Trace) -> Trace:
             return replace(
@@ -251,13 +252,21 @@ class TraceSource:
         return Weighting(found.weights, found.reason)
 
 
-def engine_seconds(table: CostTable | None) -> tuple[float, float]:
-    """What the engine takes for each operation of forward that it follows, and for each that it runs again.
+def host_time_of(table: CostTable | None) -> HostTime:
+    """What the computer takes beside the kernels.
 
     Args:
         table: of costs on this computer; None for one that is not here.
     """
-    mode_seconds = MODE_SECONDS if table is None else table.mode_seconds()
+    if table is None:
+        return ELSEWHERE
+    host = table.host_time()
+    return host if table.device.type == "cpu" else HostTime(host.mode, host.mode, 0.0)
+
+
+def engine_seconds(table: CostTable | None, trace: Trace) -> tuple[float, float]:
+    """What the engine takes for each operation of forward that it follows, and for each that it runs again, beside the kernels of this trace."""
+    mode_seconds = host_time_of(table).mode_in(share_evicted(trace))
     return FOLLOWED * mode_seconds, RECOMPUTED * mode_seconds
 
 

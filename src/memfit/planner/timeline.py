@@ -23,11 +23,13 @@ from memfit.planner.columns import RaggedRows, add_span
 from memfit.planner.copying import CopyClock, Copying
 from memfit.planner.earlier_micro_batches import held_more
 from memfit.planner.following import Following
-from memfit.planner.recipes import Recipes
+from memfit.planner.recipes import Recipe, Recipes
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
+# Of what the engine takes to run an operation again for one tensor that autograd asks for: looking up what is to be done, and handing the tensor over.
+ASKED_SHARE: Final = 0.75
 NUMBER_BYTES: Final = 8  # of a tensor that torch makes of a Python number
 _TAKE_A_NUMBER_AS_TENSOR: Final = frozenset(
     [f"aten.{name}{written}.Tensor" for name in ("add", "sub", "mul", "div") for written in ("", "_")]
@@ -160,10 +162,9 @@ class Timeline:
         self._makes = RaggedRows([r.makes for r in table])
         self._inputs = RaggedRows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
-        # A reload is two actions of the engine: a copy down and a copy up.
         calls = self.recipes.calls
         self._run_seconds = [
-            r.seconds + (0.0 if number in calls else trace.recomputed_seconds * (len(r.operations) or 2))
+            r.seconds + (0.0 if number in calls else trace.recomputed_seconds * self._actions(r))
             for number, r in enumerate(table)
         ]
         self._gone_by = np.array(
@@ -185,6 +186,16 @@ class Timeline:
         self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self.following = Following(self.recipes)
+
+    def _actions(self, recipe: Recipe) -> float:
+        """What the engine does for one run of a recipe, in operations of which autograd asks for one tensor each.
+
+        Most of it is done when autograd asks, in the midst of backward's kernels; little for each operation that runs then.
+        """
+        if not recipe.operations:
+            return 2.0  # a copy down and a copy up
+        asked = sum(len(self.unpack_uses.get(s, ())) for s in recipe.makes)
+        return ASKED_SHARE * max(1, asked) + (1.0 - ASKED_SHARE) * len(recipe.operations)
 
     def _number_bytes(self, event: int) -> int:
         """Of the Python number of an operation of forward, where the engine follows it: `x + 0.5`.

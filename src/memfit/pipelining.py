@@ -178,7 +178,7 @@ def priced(captured: Any, table: CostTable, device: torch.device) -> Trace:
         allocation_bytes=machine.allocation_bytes,
         host=host_time_of(table),
     )
-    followed, recomputed = engine_seconds(table, trace)
+    followed, recomputed = engine_seconds(table)
     return replace(
         trace,
         rng_state_bytes=RNG_STATE_BYTES.get(device.type, 0),

@@ -120,11 +120,16 @@ def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Re
     assert expected[found.peak_event] == found.peak_bytes
     runs = [timeline.recipes.recipes[r] for rs in recomputations.values() for r in rs]
     asked = Counter(save.storage for save in trace.saves for _ in save.unpacks)
+    cold = [op.host_factor for op in trace.operations]
     actions = sum(
-        0.75 * max(1, sum(asked[s] for s in r.makes)) + 0.25 * len(r.operations) if r.operations else 2  # down, and up
+        (0.75 * max(1, sum(asked[s] for s in r.makes)) / len(r.operations) + 0.25)
+        * sum(cold[op] for op in r.operations)
+        if r.operations
+        else 2  # a copy down and one up
         for r in runs
     )
-    engine = trace.dispatch_seconds * trace.forward_operations + trace.recomputed_seconds * actions if runs else 0
+    followed = sum(cold[e] for e in trace.events[: trace.forward_events] if e >= 0)
+    engine = trace.dispatch_seconds * followed + trace.recomputed_seconds * actions if runs else 0
     waiting = found.copying.exposed_seconds
     assert found.extra_seconds == pytest.approx(sum(r.seconds for r in runs) + engine + waiting)
 

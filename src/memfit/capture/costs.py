@@ -82,7 +82,8 @@ def with_costs(
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         seconds = cost.seconds if cost.in_cold_caches else cost.seconds + evicted * host.cold_operation
-        operations.append(replace(op, seconds=seconds, workspace_bytes=cost.workspace_bytes + hidden))
+        workspace = cost.workspace_bytes + hidden
+        operations.append(replace(op, seconds=seconds, workspace_bytes=workspace, host_factor=host.factor_in(evicted)))
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue
         for s, size in zip(op.makes, cost.made_bytes, strict=True):

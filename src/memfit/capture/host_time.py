@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -45,9 +44,9 @@ class HostTime:
     cold_mode: float
     cold_operation: float
 
-    def mode_in(self, evicted: float) -> float:
-        """What a mode adds, where kernels leave this share of the caches to themselves."""
-        return self.mode + (self.cold_mode - self.mode) * evicted
+    def factor_in(self, evicted: float) -> float:
+        """How many times longer than with warm caches a mode takes, where a kernel has filled this share of them."""
+        return 1.0 + (self.cold_mode / self.mode - 1.0) * evicted if self.mode else 1.0
 
 
 # Of a computer that is not here. A GPU's kernels leave the host's caches alone.
@@ -63,13 +62,6 @@ def shares_evicted(trace: Trace) -> list[float]:
         if operation.makes or operation.writes:  # a view touches nothing
             before.append(sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes}))
     return shares
-
-
-def share_evicted(trace: Trace) -> float:
-    """The mean of `shares_evicted` over forward."""
-    forward = [event for event in trace.events[: trace.forward_events] if event >= 0]
-    shares = shares_evicted(trace)
-    return fmean(shares[operation] for operation in forward) if forward else 0.0
 
 
 class HandsOn(TorchDispatchMode):

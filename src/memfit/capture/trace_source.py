@@ -17,7 +17,7 @@ from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import library_bytes
-from memfit.capture.host_time import ELSEWHERE, HostTime, share_evicted
+from memfit.capture.host_time import ELSEWHERE, HostTime
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
@@ -153,7 +153,7 @@ class TraceSource:
             host=host_time_of(self._table),
         )
 
-        followed, recomputed = engine_seconds(self._table, trace)
+        followed, recomputed = engine_seconds(self._table)
 
         def completed(path: Trace) -> Trace:
             return replace(
@@ -264,9 +264,9 @@ def host_time_of(table: CostTable | None) -> HostTime:
     return host if table.device.type == "cpu" else HostTime(host.mode, host.mode, 0.0)
 
 
-def engine_seconds(table: CostTable | None, trace: Trace) -> tuple[float, float]:
-    """What the engine takes for each operation of forward that it follows, and for each that it runs again, beside the kernels of this trace."""
-    mode_seconds = host_time_of(table).mode_in(share_evicted(trace))
+def engine_seconds(table: CostTable | None) -> tuple[float, float]:
+    """What the engine takes for each operation of forward that it follows, and for each that it runs again, with warm caches."""
+    mode_seconds = host_time_of(table).mode
     return FOLLOWED * mode_seconds, RECOMPUTED * mode_seconds
 
 

@@ -113,7 +113,7 @@ class CellChain:
             forward_peak[cell] = max(forward_peak[cell], int(floor[event]) - self.base_bytes)
             if op >= 0:
                 operation = trace.operations[op]
-                forward[cell] += operation.seconds + trace.recomputed_seconds
+                forward[cell] += operation.seconds + trace.recomputed_seconds * operation.host_factor
         gradient, backward_peak = self._backward_bytes(floor)
         self._besides_saved: list[tuple[int, int]] = []
         stages = []

@@ -33,7 +33,10 @@ class Following:
         trace = recipes.trace
         forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
         bounds = part_bounds(trace.calls, len(forward))
-        self.seconds = [trace.dispatch_seconds * (end - begin) for begin, end in pairwise(bounds)]
+        self.seconds = [
+            trace.dispatch_seconds * sum(trace.operations[op].host_factor for op in forward[begin:end])
+            for begin, end in pairwise(bounds)
+        ]
         position = {op: number for number, op in enumerate(forward)}
 
         def part_at(number: int) -> int:

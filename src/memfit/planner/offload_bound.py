@@ -62,7 +62,7 @@ class OffloadBound(LowerBound):
         rates = np.array([link.in_bandwidth for link in graph.recipes.tiers])
         up = np.min(graph.up_seconds * (rates / rates.sum())[:, None], axis=0)
         offload = np.where(graph.may_offload, link_price * np.where(graph.may_offload, up, 0.0), inf)
-        hidden = link_price * (trace.pass_seconds + trace.dispatch_seconds * trace.forward_operations)
+        hidden = link_price * (trace.pass_seconds + sum(timeline.following.seconds))
 
         def tangent(price: float) -> tuple[float, float]:
             keep = price * chargeable

@@ -169,7 +169,8 @@ class Recipes:
         self.clock: list[float] = [0.0]
         for event, op in enumerate(trace.events):
             seconds = operations[op].seconds if op >= 0 else 0.0
-            seconds += trace.dispatch_seconds if op >= 0 and event < trace.forward_events else 0.0
+            followed = op >= 0 and event < trace.forward_events
+            seconds += trace.dispatch_seconds * operations[op].host_factor if followed else 0.0
             self.clock.append(self.clock[-1] + seconds)
         # The recipes of nearer tiers have the same numbers whatever tiers follow.
         for tier in range(len(self.tiers)):

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Final, TypeVar
 
 from memfit.planner.modules import calls_of_blocks
@@ -303,7 +304,9 @@ def lives_again(
 def seconds_of(again: RepeatableCalls, trace: Trace) -> float:
     """What making calls again takes, the engine's own time included."""
     first = again.begins_with
-    seconds = sum(operation.seconds for operation in trace.operations[first : first + again.operations])
+    operations = trace.operations[first : first + again.operations]
+    seconds = sum(operation.seconds for operation in operations)
+    factor = fmean(operation.host_factor for operation in operations) if operations else 1.0
     begin, end = again.saves_between
     own = ROW + CALL * len(again.calls) + OPERATION * again.operations + TENSOR * (end - begin)
-    return seconds + trace.recomputed_seconds * own
+    return seconds + trace.recomputed_seconds * own * factor

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
@@ -195,7 +196,8 @@ class Timeline:
         if not recipe.operations:
             return 2.0  # a copy down and a copy up
         asked = sum(len(self.unpack_uses.get(s, ())) for s in recipe.makes)
-        return ASKED_SHARE * max(1, asked) + (1.0 - ASKED_SHARE) * len(recipe.operations)
+        factor = fmean(self.trace.operations[op].host_factor for op in recipe.operations)
+        return factor * (ASKED_SHARE * max(1, asked) + (1.0 - ASKED_SHARE) * len(recipe.operations))
 
     def _number_bytes(self, event: int) -> int:
         """Of the Python number of an operation of forward, where the engine follows it: `x + 0.5`.

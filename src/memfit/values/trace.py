@@ -19,7 +19,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 10
+FORMAT_VERSION: Final = 11
 BEFORE_STEP: Final = -1
 
 
@@ -101,6 +101,7 @@ class Operation:
         shape: of its first tensor argument; empty where it takes none.
         same_layout: all its tensor arguments have one dtype, one shape and the same strides.
         collective: what it moves between devices; None for what one device does alone.
+        host_factor: how many times longer than with warm caches the engine takes beside it.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Operation:
     shape: tuple[int, ...] = ()
     same_layout: bool = False
     collective: Collective | None = None
+    host_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,8 @@ class Trace:
         model: hash of the model's structure (module paths, shapes, dtypes, requires_grad); where its first forward makes buffers, also that after it.
         notes: what the reader should know (fallbacks taken, operations not understood).
         rng_state_bytes: bytes the engine keeps to replay one random operation.
-        dispatch_seconds: host seconds the engine adds to each forward operation that it follows.
-        recomputed_seconds: host seconds it adds to each operation that runs again: noting its arguments, running it, giving autograd what it made.
+        dispatch_seconds: host seconds the engine adds to each forward operation that it follows, with warm caches.
+        recomputed_seconds: likewise, to each operation that runs again: noting its arguments, running it, giving autograd what it made.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
@@ -348,6 +350,7 @@ class Trace:
                     tuple(shape),
                     alike,
                     None if among is None else Collective(among["kind"], among["bytes"], tuple(among["ranks"])),
+                    host_factor,
                 )
                 for (
                     name,
@@ -367,6 +370,7 @@ class Trace:
                     shape,
                     alike,
                     among,
+                    host_factor,
                 ) in columns(ops, Operation)
             )
             storages = tuple(

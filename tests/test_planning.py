@@ -21,6 +21,7 @@ from memfit.planning import Planning, changed, planning_of
 from memfit.techniques.choices import Choices
 from memfit.values.bundle import FORMAT_VERSION, Refusal, TraceBundle
 from memfit.values.request import Request, TierBudget
+from memfit.values.trace import FORMAT_VERSION as TRACE_FORMAT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +81,9 @@ def test_other_files_are_refused_with_the_version_and_the_way_on(tmp_path: Path)
     bundle = recorded(micro_batches=1)
     path = tmp_path / "file"
     bundle.trace.save(path)
-    with pytest.raises(PlanFileError, match=r"a single trace of format 10, .* memfit\.record\(\.\.\.\)\.save"):
+    with pytest.raises(
+        PlanFileError, match=rf"a single trace of format {TRACE_FORMAT}, .* memfit\.record\(\.\.\.\)\.save"
+    ):
         TraceBundle.load(path)
     bundle.save(path)
     with pytest.raises(PlanFileError, match=r"memfit\.TraceBundle\.load"):

@@ -102,11 +102,15 @@ def run_resume(arguments: argparse.Namespace) -> Answer:
     if arguments.nproc is not None and _started(arguments):
         return _resumed(arguments)
     if not os.environ.get("RANK"):
-        from memfit.train.run import ranks_of
+        from memfit.train.begun import ranks_of
 
         arguments.nproc = arguments.nproc or str(ranks_of(arguments.out))
         if arguments.nproc != "1":
             return launch.launched(arguments)
+        if arguments.restarts:
+            raise ConfigError(
+                "--restarts goes on when one of several processes was lost, and this run has one: leave it out, or give --nproc"
+            )
         arguments.settings.append("fit.devices=null")
     return launch.reported(lambda: _resumed(arguments))
 

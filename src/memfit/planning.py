@@ -144,6 +144,13 @@ class Planning:
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
+    def as_captured(self, techniques: Choices) -> Planning:
+        """The same for one candidate by its traces so far: what was not captured is refused, as nothing can be captured in one of several ranks."""
+        candidate = Choices(techniques=techniques.techniques)
+        found = Planning(replace(self.bundle, candidates=(candidate,), refused=()))
+        found._solvers, found.plain = self._solvers, self.plain
+        return found
+
     def knowing(
         self,
         plans: tuple[Plan, ...],

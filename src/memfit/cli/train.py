@@ -77,9 +77,9 @@ def _trained(arguments: argparse.Namespace) -> Answer:
     config = read_config(arguments)
     plan = None
     if arguments.plan is not None:
-        from memfit.values.plan import Plan
+        from memfit.cli.launch import handed_on
 
-        plan = Plan.load(arguments.plan)
+        plan = handed_on(arguments.plan)
     from memfit.train import progress
     from memfit.train.run import start
 
@@ -116,11 +116,11 @@ def run_resume(arguments: argparse.Namespace) -> Answer:
 
 
 def _resumed(arguments: argparse.Namespace) -> Answer:
+    from memfit.cli.launch import handed_on
     from memfit.train import progress
     from memfit.train.run import resume
-    from memfit.values.plan import Plan
 
-    plan = None if arguments.plan is None else Plan.load(arguments.plan)
+    plan = None if arguments.plan is None else handed_on(arguments.plan)
     display = progress.display()
     try:
         result = resume(arguments.out, display, settings_of(arguments), plan)

@@ -23,7 +23,6 @@ from memfit.values.request import Budget, Request
 
 # What shares out less sends less and is closer to one device; more of it must make a step faster by this factor.
 WORTH_MORE: Final = 1.01
-ROUNDS: Final = 3
 
 
 def several_devices(devices: str | int | Topology, here: Machine) -> Topology:
@@ -122,20 +121,7 @@ def _slower(plan: Plan) -> str:
 
 
 def _planned(source: TraceSource, request: Request, way: str, ranks: int) -> Plan:
-    """The plan for one way, in which the fullest rank fits."""
+    """The plan for one way. It is searched for the rank with the most state, and fits on every one."""
     with frozen(source.model, request.freeze):
         setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))
-    planning = planning_for(source, request.settling(sharding=setting))
-    assert request.budget is not None, "whoever plans has one"
-    budget_bytes = target = request.budget.bytes
-    for _ in range(ROUNDS):
-        made = planning.plan(target)
-        excess = made.prediction.peak_bytes - budget_bytes
-        if excess <= 0:
-            return made if target == budget_bytes else changed(made, budget_bytes=budget_bytes)
-        target -= excess  # another rank is fuller at its peak than the one that was planned for
-    raise InfeasibleError(
-        f"of {ranks} ranks one needs {format_bytes(excess)} more than the budget in every plan that was tried",
-        budget_bytes=budget_bytes,
-        minimum_bytes=budget_bytes + excess,
-    )
+    return planning_for(source, request.settling(sharding=setting)).plan()

@@ -22,7 +22,15 @@ from memfit.planner.known_sizes import KnownSizes
 from memfit.planner.savings import without
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solver import Solver
-from memfit.planner.solvers import NOT_CAPTURED, SLACK_BYTES, MissingTrace, MissingWeighting, RefusedError, Solvers
+from memfit.planner.solvers import (
+    NOT_CAPTURED,
+    SLACK_BYTES,
+    MissingTrace,
+    MissingWeighting,
+    RefusedError,
+    Solvers,
+    roles,
+)
 from memfit.progress import Progress, tell
 from memfit.techniques.choices import Choices
 from memfit.units import format_bytes, parse_bytes
@@ -121,8 +129,8 @@ class Planning:
         return self._ask(Solvers.plain_peak)
 
     def solver(self, number: int, candidate: Choices | None = None) -> Solver:
-        """The solver for a candidate (None: the baseline) in so many micro-batches."""
-        return self._ask(lambda solvers: solvers.of(number, candidate))
+        """The solver for a candidate (None: the baseline) in so many micro-batches, with those of all roles."""
+        return self._ask(lambda solvers: solvers.of(number, candidate).roles()[0])
 
     @property
     def extra_bytes(self) -> int:
@@ -135,6 +143,13 @@ class Planning:
         alone = Planning(replace(self.bundle, request=request, candidates=(candidate,), refused=()), self.source)
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
+
+    def as_captured(self, techniques: Choices) -> Planning:
+        """The same for one candidate by its traces so far: what was not captured is refused, as nothing can be captured in one of several ranks."""
+        candidate = Choices(techniques=techniques.techniques)
+        found = Planning(replace(self.bundle, candidates=(candidate,), refused=()))
+        found._solvers, found.plain = self._solvers, self.plain
+        return found
 
     def knowing(
         self,
@@ -268,7 +283,8 @@ class Planning:
         if numbers != [1] and self._ask(lambda solvers: solvers.weights())[0] is not None:
             wanted += [(candidate, number) for candidate in candidates for number in numbers]
         baseline = replace(candidates[0], micro_batches=one)
-        for choices in dict.fromkeys(replace(candidate, micro_batches=number) for candidate, number in wanted):
+        every = dict.fromkeys(replace(candidate, micro_batches=number) for candidate, number in wanted)
+        for choices in dict.fromkeys(role for each in every for role in roles(self.bundle, each)):
             try:
                 self._ask(lambda solvers, choices=choices: solvers.trace(choices))  # type: ignore[misc]
             except CANNOT_RUN:

@@ -14,8 +14,9 @@ from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
 from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.planning import Planning, planning_of
 from memfit.progress import Progress, tell
-from memfit.rehearsal import rehearse
+from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import backend_for
 from memfit.step.device import device_of
@@ -23,6 +24,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.techniques.sharding import way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
+from memfit.values.report import Rehearsal
 
 
 def place() -> tuple[int, int] | None:
@@ -88,7 +90,7 @@ def fit_together(
     Raises:
         InputError: the plan is for another number of ranks; on all ranks.
         BatchError: one rank's sample is not as planned; on all ranks, naming that one.
-        InfeasibleError: one rank measured more than the budget; on all ranks, naming that one.
+        InfeasibleError: one rank measured more than the budget, and there is no plan that much smaller; on all ranks, naming that one.
     """
     there = place()
     assert there is not None, "whoever comes here has checked"
@@ -104,9 +106,7 @@ def fit_together(
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)
     assert engine.sharded is not None
     _check_sample(engine, sample, engine.sharded.agreement)
-    tell(progress, "rehearsing one step", 0.0)
-    engine.rehearsal = replace(rehearse(engine, sample), rounds=1)
-    _check_peaks(engine, engine.sharded.agreement)
+    _rehearsed(engine, sample, engine.sharded.agreement, planning_of(made) if rank == 0 else None, progress)
     return engine
 
 
@@ -137,16 +137,64 @@ def _check_sample(engine: Engine, sample: Batch, agreement: Agreement) -> None:
         raise BatchError(f"the sample of rank {rank} is not as the plan has it: no rank has begun")
 
 
-def _check_peaks(engine: Engine, agreement: Agreement) -> None:
-    assert engine.rehearsal is not None
-    budget = engine.plan.budget_bytes
-    measured = engine.rehearsal.measured_peak_bytes
-    most = agreement.largest(measured)
-    rank = agreement.first(concerned=measured == most)
-    if most > budget:
-        raise InfeasibleError(
-            f"the rehearsal measured a peak of {format_bytes(most)} on rank {rank}, {format_bytes(most - budget)} above the budget of "
-            f"{format_bytes(budget)}: no rank has begun. Plan again for that much less, or give a larger budget",
-            budget_bytes=budget,
-            minimum_bytes=most,
+def _rehearsed(
+    engine: Engine, sample: Batch, agreement: Agreement, planning: Planning | None, progress: Progress | None
+) -> None:
+    """Rehearse; where a rank measures more than the budget, all follow a plan for less, which the first rank makes of the traces that it has.
+
+    Nothing is captured for it, as that needs a process group of its own. Where those traces do not give a plan that is smaller by as much, all ranks raise.
+
+    Args:
+        engine, sample: of this rank.
+        agreement: of all ranks.
+        planning: of the engine's plan; None on the other ranks, and where the plan was made by another process.
+        progress: as for `memfit.fit`.
+
+    Raises:
+        InfeasibleError: as for `fit_together`.
+    """
+    made = engine.plan
+    budget_bytes = target = made.budget_bytes
+    known = None if planning is None else planning.as_captured(made.choices)
+    for number in range(1, REPAIR_ROUNDS + 1):
+        tell(progress, "rehearsing one step", 0.0)
+        engine.rehearsal = replace(rehearse(engine, sample), rounds=number)
+        peaks = [rehearsal.measured_peak_bytes for rehearsal in agreement.of_all(engine.rehearsal)]
+        most = max(peaks)
+        where = f" on rank {peaks.index(most)}"
+        if most <= budget_bytes:
+            return
+        if number == REPAIR_ROUNDS:
+            raise still_above(most, budget_bytes, where)
+        target = less_by(target, most, budget_bytes)
+        again: Plan | InfeasibleError | None = None
+        if agreement.rank == 0:
+            again = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
+        again = agreement.told(again)
+        if isinstance(again, InfeasibleError):
+            raise again
+        engine.replace_plan(repaired(made, again, most - budget_bytes, target))
+
+
+def _smaller(known: Planning | None, target: int, made: Plan, fullest: Rehearsal, where: str) -> Plan | InfeasibleError:
+    """A plan that takes so much less, or why there is none.
+
+    Args:
+        known: makes it; None where the plan was made by another process.
+        target: bytes to plan for.
+        made: the plan that took too much.
+        fullest: the rehearsal of the rank that measured most, which `where` names.
+    """
+    budget_bytes, peak = made.budget_bytes, fullest.measured_peak_bytes
+    if known is None:
+        return InfeasibleError(
+            f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "
+            f"{format_bytes(budget_bytes)}, and the plan was made by another process, so no smaller one can be made here: no rank has begun. Leave the plan "
+            "out (--plan), so that it is made here and again for less, or give a larger budget",
+            budget_bytes=budget_bytes,
+            minimum_bytes=peak,
         )
+    try:
+        return known.plan(target)
+    except InfeasibleError as error:
+        return no_smaller_plan(error, fullest, budget_bytes, where)

@@ -24,6 +24,7 @@ from memfit.step.guard import Guard
 from memfit.step.optimizer_state import set_optimizer
 from memfit.step.program import model_tensors, own_optimizer
 from memfit.units import format_budget, format_bytes
+from memfit.values.plan import Plan
 from memfit.values.report import Rehearsal, StepRecord
 
 CURVE_POINTS: Final = 400  # of a rehearsal's curve, as many as a picture shows
@@ -88,39 +89,68 @@ def rehearsed(
         excess = engine.rehearsal.measured_peak_bytes - budget_bytes
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
-        target -= excess + engine.rehearsal.measured_peak_bytes // 1000
+        target = less_by(target, engine.rehearsal.measured_peak_bytes, budget_bytes)
         assert planning is not None, "an engine whose plan was made here is rehearsed"
         try:
             with engine.gathered():
                 again = planning.plan(target)
         except InfeasibleError as error:
-            raise _no_smaller_plan(error, engine.rehearsal, budget_bytes) from None
-        repaired = changed(
-            again,
-            budget_bytes=budget_bytes,
-            notes=(
-                *made.notes,
-                f"the rehearsal measured {format_bytes(excess)} above the budget; planned again for {format_bytes(target)}",
-            ),
-        )
-        engine.replace_plan(repaired)
+            raise no_smaller_plan(error, engine.rehearsal, budget_bytes) from None
+        engine.replace_plan(repaired(made, again, excess, target))
     if engine.rehearsal is not None and engine.rehearsal.measured_peak_bytes > budget_bytes:
-        measured = engine.rehearsal.measured_peak_bytes
-        raise InfeasibleError(
-            f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(measured)}, above the budget of {format_bytes(budget_bytes)}: "
-            "the model's memory changes from run to run; allow for it with a larger budget",
-            budget_bytes=budget_bytes,
-            minimum_bytes=measured,
-        )
+        raise still_above(engine.rehearsal.measured_peak_bytes, budget_bytes)
 
 
-def _no_smaller_plan(error: InfeasibleError, measured: Rehearsal, budget_bytes: int) -> InfeasibleError:
+def less_by(target: int, measured_bytes: int, budget_bytes: int) -> int:
+    """The bytes to plan for next: as much less as was measured above the budget, and a thousandth of what was measured.
+
+    Args:
+        target: that were planned for.
+        measured_bytes: the peak of that plan.
+        budget_bytes: the user's.
+    """
+    return target - (measured_bytes - budget_bytes) - measured_bytes // 1000
+
+
+def repaired(made: Plan, again: Plan, excess_bytes: int, target: int) -> Plan:
+    """A plan for less, in the user's own budget and with a note of why.
+
+    Args:
+        made: the first plan.
+        again: that for less.
+        excess_bytes: measured above the budget.
+        target: the bytes that it was planned for.
+    """
+    note = f"the rehearsal measured {format_bytes(excess_bytes)} above the budget; planned again for {format_bytes(target)}"
+    return changed(again, budget_bytes=made.budget_bytes, notes=(*made.notes, note))
+
+
+def still_above(measured_bytes: int, budget_bytes: int, on_rank: str = "") -> InfeasibleError:
+    """Why no more is tried.
+
+    Args:
+        measured_bytes: the peak in the last rehearsal.
+        budget_bytes: the user's.
+        on_rank: the rank that measured it, in words; "" for one device.
+    """
+    return InfeasibleError(
+        f"after {REPAIR_ROUNDS} rehearsals the measured peak is still {format_bytes(measured_bytes)}{on_rank}, above the budget of "
+        f"{format_bytes(budget_bytes)}: the model's memory changes from run to run; allow for it with a larger budget",
+        budget_bytes=budget_bytes,
+        minimum_bytes=measured_bytes,
+    )
+
+
+def no_smaller_plan(
+    error: InfeasibleError, measured: Rehearsal, budget_bytes: int, on_rank: str = ""
+) -> InfeasibleError:
     """Why a plan that took more than predicted cannot be repaired, in terms of the user's budget.
 
     Args:
         error: of planning for less, which knows only the lowered budget.
         measured: the rehearsal.
         budget_bytes: the user's.
+        on_rank: the rank that measured it, in words; "" for one device.
     """
     peak, least = measured.measured_peak_bytes, error.minimum_bytes
     missing = peak - measured.predicted_peak_bytes
@@ -137,8 +167,8 @@ def _no_smaller_plan(error: InfeasibleError, measured: Rehearsal, budget_bytes: 
             f"Ways out: {'; '.join(remedy.text for remedy in remedies)}"
         )
     return InfeasibleError(
-        f"the rehearsal measured a peak of {format_bytes(peak)}, {format_bytes(peak - budget_bytes)} above the budget of {format_bytes(budget_bytes)} and "
-        f"{format_bytes(missing)} more than predicted, and there is no plan that much smaller: {ways}",
+        f"the rehearsal measured a peak of {format_bytes(peak)}{on_rank}, {format_bytes(peak - budget_bytes)} above the budget of "
+        f"{format_bytes(budget_bytes)} and {format_bytes(missing)} more than predicted, and there is no plan that much smaller: {ways}",
         budget_bytes=budget_bytes,
         minimum_bytes=needed,
         moment=error.moment,

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 import memfit
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
 from memfit.step import process_generators
-from memfit.train import rank_snapshots, snapshots
+from memfit.train import durable, rank_snapshots, snapshots
 from memfit.train.data import Position
+from memfit.train.saving import Saving
 from memfit.train.snapshots import Moment
 from sharding import steps
 
@@ -29,25 +31,27 @@ def applied(data: dict[str, Any], build: Callable[[], steps.Built]) -> tuple[Eng
     return engine, sample if sharded is None else steps.part_of(sample, sharded.agreement.rank, sharded.ranks)
 
 
-def written(engine: Engine, folder: str) -> Path:
-    """A snapshot after the first steps."""
+def begun(engine: Engine, folder: str) -> Saving:
+    """A snapshot after the first steps, whose files are written and reach the disk in a thread."""
     moment = Moment(STEPS, Position(0, 0), 1, {"generators": process_generators.generators()}, {})
-    if engine.sharded is None:
-        return snapshots.write(Path(folder), engine, moment)
-    return rank_snapshots.write(Path(folder), engine, engine.sharded.agreement, moment)
+    together = None if engine.sharded is None else engine.sharded.agreement
+    return Saving.of(Path(folder), engine, moment, together, beside=True)
 
 
 def saved(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.Built], folders: Sequence[str]) -> Any:
-    """For each plan the whole parameters three steps after the snapshot."""
+    """For each plan the whole parameters three steps after the snapshot, taken while its files reach the disk, and the bytes that it is said to take."""
     del rank
-    found: list[list[Tensor]] = []
+    found: list[tuple[list[Tensor], int]] = []
     for data, folder in zip(plans, folders, strict=True):
         engine, own = applied(data, build)
         for step in range(2 * STEPS):
             if step == STEPS:
-                written(engine, folder)
+                under_way = begun(engine, folder)
             engine.step(own)
-        found.append(steps.whole(engine.model))
+        together = None if engine.sharded is None else engine.sharded.agreement
+        bytes_needed = 0 if together is None else rank_snapshots.bytes_needed(engine, together)
+        under_way.finish()
+        found.append((steps.whole(engine.model), bytes_needed))
         if engine.sharded is not None:
             engine.sharded.close()
     return found
@@ -75,20 +79,25 @@ def gone_on(
     return found
 
 
-def failing(rank: int, data: dict[str, Any], build: Callable[[], steps.Built], folder: str) -> tuple[str, list[str]]:
-    """What is said on each rank where the second one cannot write, and what the folder holds then."""
+def failing(
+    rank: int, data: dict[str, Any], build: Callable[[], steps.Built], folder: str
+) -> list[tuple[str, list[str]]]:
+    """What is said on each rank where the second one cannot write, and where its files do not reach the disk; and what the folder holds then."""
     engine, own = applied(data, build)
     engine.step(own)
-    written(engine, folder)
+    begun(engine, folder).finish()
     engine.step(own)
-    if rank == 1:
 
-        def full(*_: object) -> None:
-            raise OSError(28, os.strerror(28))
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
 
-        snapshots.written = full  # type: ignore[assignment]
-    try:
-        written(engine, folder)
-    except SnapshotError as error:
-        return str(error), sorted(os.listdir(folder))
-    return "", []
+    found = []
+    for module, function in ((snapshots, "written"), (durable, "sync")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(module, function, full)
+            try:
+                begun(engine, folder).finish()
+            except SnapshotError as error:
+                found.append((str(error), sorted(os.listdir(folder))))
+    return found

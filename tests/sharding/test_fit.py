@@ -28,6 +28,27 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
         assert told == pytest.approx(losses, rel=1e-5)
 
 
+def test_a_rank_above_its_budget_is_repaired_by_a_plan_for_all_or_all_say_which_and_by_how_much() -> None:
+    model, sample, loss_fn = steps.chain()
+    own = steps.part_of(sample, 0, 2)
+    way = {"sharding": "zero1", "micro_batches": 1}
+    plain = memfit.plan(model, own, loss_fn, "1MiB", small.adamw, devices=2, fixed=way)
+    budget = plain.prediction.peak_bytes
+    first, last = on_ranks(2, fits.repaired, 2, budget, 2000, joined=False)
+    assert first[0] == last[0] == ""
+    assert (first[1], last[1]) == (2, 2)
+    assert max(first[2], last[2]) <= budget
+    assert first[3] == last[3]
+    assert "above the budget; planned again for" in first[3]
+
+    (told, _, needed, _), other = on_ranks(2, fits.repaired, 2, budget, budget, joined=False)
+    assert (told, 0, needed, "") == other
+    assert "the rehearsal measured a peak of" in told
+    assert "on rank 1, " in told
+    assert "there is no plan that much smaller: the smallest one is predicted to take" in told
+    assert needed > budget
+
+
 def test_a_fit_in_a_group_or_in_another_world_says_what_to_call() -> None:
     for other, in_group, one in on_ranks(2, fits.refused, 2, joined=False):
         assert "there are 3 devices to train on, and this run has 2 ranks" in other

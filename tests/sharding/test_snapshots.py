@@ -39,9 +39,11 @@ def test_two_ranks_go_on_bit_by_bit_and_in_other_ways_other_numbers_and_alone(
 ) -> None:
     folders = [str(tmp_path / way) for way in WAYS]
     alone = str(tmp_path / "alone")
-    (undisturbed,) = saving.saved(0, [planned(None, 1)], steps.chain, [alone])
+    ((undisturbed, _),) = saving.saved(0, [planned(None, 1)], steps.chain, [alone])
     two = [planned(way, 2) for way in WAYS]
-    trained = on_ranks(2, saving.saved, two, steps.chain, folders)[0]
+    trained, said = zip(*on_ranks(2, saving.saved, two, steps.chain, folders)[0], strict=True)
+    whole = 3 * sum(parameter.nbytes for parameter in undisturbed)  # with two values of AdamW for each
+    assert all(whole <= size < whole + 1000 for size in said)  # and the numbers of its steps
     assert sum(Path(folder, "step-000003", "state", ".metadata").is_file() for folder in folders) == len(WAYS)
 
     # The same ways, each other's, and what one process wrote.
@@ -64,7 +66,7 @@ def test_two_ranks_go_on_bit_by_bit_and_in_other_ways_other_numbers_and_alone(
 def test_state_in_blocks_goes_on_in_as_many_ranks_and_is_refused_in_others(tmp_path: Path) -> None:
     folders = [str(tmp_path / way) for way in ("data", "zero3")]
     two = [planned(way, 2, state_format="8bit") for way in ("data", "zero3")]
-    trained = on_ranks(2, saving.saved, two, steps.chain, folders)[0]
+    trained = [parameters for parameters, _ in on_ranks(2, saving.saved, two, steps.chain, folders)[0]]
 
     again = on_ranks(2, saving.gone_on, two, steps.chain, folders)[0]
     assert all(equal(a, b) for a, b in zip(again, trained, strict=True))
@@ -77,7 +79,9 @@ def test_state_in_blocks_goes_on_in_as_many_ranks_and_is_refused_in_others(tmp_p
 
 def test_where_one_rank_cannot_write_none_does_and_the_one_before_stays(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    (told, left), (of_the_other, _) = on_ranks(2, saving.failing, planned("zero3", 2), steps.chain, folder)
-    assert told == of_the_other
-    assert told.startswith("rank 1: no space for a snapshot in ")
-    assert left == ["step-000003"]
+    of_first, of_other = on_ranks(2, saving.failing, planned("zero3", 2), steps.chain, folder)
+    assert [told for told, _ in of_first] == [told for told, _ in of_other]
+    for told, left in of_first:
+        assert told.startswith("rank 1: no space for a snapshot in ")
+        assert left == ["step-000003"]
+    assert len(of_first) == 2  # where it cannot write, and where what it has written does not reach the disk

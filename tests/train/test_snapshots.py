@@ -21,6 +21,7 @@ from memfit.errors import SnapshotError
 from memfit.step import process_generators
 from memfit.train import durable, snapshots
 from memfit.train.data import Position
+from memfit.train.saving import Saving
 from train.fakes import FakeEngine, Noisy
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -40,9 +41,8 @@ def engine(optimizer: Optimizer = torch.optim.AdamW, steps: int = 2) -> FakeEngi
 
 def write(out: Path, trained: FakeEngine, step: int = 1) -> Path:
     loop = {"generators": process_generators.generators(), "loss": 0.5}
-    return snapshots.write(
-        out, trained, snapshots.Moment(step, Position(0, step), 10, loop, {"model": {"python": "toy:build"}})
-    )
+    moment = snapshots.Moment(step, Position(0, step), 10, loop, {"model": {"python": "toy:build"}})
+    return Saving.of(out, trained, moment, None, beside=False).finish()
 
 
 def names(out: Path) -> list[str]:

@@ -24,6 +24,7 @@ from memfit.errors import ConfigError
 from memfit.values.plan import Plan
 
 ANSWERS: Final = "MEMFIT_ANSWERS"  # names the folder in the environment of the processes that were started here
+TRACES: Final = "traces.json.gz"
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,7 +44,7 @@ def launched(arguments: argparse.Namespace) -> Answer:
     for restarts_left in range(arguments.restarts, -1, -1):
         with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
             plan, out = _plan(arguments, number, begun, given)
-            plan.save(Path(folder, "plan.json"))
+            _hand_on(plan, Path(folder, "plan.json"))
             command = _command(arguments, folder, number, begun)
             status = _run(command, {**os.environ, ANSWERS: folder, **_threads(number)})
             answers = _answers(Path(folder))
@@ -81,6 +82,27 @@ def _plan(arguments: argparse.Namespace, number: int, begun: Path | None, given:
             return plan_for_ranks(config, number, display, given), config.out
         assert begun is not None
         return given or plan_to_resume(begun, number, display, settings_of(arguments)), begun
+
+
+def _hand_on(plan: Plan, file: Path) -> None:
+    """Leave a plan for the ranks, and what it was made of, where that is known: they may have to plan again for less, and cannot capture."""
+    from memfit.planning import planning_of
+
+    plan.save(file)
+    planning = planning_of(plan)
+    if planning is not None:
+        planning.bundle.save(file.with_name(TRACES))
+
+
+def handed_on(file: Path) -> Plan:
+    """A plan to follow; on the first rank with what it was made of, where the process that has started it has left that beside the plan."""
+    plan, traces = Plan.load(file), file.with_name(TRACES)
+    if os.environ.get(ANSWERS) != str(file.parent) or os.environ.get("RANK") != "0" or not traces.is_file():
+        return plan
+    from memfit.planning import Planning, remember
+    from memfit.values.bundle import TraceBundle
+
+    return remember(plan, Planning(TraceBundle.load(traces)))
 
 
 def _command(arguments: argparse.Namespace, folder: str, number: int, begun: Path | None) -> list[str]:

@@ -77,9 +77,9 @@ def _trained(arguments: argparse.Namespace) -> Answer:
     config = read_config(arguments)
     plan = None
     if arguments.plan is not None:
-        from memfit.values.plan import Plan
+        from memfit.cli.launch import handed_on
 
-        plan = Plan.load(arguments.plan)
+        plan = handed_on(arguments.plan)
     from memfit.train import progress
     from memfit.train.run import start
 
@@ -102,21 +102,25 @@ def run_resume(arguments: argparse.Namespace) -> Answer:
     if arguments.nproc is not None and _started(arguments):
         return _resumed(arguments)
     if not os.environ.get("RANK"):
-        from memfit.train.run import ranks_of
+        from memfit.train.begun import ranks_of
 
         arguments.nproc = arguments.nproc or str(ranks_of(arguments.out))
         if arguments.nproc != "1":
             return launch.launched(arguments)
+        if arguments.restarts:
+            raise ConfigError(
+                "--restarts goes on when one of several processes was lost, and this run has one: leave it out, or give --nproc"
+            )
         arguments.settings.append("fit.devices=null")
     return launch.reported(lambda: _resumed(arguments))
 
 
 def _resumed(arguments: argparse.Namespace) -> Answer:
+    from memfit.cli.launch import handed_on
     from memfit.train import progress
     from memfit.train.run import resume
-    from memfit.values.plan import Plan
 
-    plan = None if arguments.plan is None else Plan.load(arguments.plan)
+    plan = None if arguments.plan is None else handed_on(arguments.plan)
     display = progress.display()
     try:
         result = resume(arguments.out, display, settings_of(arguments), plan)

@@ -33,11 +33,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     """The plan in full, except for its savings, which need other candidates."""
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
-    timeline, evaluation = solver.worst(solution)
-    nothing_dropped = solver.worst(solver.plain)[1].levels
-    phase, module, operation = where(trace, evaluation.peak_event)
+    fullest = solver.fullest(solution)  # of several ranks
+    timeline, evaluation = fullest.worst(solution)
+    nothing_dropped = fullest.worst(fullest.plain)[1].levels
+    phase, module, operation = where(fullest.trace, evaluation.peak_event)
     bands = timeline.by_category(solution.recomputations)
-    moments = _moments(trace, evaluation.peak_event)
+    moments = _moments(fullest.trace, evaluation.peak_event)
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     bound = solver.bound(capacity, solution) if solution.recomputations else 0.0
     kept: dict[str, int] = defaultdict(int)
@@ -54,7 +55,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
     ranks = _of_ranks(solvers, found)
-    own_peak = max(evaluation.peak_bytes, *_on_paths(solver, solution)) + solvers.extra_bytes
+    own_peak = max(evaluation.peak_bytes, *_on_paths(fullest, solution)) + solvers.extra_bytes
     prediction = Prediction(
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
         step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
@@ -68,7 +69,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             str(c): int(b[evaluation.peak_event]) for c, b in bands.items() if int(b[evaluation.peak_event])
         },
         moments=tuple(moments),
-        phases=tuple(where(trace, m)[0] for m in moments),
+        phases=tuple(where(fullest.trace, m)[0] for m in moments),
         curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
         plain_curve=tuple(int(nothing_dropped[m]) for m in moments),
         copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
@@ -116,7 +117,7 @@ class PlainStep:
 
 
 def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
-    """Of each rank of a sharded step, under the plan that was found for the one with the most state; all follow the same plan."""
+    """Of each rank of a sharded step; all follow the same plan."""
     if not found.candidate.sharding:
         return ()
     way, ranks, own = way_of(found.candidate.sharding)
@@ -124,7 +125,7 @@ def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
     roles = solvers.bundle.roles or (own,) * ranks
     for role in dict.fromkeys(roles):
         setting = setting_of(way, ranks, role)
-        solver = found.solver if role == own else solvers.of(found.number, found.candidate.but(sharding=setting))
+        solver = found.solver if role == roles[own] else solvers.of(found.number, found.candidate.but(sharding=setting))
         peak = solver.problem.timeline.peak(found.solution.recomputations)
         peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
         figures[role] = peak, solver.trace.plain_step_seconds + solver.trace.micro_batches * found.solution.seconds
@@ -141,7 +142,8 @@ def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
 def plain_step(solvers: Solvers) -> PlainStep:
     """The baseline with nothing dropped."""
     plain = solvers.baseline
-    peak = max(plain.worst(plain.plain)[1].peak_bytes, *_on_paths(plain, plain.plain))
+    full = plain.fullest(plain.plain)
+    peak = max(full.worst(full.plain)[1].peak_bytes, *_on_paths(full, full.plain))
     return PlainStep(peak + solvers.extra_bytes, plain.trace.plain_step_seconds, _fixed_for(plain.trace.choices))
 
 

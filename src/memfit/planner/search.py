@@ -92,15 +92,16 @@ def _weigh_one(
             why = f"{format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best.seconds)}"
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
             break
-        nothing_dropped = solvers.budget_for(solver, solver.plain) <= budget_bytes
+        nothing_dropped = solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes
         solution = solver.plain if nothing_dropped else solver.fitting(capacity)
         if solution is None:
-            needs.append(solver.needed(solver.least()))
+            needs.append(solver.needed_here(solver.least_here()))
+            or_more = " or more" if candidate.sharding else ""  # on another rank
             held = least_bytes(solver) + solvers.extra_bytes
             always = (
                 f", of which {format_bytes(held)} are held in the optimizer's update" if held > budget_bytes else ""
             )
-            why = f"nothing fits, the smallest plan found needs {format_bytes(needs[-1])}{always}"
+            why = f"nothing fits, the smallest plan found needs {format_bytes(needs[-1])}{or_more}{always}"
             rejected.append(Rejection(name, Reason.DOES_NOT_FIT, why))
             # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
             if always or (len(needs) > 2 and needs[-1] >= needs[-2]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from memfit.planner.found import Found
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.solvers import RefusedError, Solvers
@@ -27,12 +29,12 @@ def smallest(solvers: Solvers) -> tuple[int, Found]:
                 if candidate == baseline and not found:
                     raise
                 break
-            least = solver.least()
+            # The plain step needs no bytes for what only recomputation takes.
+            least = min((solver.least(), solver.plain), key=partial(solvers.budget_for, solver))
             own.append(solvers.budget_for(solver, least))
             found.append((own[-1], Found(candidate, number, solver, least)))
-            held_anyway = solver.needed(least) <= least_bytes(
-                solver
-            )  # at the update, which dividing the batch leaves as it is
+            # At the update, which dividing the batch leaves as it is.
+            held_anyway = solver.needed(least) <= max(map(least_bytes, solver.roles()))
             if held_anyway or (len(own) > 1 and own[-1] >= own[-2]):
                 break
     return min(found, key=lambda f: f[0])

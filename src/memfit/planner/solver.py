@@ -6,7 +6,7 @@ changes nothing but the time it takes. `together` gives plans for several budget
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
@@ -23,7 +23,7 @@ from memfit.planner.solution import Solution
 from memfit.planner.timeline import Evaluation, Timeline
 from memfit.planner.window_layouts import WindowLayout
 
-DRAWN_ROUNDS: Final = 4  # of planning for less, where other draws take more than the one planned for
+DRAWN_ROUNDS: Final = 4  # of planning for less, where other draws, or other ranks, take more than the one planned for
 
 
 class Solver:
@@ -32,6 +32,8 @@ class Solver:
     Attributes:
         plain: the plan in which nothing is dropped.
         draws: the trace under all draws of random numbers that its capture saw.
+        other_roles: of a sharded step, gives the solvers of the ranks whose steps take other bytes than this one's; all ranks follow one plan. Set by
+            `Solvers.of`, and a call, since their traces are captured only once a plan fits this one.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -44,6 +46,7 @@ class Solver:
         self._fronts: dict[int, Front] = {}
         self._fitting: dict[int, Solution | None] = {}
         self._smallest: SmallestSearch | None = None
+        self.other_roles: Callable[[], tuple[Solver, ...]] = tuple
 
     def _problem(self) -> Problem:
         return Problem(self.timeline)
@@ -136,15 +139,59 @@ class Solver:
     def _search_smallest(self) -> SmallestSearch:
         return SmallestSearch(self.problem).run()
 
-    # -- plans, where random numbers decide sizes ----------------------------------------------------------------------------
+    # -- plans, where random numbers decide sizes, and of ranks that hold other bytes ---------------------------------------
 
     def needed(self, solution: Solution) -> int:
-        """Bytes that a plan needs: its peak, and more for other draws where random numbers decide sizes; no fewer than the first step needs."""
-        own = self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
-        return max(own, self._first_needs)
+        """Bytes that a plan needs, on the fullest of several ranks."""
+        return max(role.needed_here(solution) for role in self.roles())
+
+    def needed_here(self, solution: Solution) -> int:
+        """Bytes that a plan of this solver, or of another role's, needs on this rank.
+
+        That is its peak, and more for other draws where random numbers decide sizes; no fewer than the first step needs.
+        """
+        under_a_plan = self.draws.needed if self.draws.several else self.timeline.peak
+        return max(under_a_plan(solution.recomputations), self._first_needs)
+
+    def roles(self) -> tuple[Solver, ...]:
+        """This solver, and those of the ranks whose steps take other bytes."""
+        return self, *self.other_roles()
+
+    def fullest(self, solution: Solution) -> Solver:
+        """The solver of the rank on which a plan needs most."""
+        return max(self.roles(), key=lambda role: role.needed_here(solution))
 
     def fitting(self, budget_bytes: int) -> Solution | None:
-        """`solve`, with what a plan needs, not only its peak under the first draw, inside the budget."""
+        """`solve`, with what a plan needs on every rank, not only its peak on this one under the first draw, inside the budget."""
+        found = self.fitting_here(budget_bytes)
+        if found is None or not self.other_roles():
+            return found  # where not even this rank fits, the others need not be known
+        return self._fitting_all_roles(found, budget_bytes)
+
+    def _fitting_all_roles(self, found: Solution, budget_bytes: int) -> Solution | None:
+        """The same for all ranks, by planning for less on this one. What is less than the smallest plan needs is not searched for.
+
+        Args:
+            found: what fits this rank.
+            budget_bytes: of each.
+        """
+        if found is not self.plain and self.needed(self.least()) > budget_bytes:
+            return None
+        target = budget_bytes
+        for _ in range(DRAWN_ROUNDS):
+            over = self.needed(found) - budget_bytes
+            if over <= 0:
+                return found
+            target -= over
+            less = self.fitting_here(target)
+            if less is None:
+                break
+            found = less
+        every = sorted(self.smallest_search().front, key=lambda plan: plan.seconds)
+        return next((plan for plan in every if self.needed(plan) <= budget_bytes), None)
+
+    def fitting_here(self, budget_bytes: int) -> Solution | None:
+        """The same by what a plan needs on this rank alone."""
         if self._first_needs > budget_bytes:
             return None
         if not self.draws.several:
@@ -185,23 +232,25 @@ class Solver:
             if self.plain.peak > target:
                 known.update(self.found(target))
             found = known.best(target)
-            over = 0 if found is None else self.needed(found) - budget_bytes
+            over = 0 if found is None else self.needed_here(found) - budget_bytes
             if over <= 0:
                 break
             target -= over
         # A front keeps no plan that another beats under the first draw, though it may need less under all.
         every = sorted((*known, *self.smallest_search().front), key=lambda plan: plan.seconds)
-        fitting = (plan for plan in every if self.needed(plan) <= budget_bytes)
+        fitting = (plan for plan in every if self.needed_here(plan) <= budget_bytes)
         return next(fitting, None)
 
     def worst(self, solution: Solution) -> tuple[Timeline, Evaluation]:
         """The draw under which a plan takes most, and what it comes to there."""
-        if not self.trace.drawn_bytes:
-            return self.timeline, solution.evaluation
-        timeline = self.draws.largest(solution.recomputations)
+        timeline = self.draws.largest(solution.recomputations) if self.trace.drawn_bytes else self.timeline
         return timeline, timeline.evaluate(solution.recomputations)
 
     def least(self) -> Solution:
-        """`smallest`, by what plans need."""
+        """`smallest`, by what plans need on every rank."""
+        return min(self.smallest_search().front, key=self.needed) if self.other_roles() else self.least_here()
+
+    def least_here(self) -> Solution:
+        """The same by what they need on this rank alone."""
         search = self.smallest_search()
-        return min(search.front, key=self.needed) if self.draws.several else search.front.smallest()
+        return min(search.front, key=self.needed_here) if self.draws.several else search.front.smallest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from memfit.garbage import uncollected
@@ -19,6 +20,7 @@ from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import Transfers, layer_transfers, state_transfers
 from memfit.techniques.choices import Choices, sizing_state
+from memfit.techniques.sharding import setting_of, way_of
 from memfit.values.bundle import Refusal, TraceBundle
 from memfit.values.request import Request
 from memfit.values.trace import Category, Trace
@@ -84,7 +86,13 @@ class Solvers:
                     timeline = Timeline(trace, Recipes(trace, self._lower_tier(choices)))
                     self._known[choices] = solver_for(timeline)
             self.asked[choices] = self._known[choices]
+            self.asked[choices].other_roles = partial(self._other_roles, choices)
         return self.asked[choices]
+
+    def _other_roles(self, choices: Choices) -> tuple[Solver, ...]:
+        """For the ranks of a sharded step whose roles are others than that of these choices."""
+        _, *others = roles(self.bundle, choices)
+        return tuple(self.of(choices.micro_batches, each) for each in others)
 
     def of_request(self, request: Request) -> Solvers:
         """Of the same traces under another request with the same candidates."""
@@ -192,6 +200,15 @@ class Solvers:
         """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
         solver = self.baseline
         return self.budget_for(solver, solver.plain) + SLACK_BYTES
+
+
+def roles(bundle: TraceBundle, choices: Choices) -> tuple[Choices, ...]:
+    """These choices, and the same as the ranks of a sharded step have them that play another role; none where the bundle knows no roles."""
+    if not choices.sharding or not bundle.roles:
+        return (choices,)
+    way, ranks, own = way_of(choices.sharding)
+    others = dict.fromkeys(role for role in bundle.roles if role != bundle.roles[own])
+    return choices, *(choices.but(sharding=setting_of(way, ranks, role)) for role in others)
 
 
 def doubled_up_to(number: int) -> list[int]:

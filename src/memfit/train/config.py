@@ -208,6 +208,8 @@ class TrainConfig:
         epochs, steps: one of them; one epoch when neither is given.
         seed: of initial weights, of the order of the data, and of what the model draws.
         save_every: optimizer steps between snapshots; 0 for one at the end only.
+        save_async: train on while the files of a snapshot reach the disk and are summed up. They are written to the system's cache of the disk first, while
+            training waits, so no copy of the state is held anywhere else.
         keep: snapshots to keep.
         log_every: optimizer steps between lines of the log.
         eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
@@ -221,6 +223,7 @@ class TrainConfig:
     steps: int | None = None
     seed: int = 0
     save_every: int = 0
+    save_async: bool = False
     keep: int = 2
     log_every: int = 10
     eval_every: int = 0

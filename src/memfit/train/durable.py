@@ -15,6 +15,15 @@ def put(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def sync(file: Path) -> None:
+    """Have what was written into a file reach the disk."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def replace(partial: Path, final: Path) -> None:
     """Give a complete folder its name; what had it before (the same step, run again after a resume) goes."""
     old = final.with_name(f".{final.name}.old")
@@ -27,11 +36,7 @@ def replace(partial: Path, final: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder reach the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder)
 
 
 def remove(folder: Path) -> None:

@@ -30,20 +30,18 @@ from memfit.train.evaluate import evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
+from memfit.train.saving import Saving
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Moment, Snapshot
-from memfit.train.state import Trained
+from memfit.train.state import Savable
 from memfit.values.report import StepRecord
 
 
-class Steps(Trained, Protocol):
+class Steps(Savable, Protocol):
     """An engine, as far as the loop needs it: `memfit.fit` makes one."""
 
     def step(self, batch: Batch, *, meter: bool = False) -> StepRecord:
         """One optimizer step."""
-
-    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[torch.nn.Module]:
-        """Inside, the model has all its parameters and the optimizer all its state, to be saved or loaded."""
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
@@ -167,6 +165,7 @@ class _Run:
     saved_step: int = -1
     saved_evaluated: int = -1
     signal: int | None = None
+    saving: Saving | None = None
 
     def go(self, snapshot: Snapshot | None) -> RunOutcome:
         if self.engine.optimizer is None:
@@ -193,8 +192,11 @@ class _Run:
                     self.peak_bytes = together.largest(self.peak_bytes or 0) or None
                 if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
-                else:  # the run may have been killed before it got to that
-                    self._prune()
+                self._saved()
+                self._prune()  # the run may have been killed before it got to that
+        except Exception:
+            self._given_up()
+            raise
         finally:
             rates.release()
             log.close()
@@ -274,6 +276,8 @@ class _Run:
         if settings.eval_every and self.step and self.step % settings.eval_every == 0:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not self._asked(stop):
+            if self.saving is not None and self.saving.done:
+                self._saved()
             before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
             batch, after = next(data)
@@ -332,6 +336,7 @@ class _Run:
         self.output.display.note(f"step {self.step}: validation loss {loss:.4f}")
 
     def _save(self, log: Log | SilentLog) -> None:
+        self._saved()  # the one before it: two are never under way
         log.sync()
         loop = {
             "generators": process_generators.generators(),
@@ -342,15 +347,27 @@ class _Run:
             "skipped": self.skipped,
         }
         moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
-        if self.output.together is not None:
-            from memfit.train import rank_snapshots
-
-            self.saved = rank_snapshots.write(self.output.folder, self.engine, self.output.together, moment)
-        else:
-            with self.engine.gathered(on_host=True, changed=False):
-                self.saved = snapshots.write(self.output.folder, self.engine, moment)
+        self.saving = Saving.of(
+            self.output.folder, self.engine, moment, self.output.together, beside=self.settings.save_async
+        )
         self.saved_step, self.saved_evaluated = self.step, self.evaluated
-        self._prune()
+        if not self.settings.save_async:
+            self._saved()
+
+    def _saved(self) -> None:
+        """A snapshot that is under way is complete."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self.saved = saving.finish()
+            self._prune()
+
+    def _given_up(self) -> None:
+        """Training has failed, with a snapshot under way: what it failed with is told, and this only noted."""
+        if self.saving is not None:
+            try:
+                self.saving.give_up()
+            except SnapshotError as error:
+                self.output.display.note(str(error))
 
     def _prune(self) -> None:
         if self.output.writes:
@@ -359,6 +376,7 @@ class _Run:
     def _non_finite(self, error: NonFiniteLossError, log: Log | SilentLog) -> NonFiniteLossError:
         if self.saved_step != self.step:
             self._save(log)
+        self._saved()
         setting = "fit.fixed.precision=bf16" if self.engine.plan.choices.precision == "fp16" else "optim.lr=..."
         return NonFiniteLossError(
             f"step {self.step + 1}: {error}. The state before it is in {self.saved}; "

@@ -15,7 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from memfit.errors import SnapshotError
 from memfit.sharding.agreement import Agreement
@@ -25,7 +27,7 @@ from memfit.step.buffers import set_buffers
 from memfit.train import durable, rank_state, snapshots
 from memfit.train.rank_state import Apart, Parts
 from memfit.train.snapshot_folders import named
-from memfit.train.snapshots import Moment, Snapshot
+from memfit.train.snapshots import Moment, Snapshot, Staged
 from memfit.train.state import Trained
 
 STATE: Final = "state"
@@ -37,10 +39,7 @@ def check_space(out: Path, trained: Trained, together: Agreement) -> None:
     Raises:
         SnapshotError: it does not; on all ranks.
     """
-    assert trained.sharded is not None
-    tensors, apart = rank_state.tensors_of(Parts(trained.model, trained.optimizer, trained.sharded))
-    own = snapshots.bytes_of([tensors, apart.state]) if together.rank == 0 or trained.sharded.shards_parameters else 0
-    needed = together.total(own)
+    needed = bytes_needed(trained, together)
     error = None
     if together.rank == 0:
         try:
@@ -50,8 +49,28 @@ def check_space(out: Path, trained: Trained, together: Agreement) -> None:
     _raise_together(together, error)
 
 
-def write(out: Path, trained: Trained, together: Agreement, moment: Moment) -> Path:
-    """Write a snapshot of all ranks, or leave everything as it was; all ranks have to call it. Arguments as for `snapshots.write`.
+def bytes_needed(trained: Trained, together: Agreement) -> int:
+    """Bytes of a snapshot of all ranks as they are now: what several of them have is written once. All ranks have to call it."""
+    assert trained.sharded is not None
+    tensors, apart = rank_state.tensors_of(Parts(trained.model, trained.optimizer, trained.sharded))
+    parts = {name: _bytes_here(tensor) for name, tensor in tensors.items()}
+    kept = snapshots.bytes_of([apart.state, dict(trained.model.named_buffers())])
+    of_all = together.of_all((parts, kept))
+    written: dict[str, int] = {}
+    for of_rank, _ in of_all:
+        for name, size in of_rank.items():
+            written[name] = size + (written.get(name, 0) if trained.sharded.shards_parameters else 0)
+    return sum(written.values()) + sum(kept for _, kept in of_all)
+
+
+def _bytes_here(tensor: torch.Tensor) -> int:
+    """Of a tensor, or of this rank's part of one."""
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here.nbytes
+
+
+def stage(out: Path, trained: Trained, together: Agreement, moment: Moment) -> Staged:
+    """Write the files of a snapshot of all ranks, or leave everything as it was; all ranks have to call it. Arguments as for `snapshots.stage`.
 
     Raises:
         SnapshotError: a rank could not write its part; on all ranks, naming that one.
@@ -67,29 +86,46 @@ def write(out: Path, trained: Trained, together: Agreement, moment: Moment) -> P
         except OSError as found:
             error = snapshots.failed(out, final, 0, found)
     _raise_together(together, error)
-    files: dict[str, Any] = {}
+    names: tuple[str, ...] = ()
     try:
-        files = _part(partial, trained, rank, moment.loop)
+        names = _part(partial, trained, rank, moment.loop)
     except (OSError, SnapshotError, CheckpointException) as found:
         error = _in_words(out, final, found)
     try:
         _raise_together(together, error)
-        of_all = together.of_all(files)
-        if rank == 0:
-            every = {name: about for each in of_all for name, about in each.items()}
-            try:
-                snapshots.commit(partial, final, moment.record(trained, every, ranks=len(of_all)))
-            except OSError as found:
-                error = snapshots.failed(out, final, 0, found)
-        _raise_together(together, error)
-    finally:
+    except BaseException:
         if rank == 0:
             durable.remove(partial)
-    return final
+        raise
+    return Staged(partial, final, names, moment.record(trained, ranks=trained.sharded.ranks))
 
 
-def _part(partial: Path, trained: Trained, rank: int, loop: Mapping[str, Any]) -> dict[str, Any]:
-    """Write what is this rank's, and say what is in the files."""
+def commit(staged: Staged, together: Agreement, files: Mapping[str, Any], error: OSError | None) -> None:
+    """Give a snapshot its name where the files of all ranks are on the disk; all ranks have to call it.
+
+    Args:
+        staged: as this rank has it.
+        together: all ranks.
+        files: of this rank.
+        error: why its files could not reach the disk; None where they did.
+
+    Raises:
+        SnapshotError: those of a rank are not; on all ranks, naming that one. Then nothing is left of it.
+    """
+    out = staged.final.parent
+    _raise_together(together, None if error is None else snapshots.failed(out, staged.final, 0, error))
+    of_all = together.of_all(dict(files))
+    failed: SnapshotError | None = None
+    if together.rank == 0:
+        try:
+            snapshots.commit(staged, {name: about for each in of_all for name, about in each.items()})
+        except OSError as found:
+            failed = snapshots.failed(out, staged.final, 0, found)
+    _raise_together(together, failed)
+
+
+def _part(partial: Path, trained: Trained, rank: int, loop: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write what is this rank's; returns the names of its files."""
     apart = rank_state.save(Parts(trained.model, trained.optimizer, trained.sharded), partial / STATE)
     content = {
         **loop,
@@ -98,10 +134,10 @@ def _part(partial: Path, trained: Trained, rank: int, loop: Mapping[str, Any]) -
         "apart": asdict(apart),
     }
     snapshots.check_readable(content)
-    files = {_own(rank): snapshots.written(partial / _own(rank), content)}
-    found = sorted((partial / STATE).glob(f"__{rank}_*"))
-    found += [partial / STATE / ".metadata"] if rank == 0 else []
-    return files | {f"{STATE}/{file.name}": snapshots.about(file) for file in found}
+    snapshots.written(partial / _own(rank), content)
+    found = [file.name for file in sorted((partial / STATE).glob(f"__{rank}_*"))]
+    found += [".metadata"] if rank == 0 else []
+    return _own(rank), *(f"{STATE}/{name}" for name in found)
 
 
 def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], Apart]:
 
 
 def save(parts: Parts, folder: Path) -> Apart:
-    """Write what all ranks have together into a folder; all ranks have to call it.
+    """Write what all ranks have together into a folder; all ranks have to call it. The files may not be on the disk yet.
 
     Returns:
         What this rank has to keep by itself.
@@ -113,7 +113,10 @@ def save(parts: Parts, folder: Path) -> Apart:
 
     together, apart = tensors_of(parts)
     state_dict_saver.save(
-        together, storage_writer=FileSystemWriter(folder), process_group=parts.group, no_dist=parts.group is None
+        together,
+        storage_writer=FileSystemWriter(folder, sync_files=False),
+        process_group=parts.group,
+        no_dist=parts.group is None,
     )
     return apart
 

@@ -19,7 +19,8 @@ from memfit.ranks import check_plan, fit_together, place
 from memfit.trackers import Tracker
 from memfit.train import log, ranks, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, read_deepspeed, without_bars
-from memfit.train.config import Config, ScheduleConfig, from_json, load_config, override
+from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in
+from memfit.train.config import Config, ScheduleConfig
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
 from memfit.train.plans import assembled, check_budget, frontier_of, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import Display, SilentDisplay
@@ -32,8 +33,6 @@ from memfit.values.report import FrontierPoint, Rehearsal, Report
 if TYPE_CHECKING:
     from memfit.engine import Engine
 
-CONFIG_NAME: Final = "config.json"
-PLAN_NAME: Final = "plan.json"
 REPORT_NAME: Final = "report.json"
 REHEARSAL_NAME: Final = "rehearsal.json"
 TRACKERS_NAME: Final = "trackers"
@@ -138,13 +137,13 @@ def resume(
     there = place()
     if there is not None:
         return _resumed_on_ranks(path, display, settings, plan, *there)
-    snapshot, out = _find(path, display)
-    config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
+    begun = begun_in(path, settings, display)
+    config, snapshot = begun.config, begun.snapshot
     if config.fit.devices is None:
         config = ranks.for_number(config, 1)
     ranks.here(config, plan)
     trackers.check(config.report.to)
-    plan = plan or _plan_of(config, before, snapshot, out, display)
+    plan = plan or begun.plan(config, display)
     check_budget(config, plan)
     assembly = assembled(config, display)
     engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
@@ -155,18 +154,12 @@ def _resumed_on_ranks(
     path: Path, display: Display, settings: Iterable[str], plan: Plan | None, rank: int, number: int
 ) -> Result:
     """The same as one of several ranks, more or fewer than before. Each looks for itself what was configured; it is compared once they have met."""
-    snapshot = None
-    if rank == 0:
-        snapshot, out = _find(path, display)
-        config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
-    else:
-        out = path.resolve().parent if (path / snapshots.RECORD).exists() else path
-        config, before = _settings(snapshots.glance(path), out, settings)
-    config = ranks.for_number(config, number)
+    begun = begun_in(path, settings, display if rank == 0 else None)
+    config = ranks.for_number(begun.config, number)
     trackers.check(config.report.to)
     if rank == 0:
-        plan = plan or _plan_of(config, before, snapshot, out, display)
-    return _on_ranks(config, display, plan, snapshot, rank, number)
+        plan = plan or begun.plan(config, display)
+    return _on_ranks(config, display, plan, begun.snapshot, rank, number)
 
 
 def plan_to_resume(path: Path, number: int, display: Display, settings: Iterable[str] = ()) -> Plan:
@@ -181,72 +174,13 @@ def plan_to_resume(path: Path, number: int, display: Display, settings: Iterable
     Raises:
         ConfigError, InputError, SnapshotError: it cannot be gone on with so.
     """
-    snapshot, out = _find(path, display)
-    config, before = _settings(None if snapshot is None else snapshot.config, out, settings)
-    config = ranks.for_number(config, number)
+    begun = begun_in(path, settings, display)
+    config = ranks.for_number(begun.config, number)
     ranks.check(config, number)
     trackers.check(config.report.to)
-    plan = _plan_of(config, before, snapshot, out, display)
+    plan = begun.plan(config, display)
     check_budget(config, plan)
     return plan or make_plan(config, assembled(config, display), None, display)
-
-
-def ranks_of(path: Path) -> int:
-    """The number of ranks that a run was trained on, by what is written in its folder; 1 where nothing is."""
-    try:
-        written = snapshots.glance(path)
-        out = path.resolve().parent if (path / snapshots.RECORD).exists() else path
-        return ranks.number_of(_settings(written, out, ())[0])
-    except (OSError, ValueError):
-        return 1
-
-
-def _settings(written: Mapping[str, Any] | None, out: Path, settings: Iterable[str]) -> tuple[Config, Config]:
-    """The configuration of a run with changes, and as it was before them.
-
-    Args:
-        written: in a snapshot; None to read it from the run's folder.
-        out: that folder, which may have been moved.
-        settings: the changes.
-    """
-    config = load_config(out / CONFIG_NAME) if written is None else from_json(written, out)
-    data = config.to_json()
-    data["train"]["out"] = str(out.resolve())
-    before = from_json(data, out)
-    for setting in settings:
-        override(data, setting)
-    config = from_json(data, out)
-    if config.out.resolve() != out.resolve():
-        raise ConfigError(f"train.out: a run goes on in its own folder, {out}")
-    return config, before
-
-
-def _plan_of(config: Config, before: Config, snapshot: Snapshot | None, out: Path, display: Display) -> Plan | None:
-    """The plan so far, where nothing that it was made for has changed."""
-    planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, before)]
-    return _plan_so_far(snapshot, out, display) if planned[0] == planned[1] else None
-
-
-def _find(path: Path, display: Display) -> tuple[Snapshot | None, Path]:
-    """The snapshot to go on from (None: the run stopped before its first), and the run's folder."""
-    if (path / snapshots.RECORD).exists():
-        return snapshots.read(path), path.resolve().parent
-    snapshots.sweep(path)
-    if not snapshot_folders.folders(path) and (path / CONFIG_NAME).is_file():
-        display.note(f"{path} holds no snapshot yet: starting from the beginning")
-        return None, path
-    return snapshots.latest(path, display.note), path
-
-
-def _plan_so_far(snapshot: Snapshot | None, out: Path, display: Display) -> Plan | None:
-    """What the run has followed: another plan might split the batch in another way, which changes the last bits."""
-    try:
-        if snapshot is not None:
-            return Plan.from_json(snapshot.plan)
-        return Plan.load(out / PLAN_NAME) if (out / PLAN_NAME).exists() else None
-    except PlanFileError as error:
-        display.note(f"the saved plan cannot be read ({error}); planning again")
-        return None
 
 
 def _again(plan: Plan, config: Config, assembly: Assembly, display: Display) -> Engine:

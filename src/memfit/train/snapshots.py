@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -110,10 +109,8 @@ class Moment:
     loop: Mapping[str, Any]
     config: Mapping[str, Any]
 
-    def record(
-        self, trained: Trained, files: Mapping[str, Any], *, ranks: int = 1, parameters: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """What the snapshot says of itself, but for its format; `ranks` and `parameters` as in `Snapshot`."""
+    def record(self, trained: Trained, *, ranks: int = 1, parameters: Sequence[str] = ()) -> dict[str, Any]:
+        """What the snapshot says of itself, but for its format and its files; `ranks` and `parameters` as in `Snapshot`."""
         return {
             "step": self.step,
             "epoch": self.position.epoch,
@@ -121,25 +118,51 @@ class Moment:
             "samples": self.samples,
             "ranks": ranks,
             "parameters": list(parameters),
-            "files": dict(files),
             "plan": trained.plan.to_json(),
             "config": dict(self.config),
         }
 
 
-def write(out: Path, trained: Trained, moment: Moment) -> Path:
-    """Write a snapshot, or leave everything as it was.
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A snapshot whose files are written. They may not be on the disk yet but in the system's cache of it, and it has no name.
 
-    The files go to a hidden folder next to the final one, reach the disk, and are then renamed: what has the final name
-        is complete.
+    Attributes:
+        partial: the hidden folder that holds them.
+        final: the folder that it becomes.
+        names: of the files that this process has written, in the folder.
+        record: what the snapshot says of itself, but for its files.
+        needed_bytes: that it takes, where that is known.
+    """
+
+    partial: Path
+    final: Path
+    names: tuple[str, ...]
+    record: Mapping[str, Any]
+    needed_bytes: int = 0
+
+    def on_disk(self) -> dict[str, Any]:
+        """Have the files reach the disk, and say what is in each. Nothing of the training is read, so it may go on meanwhile.
+
+        Raises:
+            OSError: they could not be written, or not be read again.
+        """
+        found = {}
+        for name in self.names:
+            durable.sync(self.partial / name)
+            found[name] = about(self.partial / name)
+        for folder in {(self.partial / name).parent for name in self.names} - {self.partial}:
+            durable.sync_folder(folder)
+        return found
+
+
+def stage(out: Path, trained: Trained, moment: Moment) -> Staged:
+    """Write the files of a snapshot to a hidden folder beside the final one, or leave everything as it was.
 
     Args:
         out: folder of the run.
         trained: model and optimizer.
         moment: of the run.
-
-    Returns:
-        The snapshot's folder.
 
     Raises:
         SnapshotError: no space is left, or the folder cannot be written. Older snapshots and the training state are as
@@ -158,24 +181,36 @@ def write(out: Path, trained: Trained, moment: Moment) -> Path:
         check_space(out, needed)
         durable.remove(partial)
         partial.mkdir()
-        files = {name: written(partial / name, value) for name, value in content.items()}
-        parameters = Parts(trained.model, trained.optimizer).names()
-        commit(partial, final, moment.record(trained, files, parameters=parameters))
+        for name, value in content.items():
+            written(partial / name, value)
     except OSError as error:
         durable.remove(partial)  # before the free bytes are counted
         raise failed(out, final, needed, error) from error
-    finally:
+    except BaseException:
         durable.remove(partial)
-    return final
+        raise
+    parameters = Parts(trained.model, trained.optimizer).names()
+    return Staged(partial, final, tuple(content), moment.record(trained, parameters=parameters), needed)
 
 
-def commit(partial: Path, final: Path, record: Mapping[str, Any]) -> None:
-    """Give a snapshot whose files are on the disk its record, and its name."""
-    whole = {"memfit": "snapshot", "format_version": FORMAT_VERSION, "torch_version": torch.__version__, **record}
-    durable.put(partial / RECORD, json.dumps({**whole, "sha256": _own_sum(whole)}, indent=1).encode())
-    durable.sync_folder(partial)
-    durable.replace(partial, final)
-    durable.sync_folder(final.parent)
+def commit(staged: Staged, files: Mapping[str, Any]) -> None:
+    """Give a snapshot whose files are on the disk its record, and its name: what has the final name is complete.
+
+    Args:
+        staged: the snapshot.
+        files: what is in each, of all processes that have written some.
+    """
+    whole = {
+        "memfit": "snapshot",
+        "format_version": FORMAT_VERSION,
+        "torch_version": torch.__version__,
+        **staged.record,
+        "files": dict(files),
+    }
+    durable.put(staged.partial / RECORD, json.dumps({**whole, "sha256": _own_sum(whole)}, indent=1).encode())
+    durable.sync_folder(staged.partial)
+    durable.replace(staged.partial, staged.final)
+    durable.sync_folder(staged.final.parent)
 
 
 def failed(out: Path, final: Path, needed: int, error: OSError) -> SnapshotError:
@@ -219,13 +254,10 @@ def check_readable(content: Mapping[str, Any]) -> None:
             )
 
 
-def written(file: Path, value: Any) -> dict[str, Any]:
-    """Write one file and say what is in it."""
+def written(file: Path, value: Any) -> None:
+    """Write one file."""
     with file.open("xb") as stream:
         save(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return about(file)
 
 
 def about(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -33,3 +34,10 @@ class Trained(Protocol):
     @property
     def scaling(self) -> Scaling | None:
         """Of the gradients; None where they are not scaled."""
+
+
+class Savable(Trained, Protocol):
+    """What can be had as a whole, to be saved or loaded."""
+
+    def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[torch.nn.Module]:
+        """Inside, the model has all its parameters and the optimizer all its state."""

@@ -1,0 +1,133 @@
+"""What a rank does in the tests that compare gradients: it trains, and tells those that the optimizer is given; and the undivided model to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import memfit
+from memfit import batches
+from memfit.sharding.sharded import ShardedModel
+from sharding import steps
+
+STEPS = 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of some steps.
+
+    Attributes:
+        losses: of each.
+        gradients: whole, that the optimizer was given in each; None for what has none.
+        parameters: whole, after the last.
+        skipped: whether each was left out because fp16 overflowed.
+        scale: of the gradients after the last; None where they are not scaled.
+    """
+
+    losses: list[float]
+    gradients: list[list[Tensor | None]]
+    parameters: list[Tensor]
+    skipped: list[bool] = field(default_factory=list)
+    scale: float | None = None
+
+
+def _whole_gradients(sharded: ShardedModel) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for name, parameter in sharded.named().items():
+        if parameter.grad is None:
+            found.append(None)
+            continue
+        placed = sharded.placed(name, parameter.grad.detach())
+        found.append((placed.full_tensor() if isinstance(placed, DTensor) else placed).clone())
+    return found
+
+
+def on_rank(
+    rank: int, cases: Sequence[tuple[dict[str, Any], Callable[[], steps.Built], str]], hot: float = 1.0
+) -> list[Trained]:
+    """Each case trained on this rank's part of the batch.
+
+    Args:
+        rank: of this process.
+        cases: plan as JSON, what makes the model, and the optimizer's name.
+        hot: the inputs of the last rank are multiplied by it in the second step.
+    """
+    found = []
+    for data, build, optimizer in cases:
+        model, sample, loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, steps.OPTIMIZERS[optimizer])
+        sharded = engine.sharded
+        assert sharded is not None
+        assert engine.optimizer is not None
+        own = steps.part_of(sample, rank, sharded.ranks)
+        gradients: list[list[Tensor | None]] = []
+        handle = sharded.stepped(engine.optimizer).register_step_pre_hook(
+            lambda *_, gradients=gradients, sharded=sharded: gradients.append(_whole_gradients(sharded))
+        )
+        records = []
+        for step in range(STEPS):
+            last = rank == sharded.ranks - 1 and step == 1
+            records.append(engine.step((own[0] * hot, own[1]) if last and hot != 1.0 else own))
+        handle.remove()
+        assert not any(record.divergences for record in records)
+        scale = None if engine.scaling is None else float(engine.scaling.scaler.get_scale())
+        skipped = [record.skipped for record in records]
+        found.append(Trained([r.loss for r in records], gradients, steps.whole(model), skipped, scale))
+        sharded.close()
+    return found
+
+
+def undivided(
+    build: Callable[[], steps.Built],
+    optimizer: str,
+    *,
+    parts: int = 1,
+    precision: str = "full",
+    clip_norm: float | None = None,
+    frozen: Sequence[str] = (),
+) -> Trained:
+    """Plain PyTorch on one device, the whole batch at once or in parts of equal size, as torch's own pages have it.
+
+    Args:
+        build: makes model, batch and loss, which is a mean over samples where there are several parts.
+        optimizer: by name.
+        parts: micro-batches.
+        precision: of `torch.autocast`; with "fp16" under a `torch.amp.GradScaler`.
+        clip_norm: largest norm of all gradients.
+        frozen: paths of modules that are not trained.
+    """
+    model, sample, loss_fn = build()
+    for path in frozen:
+        model.get_submodule(path).requires_grad_(requires_grad=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    stepper = steps.OPTIMIZERS[optimizer](trained)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    losses: list[float] = []
+    gradients: list[list[Tensor | None]] = []
+    stepper.register_step_pre_hook(
+        lambda *_: gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    )
+    size = batches.size(sample)
+    for _ in range(STEPS):
+        loss = 0.0
+        for part in batches.split(sample, [size // parts] * parts):
+            with nullcontext() if precision == "full" else torch.autocast("cpu", DTYPES[precision]):
+                own = loss_fn(model, part)
+            scaler.scale(own / parts).backward()
+            loss += float(own.detach()) / parts
+        scaler.unscale_(stepper)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained, clip_norm)
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+        losses.append(loss)
+    return Trained(losses, gradients, steps.whole(model))

@@ -138,6 +138,9 @@ class TraceSource:
             self._layouts.update(wrong_layouts(captured, costs))
             if len(self._layouts) == known:
                 break
+        speed = 1.0 if self.network is None else self.network.devices[0].fp32_flops / self.machine.fp32_flops
+        if speed != 1.0:  # a machine file's
+            costs = {key: replace(cost, seconds=cost.seconds / speed) for key, cost in costs.items()}
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

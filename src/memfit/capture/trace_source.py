@@ -81,6 +81,8 @@ class TraceSource:
         made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
+        if self.network is not None and self.device is not None:
+            self.machine = self.network.devices[0]  # as a machine file has it
         absent = self.device is not None and self.machine.kind == "cuda" and self.here.type == "cpu"
         self._cuda = self.machine.capability if absent else None
         self._table = None if self.device is not None else CostTable(self.here)

@@ -19,7 +19,7 @@ from memfit.devices import plan_sharded, several_devices, share_of
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError
-from memfit.hardware.topology import Topology
+from memfit.hardware.machine_file import Devices
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
@@ -57,7 +57,7 @@ def plan(
     device: str | None = None,
     lower_tier: str | Path | None = None,
     loader_batches: int = 1,
-    devices: str | int | Topology | None = None,
+    devices: Devices | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan how to train inside `budget` bytes, and predict bytes and seconds of a step; nothing is trained.
@@ -84,7 +84,8 @@ def plan(
         lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
         loader_batches: how many batches of a loader the sample's are, where `engine.accumulate` takes them from an iterator, one on the device at a time; 1
             where the sample is there as a whole.
-        devices: several of them, one for each rank: 4, "4x24GiB", "4xh100" or "4x24GiB@50GB/s" (the links between them), or a `Topology`. The sample is then
+        devices: several of them, one for each rank: 4, "4x24GiB", "4xh100", "4x24GiB@50GB/s" (the links between them), "2x8xh100" (nodes of eight), the path
+            of a machine file (`memfit.hardware.machine_file`), or a `Topology`. The sample is then
             the batch of one rank and the budget that of one device. Data parallelism and ZeRO 1, 2 and 3 are compared; `fixed={"sharding": "zero2"}` takes one.
         progress: called with a description of the current work and the share done (0 to 1).
 
@@ -313,7 +314,7 @@ def fit(
     clip_norm: float | None = None,
     lower_tier: str | Path | None = None,
     loader_batches: int = 1,
-    devices: str | int | Topology | None = None,
+    devices: Devices | None = None,
     progress: Progress | None = None,
     fabric: Any = None,
 ) -> Engine:

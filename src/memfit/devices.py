@@ -7,7 +7,8 @@ from typing import Final
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import CaptureError, InfeasibleError, InputError
 from memfit.hardware.machine import Machine
-from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
+from memfit.hardware.machine_file import Devices, named_devices
+from memfit.hardware.network import ASSUMED_BANDWIDTH
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
 from memfit.planning import changed
@@ -25,16 +26,19 @@ from memfit.values.request import Budget, Request
 WORTH_MORE: Final = 1.01
 
 
-def several_devices(devices: str | int | Topology, here: Machine) -> Topology:
+def several_devices(devices: Devices, here: Machine) -> Topology:
     """The devices that a user named.
 
     Raises:
+        ConfigError: the machine file cannot be read.
         InputError: they cannot be read, or are not alike.
     """
-    topology = devices if isinstance(devices, Topology) else devices_of(devices, here)
+    topology = named_devices(devices, here)
     if len(set(topology.devices)) > 1:
+        smallest = min(machine.memory_bytes for machine in topology.devices)
         raise InputError(
-            "sharding deals out equal parts, so its devices have to be alike: give those of one kind, with the memory of the smallest"
+            "sharding deals out equal parts, so its devices have to be alike: give those of one kind, with the memory of the smallest "
+            f'(devices="{len(topology.devices)}x{smallest}B")'
         )
     return topology
 
@@ -105,12 +109,22 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
         )
     kind = topology.devices[0]
     assumed = f"each of the {ranks} devices is taken to be such as {kind.name}, with {format_bytes(kind.memory_bytes)}"
-    slowest = min((p.bandwidth for p in topology.peers), default=float(ASSUMED_BANDWIDTH))
     note = (
-        f"seconds of collectives are estimated for a ring of links of {slowest / 1e9:.3g} GB/s each way, and counted as if none of them overlapped with "
-        "computing: a step may be faster by what does"
+        f"seconds of collectives are estimated for {_links(topology)}, and counted as if none of them overlapped with computing: "
+        "a step may be faster by what does"
     )
     return changed(best, rejected=(*best.rejected, *turned_down), notes=(*best.notes, assumed, note))
+
+
+def _links(topology: Topology) -> str:
+    nodes = topology.nodes
+    if nodes is None:
+        slowest = topology.slowest_bandwidth or float(ASSUMED_BANDWIDTH)
+        return f"a ring of links of {slowest / 1e9:.3g} GB/s each way"
+    inside = f"rings in nodes of {max(nodes.sizes)} devices, with {nodes.inside.bandwidth / 1e9:.3g} GB/s each way for each device"
+    if len(nodes.sizes) == 1:
+        return inside
+    return f"{inside}, and {nodes.between.bandwidth / 1e9:.3g} GB/s between each of the {len(nodes.sizes)} nodes and the others"
 
 
 def _slower(plan: Plan) -> str:

@@ -81,6 +81,8 @@ class TraceSource:
         made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
+        if self.network is not None and self.device is not None:
+            self.machine = self.network.devices[0]  # as a machine file has it
         absent = self.device is not None and self.machine.kind == "cuda" and self.here.type == "cpu"
         self._cuda = self.machine.capability if absent else None
         self._table = None if self.device is not None else CostTable(self.here)
@@ -138,6 +140,9 @@ class TraceSource:
             self._layouts.update(wrong_layouts(captured, costs))
             if len(self._layouts) == known:
                 break
+        speed = 1.0 if self.network is None else self.network.devices[0].fp32_flops / self.machine.fp32_flops
+        if speed != 1.0:  # a machine file's
+            costs = {key: replace(cost, seconds=cost.seconds / speed) for key, cost in costs.items()}
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

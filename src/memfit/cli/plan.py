@@ -37,7 +37,8 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         metavar="DEVICES",
-        help='plan for several devices, none of which need be here: "4x24GiB", "4x24GiB@50GB/s" (sets fit.devices); the budget is that of each',
+        help='plan for several devices, none of which need be here: "4x24GiB", "2x8xh100@360GB/s,400GB/s" (nodes of eight, and their links), or a machine '
+        "file, machines.yaml (sets fit.devices); the budget is that of each",
     )
     parser.add_argument(
         "--save-trace",

@@ -6,6 +6,7 @@ Figures of the table are the makers' data sheets (dense rates, no sparsity, 16-b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -37,6 +38,7 @@ class Machine:
         bf16: whether it has bf16 units.
         launch_seconds: least time of one operation.
         watts: the board's power limit; 0 where it is not known.
+        peer_bandwidth: to devices of the same computer over a link of their own (NVLink), bytes/s each way; 0 where they go through the host.
         measured: the rates are what was reached here, not a data sheet's.
         allocation_bytes: granularity of its allocator.
         capability: which kernels a GPU can run; (0, 0) for what is none.
@@ -56,6 +58,7 @@ class Machine:
     tf32_flops: float = 0.0
     watts: float = 0.0
     measured: bool = False
+    peer_bandwidth: float = 0.0
 
     def roofline_seconds(self, flops: float, moved_bytes: float, *, half: bool) -> float:
         """Time of an operation that computes `flops` and moves `moved_bytes` at these rates, whichever takes longer (Williams et al. 2009)."""
@@ -123,6 +126,7 @@ def _gpu(
     link: float,
     watts: float,
     capability: Capability,
+    peer: float = 0.0,
 ) -> Machine:
     return Machine(
         name,
@@ -137,10 +141,12 @@ def _gpu(
         capability=capability,
         tf32_flops=tf32 * TERA,
         watts=watts,
+        peer_bandwidth=peer * GIGA,
     )
 
 
-# Name, GiB; TFLOP/s in fp32, TF32, 16 bits; GB/s of memory, of the link (PCIe 3/4/5 x16 at about 80 % of the nominal rate); watts; compute capability.
+# Name, GiB; TFLOP/s in fp32, TF32, 16 bits; GB/s of memory, of the link (PCIe 3/4/5 x16 at about 80 % of the nominal rate); watts; compute capability; GB/s of
+# NVLink (80 % of the nominal rate each way, of 300, 600 and 900 GB/s for both ways of a V100, an A100, and an H100 or H200 on SXM boards).
 KNOWN: Final[tuple[Machine, ...]] = (
     _gpu("rtx3060", 12, 12.7, 12.7, 25.5, 360, 25, 170, (8, 6)),
     _gpu("rtx3090", 24, 35.6, 35.6, 71.0, 936, 25, 350, (8, 6)),
@@ -151,17 +157,17 @@ KNOWN: Final[tuple[Machine, ...]] = (
     _gpu("rtx-a6000", 48, 38.7, 77.4, 154.8, 768, 25, 300, (8, 6)),
     _gpu("rtx6000-ada", 48, 91.1, 182.1, 364.2, 960, 25, 300, (8, 9)),
     _gpu("t4", 16, 8.1, 0.0, 65.0, 320, 12, 70, (7, 5)),
-    _gpu("v100", 32, 15.7, 0.0, 125.0, 900, 12, 300, (7, 0)),
-    _gpu("a100-40gb", 40, 19.5, 156.0, 312.0, 1555, 25, 400, (8, 0)),
+    _gpu("v100", 32, 15.7, 0.0, 125.0, 900, 12, 300, (7, 0), 120),
+    _gpu("a100-40gb", 40, 19.5, 156.0, 312.0, 1555, 25, 400, (8, 0), 240),
     _gpu("a100-40gb-pcie", 40, 19.5, 156.0, 312.0, 1555, 25, 250, (8, 0)),
-    _gpu("a100", 80, 19.5, 156.0, 312.0, 2039, 25, 400, (8, 0)),
+    _gpu("a100", 80, 19.5, 156.0, 312.0, 2039, 25, 400, (8, 0), 240),
     _gpu("a100-pcie", 80, 19.5, 156.0, 312.0, 1935, 25, 300, (8, 0)),
     _gpu("a10", 24, 31.2, 62.5, 125.0, 600, 25, 150, (8, 6)),
     _gpu("l4", 24, 30.3, 60.5, 121.0, 300, 25, 72, (8, 9)),
     _gpu("l40s", 48, 91.6, 183.0, 362.0, 864, 25, 350, (8, 9)),
-    _gpu("h100", 80, 66.9, 494.7, 989.4, 3350, 52, 700, (9, 0)),
+    _gpu("h100", 80, 66.9, 494.7, 989.4, 3350, 52, 700, (9, 0), 360),
     _gpu("h100-pcie", 80, 51.2, 378.0, 756.0, 2000, 52, 350, (9, 0)),
-    _gpu("h200", 141 * 1e9 / GIB, 66.9, 494.7, 989.4, 4800, 52, 700, (9, 0)),
+    _gpu("h200", 141 * 1e9 / GIB, 66.9, 494.7, 989.4, 4800, 52, 700, (9, 0), 360),
 )
 
 
@@ -175,6 +181,13 @@ def known_machine(name: str) -> Machine:
     by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
     if wanted in by_name:
         return by_name[wanted]
+    # "A100 80GB", "a100-80" and "a100-40" say how many bytes theirs has.
+    for known, machine in by_name.items():
+        sized = re.fullmatch(r"(?:sxm\d?)?(\d{2,3})(?:gb|gib|g)?", wanted.removeprefix(known))
+        if wanted.startswith(known) and sized and abs(machine.memory_bytes / GIB - int(sized[1])) < 0.1 * int(sized[1]):
+            return machine
+    if f"{wanted}gb" in by_name:
+        return by_name[f"{wanted}gb"]
     near = get_close_matches(wanted, by_name, 3, 0.4)
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""

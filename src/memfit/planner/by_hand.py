@@ -122,6 +122,15 @@ def plan_by_hand(solvers: Solvers, placement: RecomputePlacement) -> Plan:
     return replace(made, notes=(*made.notes, *notes))
 
 
+def every_block(solver: Solver) -> Solution:
+    """Each repeated block rebuilt from what goes into it: torch's checkpoint around every block.
+
+    Raises:
+        InputError: the step has no repeated blocks.
+    """
+    return _in_windows(solver, _units(solver.trace, 1))[0]
+
+
 # -- windows -----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """The configuration of `memfit train`: YAML for people, the same keys as JSON. Torch-free, strict, frozen.
 
-Every key stands below with its default; `memfit.train.strict` turns a misspelt one into an error. Relative paths are
+Every key stands below with its default; `memfit.strict` turns a misspelt one into an error. Relative paths are
 read from the folder of the configuration file, so a folder with configuration, model and data can be moved and used
 from anywhere.
 """
@@ -16,8 +16,9 @@ from typing import Any, Final, Literal
 
 import yaml
 
+from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
-from memfit.train import deepspeed_merge, strict, yaml_reader
+from memfit.train import deepspeed_merge
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]

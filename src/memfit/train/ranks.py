@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +17,7 @@ from memfit.capture.trace_source import machine_of
 from memfit.devices import several_devices
 from memfit.errors import ConfigError
 from memfit.hardware.machine import Machine
-from memfit.hardware.network import devices_of
+from memfit.hardware.machine_file import SUFFIXES, named_devices
 from memfit.hardware.topology import Topology
 from memfit.ranks import check_plan, place
 from memfit.sharding.agreement import Agreement
@@ -40,7 +42,7 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
     if config.fit.devices is None:
         return None
     _no_deepspeed(config)
-    found = several_devices(config.fit.devices, machine_of(assembly.model, device))
+    found = several_devices(devices_named(config), machine_of(assembly.model, device))
     each = found.devices[0].memory_bytes
     assert config.fit.budget is not None, "whoever plans has one"
     asked = parse_bytes(config.fit.budget, total_bytes=each)
@@ -67,7 +69,7 @@ def here(config: Config, plan: Plan | None) -> tuple[Config, tuple[int, int] | N
     named = config.fit.devices
     if there is None:
         if named is not None:
-            number = _number(named)
+            number = number_of(config)
             raise ConfigError(
                 f"fit.devices: {named!r} names {number} devices, and this process is alone: memfit train --nproc {number}, or start it with torchrun "
                 f"--nproc-per-node {number}"
@@ -91,9 +93,9 @@ def check(config: Config, ranks: int) -> None:
         ConfigError: its devices are others, or it asks for what several ranks do not do yet.
     """
     named = config.fit.devices
-    if named is not None and _number(named) != ranks:
+    if named is not None and number_of(config) != ranks:
         raise ConfigError(
-            f"fit.devices: {named!r} names {_number(named)} devices, and the run has {ranks} ranks: make them equal"
+            f"fit.devices: {named!r} names {number_of(config)} devices, and the run has {ranks} ranks: make them equal"
         )
     _no_deepspeed(config)
     if config.report.frontier:
@@ -102,18 +104,35 @@ def check(config: Config, ranks: int) -> None:
 
 def number_of(config: Config) -> int:
     """The ranks that a configuration is for; 1 for one device."""
-    return 1 if config.fit.devices is None else _number(config.fit.devices)
+    return 1 if config.fit.devices is None else len(named_devices(devices_named(config), _ANY).devices)
+
+
+def devices_named(config: Config) -> str | int | Path:
+    """The devices as the configuration names them; a machine file is looked for beside the configuration, then where the command was given."""
+    devices = config.fit.devices
+    assert devices is not None, "whoever asks has several"
+    if isinstance(devices, str) and devices.lower().endswith(SUFFIXES):
+        beside = Path(config.folder, devices)
+        return beside if beside.exists() else Path(devices)
+    return devices
 
 
 def for_number(config: Config, number: int) -> Config:
     """With so many of its devices; without any, and without a way to share the step out, where it is one."""
-    named = config.fit.devices
+    devices = config.fit.devices
     if number == 1:
         fixed = {name: value for name, value in config.fit.fixed.items() if name != "sharding"}
         return replace(config, fit=replace(config.fit, devices=None, fixed=fixed))
-    alike = isinstance(named, str) and "x" in named
-    devices = f"{number}x{str(named).partition('x')[2]}" if alike else number
-    return replace(config, fit=replace(config.fit, devices=devices))
+    if isinstance(devices, str) and devices.lower().endswith(SUFFIXES):
+        raise ConfigError(
+            f"fit.devices: the machine file {devices} names {number_of(config)} devices, and the run goes on with {number}: name those that are left, "
+            "--set fit.devices=..."
+        )
+    # "2x8xh100@360GB/s,400GB/s": what is left need not fill nodes, so of the links those between nodes count.
+    form = re.fullmatch(r"(?:\s*\d+\s*x)+([^@]*)(@.*)?", str(devices))
+    rates = (form[2] or "").removeprefix("@").split(",") if form else []
+    fewer = f"{number}x{form[1]}" + (f"@{rates[-1].strip()}" if rates[-1] else "") if form else number
+    return replace(config, fit=replace(config.fit, devices=fewer))
 
 
 def restarted() -> bool:
@@ -157,9 +176,7 @@ def _flat(data: Mapping[str, Any], front: str = "") -> dict[str, Any]:
     return found
 
 
-def _number(named: str | int) -> int:
-    """Of the devices; what they are does not matter."""
-    return len(devices_of(named, Machine("", "cpu", 1, 1.0, 1.0, 1.0)).devices)
+_ANY: Final = Machine("", "cpu", 1, 1.0, 1.0, 1.0)  # where only the number of devices matters
 
 
 def _no_deepspeed(config: Config) -> None:

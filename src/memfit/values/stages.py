@@ -182,15 +182,21 @@ class Line:
 
     @classmethod
     def of(cls, topology: Topology, budgets: Sequence[int] | None = None) -> Line:
-        """The devices of a topology, as fast as the first one times the ratio of their FLOP/s; each with its budget, all of its memory where none is given."""
+        """The devices of a topology and the links between them, as fast as the first one times the ratio of their FLOP/s.
+
+        Args:
+            topology: its first device is the one that the parts' seconds are for.
+            budgets: bytes of each; None for all of their memory.
+
+        Raises:
+            InputError: there are more or fewer budgets than devices.
+        """
         first = topology.devices[0]
         sizes = budgets if budgets is not None else [machine.memory_bytes for machine in topology.devices]
         if len(sizes) != len(topology.devices):
             raise InputError(f"{len(sizes)} budgets for {len(topology.devices)} devices: give one for each")
         rates = [machine.fp32_flops / first.fp32_flops for machine in topology.devices]
-        return cls(
-            tuple(StageDevice(size, speed) for size, speed in zip(sizes, rates, strict=True)), tuple(topology.peers)
-        )
+        return cls(tuple(StageDevice(size, speed) for size, speed in zip(sizes, rates, strict=True)), topology.links())
 
     def message_seconds(self, one: int, other: int, size: int) -> float:
         """Time of a message of so many bytes from one device to another one; infinite where no link joins them."""

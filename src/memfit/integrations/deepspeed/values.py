@@ -1,6 +1,6 @@
 """Values of one section: read into a frozen dataclass, converted as DeepSpeed's own sections (pydantic models) convert them.
 
-`memfit.train.strict` reads memfit's configuration by other rules: YAML's numbers, no "auto", no second names, no keys to be ignored.
+`memfit.strict` reads memfit's configuration by other rules: YAML's numbers, no "auto", no second names, no keys to be ignored.
 """
 
 from __future__ import annotations

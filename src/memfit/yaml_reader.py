@@ -38,6 +38,25 @@ def parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
+def lines(text: str) -> dict[str, int]:
+    """Line of each key and entry of a YAML text that can be parsed, by its path as `memfit.strict` writes it: "nodes[0].devices[1].gpu"."""
+    found: dict[str, int] = {}
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner = f"{path}.{key.value}" if path else str(key.value)
+                found[inner] = key.start_mark.line + 1
+                walk(value, inner)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, value in enumerate(node.value):
+                found[f"{path}[{number}]"] = value.start_mark.line + 1
+                walk(value, f"{path}[{number}]")
+
+    walk(yaml.compose(text, Loader=_Loader), "")
+    return found
+
+
 def reason(error: Exception) -> str:
     """What is wrong with a text that could not be read, with its line where that is known."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

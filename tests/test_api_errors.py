@@ -33,6 +33,7 @@ from memfit.errors import (
     SnapshotError,
     SplitError,
 )
+from memfit.units import format_bytes
 from small import adamw, chain, plan_at, rows, same, squared_error, state_of
 
 pytestmark = [
@@ -80,6 +81,58 @@ def test_a_budget_that_cannot_be_read_is_refused(budget: Any, sentence: str) -> 
     for function in (memfit.plan, memfit.fit):
         with pytest.raises(BudgetError, match=re.escape(sentence)):
             function(chain(1), rows(8), squared_error, budget)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("given", [24, "24"])
+def test_a_bare_number_that_lacks_its_unit_is_told_at_once(given: Any) -> None:
+    model = chain(1)
+    held = format_bytes(sum(p.nbytes for p in model.parameters()))
+    with pytest.raises(BudgetError, match=f"is 24 bytes, and the model's parameters alone take {held}: .*24GiB"):
+        memfit.plan(model, rows(8), squared_error, given, adamw)
+
+
+@pytest.mark.parametrize("function", [memfit.plan, memfit.fit])
+@pytest.mark.parametrize(
+    ("position", "given", "sentence"),
+    [
+        (0, lambda: chain(1), "the model is function: give a torch.nn.Module"),
+        (
+            1,
+            torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 4))),
+            r"no tensor with a dimension but DataLoader .*next\(iter\(loader\)\)",
+        ),
+        (1, np.ones((4, 4)), r"no tensor with a dimension but ndarray \(torch.from_numpy"),
+        (1, [], "no tensor with a dimension, and nothing else"),
+        (1, torch.ones(0, 4), "the batch holds no samples"),
+        (
+            2,
+            nn.CrossEntropyLoss(),
+            r"CrossEntropyLoss\(\) takes outputs and labels, and memfit calls loss_fn\(model, batch\)",
+        ),
+        (2, "1GiB", "'1GiB' is no function: the arguments are model, sample, loss_fn, budget, optimizer"),
+        (3, adamw, "budget=adamw is a function: the arguments are model, sample, loss_fn, budget, optimizer"),
+        (4, torch.optim.SGD([nn.Parameter(torch.ones(1))]), "optimizer is SGD, already made, .*lambda parameters: SGD"),
+        (4, "adamw", "optimizer='adamw' is no function"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_its_own_words(
+    function: Any, position: int, given: Any, sentence: str
+) -> None:
+    arguments = [chain(1), rows(8), squared_error, "1GiB", adamw]
+    arguments[position] = given
+    with pytest.raises(InputError, match=sentence):
+        function(*arguments)
+
+
+def test_a_loader_handed_to_a_step_is_told_to_be_one() -> None:
+    with pytest.raises(BatchError, match="no tensor with a dimension but DataLoader"):
+        engine_for(chain(4)).step(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 4))))
+
+
+@pytest.mark.parametrize("gives", [lambda loss: {"loss": loss}, lambda loss: loss.repeat(3), lambda _: None])
+def test_a_loss_function_that_gives_no_scalar_is_told_to_return_it_alone(gives: Any) -> None:
+    with pytest.raises(InputError, match="return the loss alone, as one scalar tensor"):
+        memfit.plan(chain(1), rows(8), lambda model, batch: gives(squared_error(model, batch)), "1GiB", adamw)
 
 
 def too_little(model: nn.Module, sample: Any, **named: Any) -> InfeasibleError:

@@ -141,7 +141,7 @@ ONCE: dict[str, Callable[[Plan], list[str]]] = {
     ],
     f"Micro-batches: {GAP}, losses weighted by {GAP}.": lambda plan: [
         str(plan.choices.micro_batches),
-        plan.choices.weights,
+        weights_in_words(plan.choices.weights),
     ],
     f"Of what backward needs, {GAP} are kept and {GAP} dropped and rebuilt ({GAP}). Most is dropped in:": kept,
     f"Called again in backward, as by torch.utils.checkpoint: {GAP}.": called_again,
@@ -172,7 +172,8 @@ def listed(plan: Plan) -> set[str]:
         effect = f"takes {format_bytes(saved)} off" if saved >= 0 else f"adds {format_bytes(-saved)} to"
         cost = f"adds {format_seconds(seconds)}" if seconds >= 0 else f"takes off {format_seconds(-seconds)}"
         lines.add(
-            f"{saving.technique}: {effect} the peak before anything is dropped ({saving.claim}: {format_bytes(saving.claimed_bytes)}), and {cost} a step."
+            f"{saving.technique}: {effect} the peak before anything is dropped "
+            f"(the usual estimate, {saving.claim}, is {format_bytes(saving.claimed_bytes)}), and {cost} a step."
         )
     lines.add("Nothing is dropped: the step runs as PyTorch runs it.")
     lines.add("Nothing that backward needs is dropped and recomputed, and no activations are offloaded.")
@@ -196,6 +197,18 @@ def told(sentence: str, plan: Plan) -> bool:
         known = re.findall(r"\d+(?:e-\d+)?", " ".join(used))
         return set(numbers) <= {*known, "1e-5", "32"}
     return sentence in listed(plan) or sentence.startswith(("Rejected: ", "Note: "))
+
+
+def weights_in_words(weights: str) -> str:
+    kind, _, name = weights.partition(":")
+    words = {
+        "next_tokens": f"entries of {name}, from the second column on, that are not -100",
+        "tokens": f"entries of {name} that are not -100",
+        "filled": f"nonzero entries of {name}",
+        "samples": "samples",
+        "sum": "nothing, as the loss is a sum",
+    }
+    return words[kind]
 
 
 def filled(pattern: str, texts: list[str]) -> str:
@@ -253,9 +266,12 @@ def test_every_number_of_the_error_is_a_field_of_it() -> None:
     )
     for remedy in error.remedies:
         more = "more" if remedy.kind == "budget" else "less"
-        sign = "+" if remedy.extra_seconds >= 0 else "-"
-        most = "" if remedy.kind == "budget" else "at most "
-        cost = f"{format_bytes(abs(remedy.saved_bytes))} {more}, {most}{sign}{format_seconds(abs(remedy.extra_seconds))} a step"
+        way, bound = ("slower", "at most ") if remedy.extra_seconds >= 0 else ("faster", "at least ")
+        bound = "" if remedy.kind == "budget" else bound
+        seconds = (
+            f"{bound}{format_seconds(abs(remedy.extra_seconds))} a step {way}" if remedy.extra_seconds else "no slower"
+        )
+        cost = f"{format_bytes(abs(remedy.saved_bytes))} {more}, {seconds}"
         assert f"{remedy.text} ({cost})" in rest
     assert rest.endswith("Weighed: " + "; ".join(error.weighed))
     (budget,) = (remedy for remedy in error.remedies if remedy.kind == "budget")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import shlex
 from dataclasses import replace
@@ -20,6 +21,7 @@ from memfit.cli.answer import as_settings, failure
 from memfit.errors import InfeasibleError, Remedy
 from memfit.remedies import search
 from memfit.remedies.changes import adapter_targets, below_the_last_block
+from memfit.techniques.registry import ALLOWED
 from memfit.train.config import override
 from models import build_gpt
 
@@ -136,7 +138,10 @@ def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest
     monkeypatch.setattr(TraceSource, "_captured", noted)
     error = _refused("1KiB")
     assert [remedy.kind for remedy in error.remedies] == ["budget"]
-    assert "Nothing fits with any of these besides" in str(error)
+    _, _, tried = str(error).partition("Nothing fits with any of these besides, or with combinations of them: ")
+    tried, _, words = tried.partition(". Weighed")[0].partition("allow=")
+    assert tried.startswith("host_budget, ")
+    assert set(json.loads(words)) <= set(ALLOWED)  # as the user would write them
     assert not any(way.techniques for way in captured if not way.loss_chunks > 1)
 
 
@@ -144,7 +149,7 @@ def test_no_more_is_captured_than_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(search, "MOST_CAPTURES", 1)
     error = _refused(int(HARD[0] * parameter_bytes()))
     assert len(error.remedies) == 1
-    assert "or with combinations of them that were tried: offloading, " in str(error)
+    assert "or with combinations of them that were tried: host_budget, " in str(error)
 
 
 def test_a_switch_of_the_model_is_put_back_and_told() -> None:

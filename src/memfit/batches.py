@@ -6,7 +6,7 @@ A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -45,8 +45,19 @@ def size(batch: Batch) -> int:
         if leaf.dim() > 0:
             return int(leaf.shape[0])
     raise BatchError(
-        "the batch holds no tensor with a dimension: memfit needs at least one whose first dimension counts samples"
+        f"the batch holds no tensor with a dimension{_what_instead(batch)}: memfit needs at least one whose first dimension counts samples"
     )
+
+
+def _what_instead(batch: Batch) -> str:
+    """What a batch holds in place of tensors, and how its user would make a batch of it."""
+    kinds = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
+    held = f" but {', '.join(kinds)}" if kinds else ", and nothing else"
+    if "ndarray" in kinds:
+        return f"{held} (torch.from_numpy makes a tensor of an array)"
+    if isinstance(batch, Iterable) and not isinstance(batch, (str, Mapping, list, tuple)):
+        return f"{held} (of what gives batches, hand over one: next(iter(loader)))"
+    return held
 
 
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -249,8 +260,11 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     loss = what_the_model_gives(model, batch, loss_fn)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"
-        raise InputError(f"{where} gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
+        if loss_fn is not None:
+            raise InputError(f"loss_fn(model, batch) gave {what}: return the loss alone, as one scalar tensor")
+        raise InputError(
+            f"model(**sample).loss gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ..."
+        )
     if not loss.requires_grad:
         raise InputError(
             "the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model"

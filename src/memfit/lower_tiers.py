@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace_source import machine_of
-from memfit.errors import InputError
+from memfit.errors import BudgetError, InputError
 from memfit.hardware.machine import Link, Machine
 from memfit.hardware.topology import Topology
 from memfit.storage.folders import free_bytes, offload_folder
@@ -21,6 +21,7 @@ from memfit.storage.staging import STAGES_BYTES
 from memfit.units import format_bytes, parse_bytes
 from memfit.values.request import Request
 
+MEANT_WITH_A_UNIT: Final = 1024  # a bare number below it is one of GiB or MiB that lacks its unit
 LINK_LATENCY_SECONDS: Final = 10e-6  # assumed for a copy between a GPU that is not in this computer and its host
 
 
@@ -28,13 +29,31 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
     """The request that the arguments of a public function make, for this model's device or the one that they name.
 
     Raises:
-        InputError, BudgetError: as for `Request.of`, or no device of that name is known.
+        InputError, BudgetError: as for `Request.of`, or no device of that name is known, or the model is none.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is {type(model).__name__}: give a torch.nn.Module")
     machine = machine_of(model, arguments.get("device"))
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
-        parse_bytes(arguments["budget"], total_bytes=machine.memory_bytes)
+        _check_budget(model, arguments["budget"], machine)
     return Request.of(partial(capacity, machine, folder=arguments.get("folder")), **arguments)
+
+
+def _check_budget(model: nn.Module, given: Any, machine: Machine) -> None:
+    """Refuse a budget that cannot be meant, before anything is captured for it."""
+    if callable(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        raise InputError(
+            f"budget={name} is a function: the arguments are model, sample, loss_fn, budget, optimizer, in this order"
+        )
+    budget = parse_bytes(given, total_bytes=machine.memory_bytes)
+    held = sum(p.nbytes for p in model.parameters())
+    if str(given).strip().isdecimal() and budget < MEANT_WITH_A_UNIT and budget < held:
+        raise BudgetError(
+            f"budget={given!r} is {budget} bytes, and the model's parameters alone take {format_bytes(held)}: write the unit, "
+            f'"{budget}GiB" or "{budget}MiB"'
+        )
 
 
 def capacity(machine: Machine, tier: str, folder: str | Path | None = None) -> int:

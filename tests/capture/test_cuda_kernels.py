@@ -16,11 +16,12 @@ import small
 from memfit.capture.capture import capture
 from memfit.capture.cuda.attention import Call, Kernel, chosen
 from memfit.capture.cuda.recurrent import RESERVED_VALUES, reserve_bytes
-from memfit.capture.cuda.workspaces import HANDLES, LARGE_WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES
+from memfit.capture.cuda.workspaces import HANDLES, LARGE_WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES, library_bytes
 from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import Capability
 from memfit.techniques.choices import BASELINE, Choices
+from memfit.units import format_bytes
 from memfit.values.trace import BEFORE_STEP, Trace
 
 ADA, HOPPER, VOLTA = (8, 9), (9, 0), (7, 0)
@@ -306,4 +307,6 @@ def test_a_plan_for_a_gpu_says_which_kernels_it_assumes(name: str, kernels: str)
     plan = memfit.plan(model, sample, loss, "1GiB", small.adamw, device="rtx4090", fixed={"micro_batches": 1})
     assert kernels in plan.explain()
     assert "not counted: workspaces of convolutions" in plan.explain()
+    held = format_bytes(library_bytes(names(traced(model, sample, loss)), (8, 9)))
+    assert f"{held} of cuBLAS's workspaces are counted, as other bytes" in plan.explain()
     assert plan.device == "rtx4090"

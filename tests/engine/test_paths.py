@@ -110,7 +110,7 @@ def test_blocks_that_chance_leaves_out_are_planned_one_by_one() -> None:
     assert {call.module for call in plan.script.calls} == {f"blocks.{n}" for n in range(5)} | {"head"} & {
         call.module for call in plan.script.calls
     }
-    assert any("paths were seen in 8 draws" in note for note in plan.notes)
+    assert any("paths were seen in 8 forwards" in note for note in plan.notes)
     assert any("within calls of modules" in note for note in plan.notes)
 
 

@@ -91,7 +91,7 @@ def with_costs(
                 storages[s] = replace(storages[s], bytes=size)
                 for sizes in drawn:
                     sizes[s] = max(sizes[s], size)
-                note = f"{op.name} returns more memory than its fake kernel shows; measured bytes are used"
+                note = f"{op.name} takes more memory than PyTorch says of it without running it (on fake tensors): the bytes measured here are used"
                 if note not in notes:
                     notes.append(note)
     if allocation_bytes > 1:

@@ -56,13 +56,13 @@ def with_other_draws(
     known = frozenset[str]().union(*(other.receiving for other in others if other.trace.paths))
     if known > source.trained_elsewhere:
         source = replace(source, trained_elsewhere=known | source.trained_elsewhere)
-    seen, failed = _seen(captured, again, source, draws=draws)
+    seen, failed, tried = _seen(captured, again, source, draws=draws)
     longest = max(seen, key=lambda each: each.trace.forward_operations)
     taken = _other_paths(longest, seen)
     trained = frozenset().union(*(each.receiving for each in (longest, *taken)))
     if taken and not trained <= source.trained_elsewhere and any(e.receiving != trained for e in (longest, *taken)):
         # What one path does not train has optimizer state all the same, from the steps that took another.
-        seen, failed = _seen(captured, again, replace(source, trained_elsewhere=trained), draws=draws)
+        seen, failed, tried = _seen(captured, again, replace(source, trained_elsewhere=trained), draws=draws)
         longest = max(seen, key=lambda each: each.trace.forward_operations)
         taken = _other_paths(longest, seen)
     trace = longest.trace
@@ -71,7 +71,7 @@ def with_other_draws(
         for other in seen
         if same_operations(trace, other.trace) and not _same_sizes(trace, other.trace)
     ]
-    notes = [note for note in (_sized_by_values(trace), _paths(len(taken), failed, draws=draws)) if note]
+    notes = [note for note in (_sized_by_values(trace), _paths(len(taken), failed, tried, draws=draws)) if note]
     paths = tuple(replace(each.trace, notes=()) for each in taken)
     first = _first_forward(captured, again, source) if not captured.repeats and not taken and not failed else None
     trace = replace(
@@ -87,12 +87,13 @@ def with_other_draws(
 
 def _seen(
     captured: Captured, again: Callable[[StepSource], Captured], source: StepSource, *, draws: bool
-) -> tuple[list[Captured], int]:
-    """The step under other draws and after more forwards, this capture first; and how many could not be captured."""
+) -> tuple[list[Captured], int, int]:
+    """The step under other draws and after more forwards, this capture first; how many could not be captured; and of how many forwards paths were looked at."""
     seen = [again(source)] if source.trained_elsewhere else [captured]
-    failed = 0
+    failed, tried = 0, 1
     if not captured.repeats:
         for forwards in LATER_FORWARDS:
+            tried += 1
             try:
                 other = again(replace(source, forwards_before=forwards))
             except Exception:  # noqa: BLE001 - as below
@@ -101,6 +102,7 @@ def _seen(
             if path_taken(other.trace) != path_taken(captured.trace):
                 seen.append(other)
     for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
+        tried += 1
         with _drawing(draw):
             try:
                 other = again(source)
@@ -110,7 +112,7 @@ def _seen(
         if isinstance(draw, int) and all(_same_sizes(captured.trace, each.trace) for each in (*seen, other)):
             break  # what is drawn decides values only
         seen.append(other)
-    return [*seen, *(_after_steps(captured, again, source) if not draws else ())], failed
+    return [*seen, *(_after_steps(captured, again, source) if not draws else ())], failed, tried
 
 
 def _after_steps(captured: Captured, again: Callable[[StepSource], Captured], source: StepSource) -> Iterator[Captured]:
@@ -151,17 +153,17 @@ def _other_paths(longest: Captured, seen: Iterable[Captured]) -> list[Captured]:
     return taken
 
 
-def _paths(others: int, failed: int, *, draws: bool) -> str:
+def _paths(others: int, failed: int, tried: int, *, draws: bool) -> str:
     """A note where forward takes several paths; empty where it takes one."""
     if not others and not failed:
         return ""
-    paths = f"{1 + others} paths were seen"
-    if draws:
-        tried = 1 + OTHER_DRAWS + len(extreme_draws.End)
-        why = f"random numbers, drawn anew in each step, decide which operations run: {paths} in {tried} draws"
-    else:
-        why = f"not every forward runs the same operations: {paths} in {1 + len(LATER_FORWARDS)} forwards, one after the other"
-    return why + (f"; {failed} more could not be captured" if failed else "")
+    paths = f"{1 + others} path{'s were' if others else ' was'} seen in {tried - failed} forwards"
+    why = (
+        "random numbers, drawn anew in each step, decide which operations run"
+        if draws
+        else "not every forward runs the same operations"
+    )
+    return f"{why}: {paths}" + (f"; {failed} more could not be captured" if failed else "")
 
 
 @contextmanager

@@ -28,10 +28,11 @@ from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
 from memfit.step.process_generators import outside_torch_kept
-from memfit.step.program import OptimizerFactory
+from memfit.step.program import OptimizerFactory, check_given
 from memfit.techniques.choices import Choices, in_words, sizing_state
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
+from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
 
@@ -78,6 +79,7 @@ class TraceSource:
     network: Topology | None = None
 
     def __post_init__(self) -> None:
+        check_given(self.sample, self.loss_fn, self.optimizer)
         made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
@@ -158,6 +160,9 @@ class TraceSource:
             host=host_time_of(self._table),
         )
 
+        if libraries := self._cuda is not None and self._other_bytes(captured, present):
+            workspaces = f"{format_bytes(libraries)} of cuBLAS's workspaces are counted, as other bytes: PyTorch holds them from the first product on"
+            trace = replace(trace, notes=(*trace.notes, workspaces))
         followed, recomputed = engine_seconds(self._table)
 
         def completed(path: Trace) -> Trace:

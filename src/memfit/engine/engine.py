@@ -195,6 +195,7 @@ class Engine:
             EngineError: an update failed half way, now or before; the engine cannot be used any more.
         """
         self._transactions.check()
+        batches.size(batch)  # refuses what is no batch
         signature = batches.signature(batch)
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):

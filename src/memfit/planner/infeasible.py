@@ -72,10 +72,9 @@ def _cost(remedy: Remedy) -> str:
     """Bytes and seconds of a way out, each with its direction. Under other arguments than a budget there may be a faster plan than the one found."""
     more = remedy.kind == "budget" or remedy.saved_bytes < 0
     slower = remedy.extra_seconds >= 0
-    return (
-        f"{format_bytes(abs(remedy.saved_bytes))} {'more' if more else 'less'}, "
-        f"{'' if remedy.kind == 'budget' else 'at most '}{'+' if slower else '-'}{format_seconds(abs(remedy.extra_seconds))} a step"
-    )
+    bounded = "" if remedy.kind == "budget" else "at most " if slower else "at least "
+    seconds = f"{bounded}{format_seconds(abs(remedy.extra_seconds))} a step {'slower' if slower else 'faster'}"
+    return f"{format_bytes(abs(remedy.saved_bytes))} {'more' if more else 'less'}, {seconds if remedy.extra_seconds else 'no slower'}"
 
 
 def _remedies(solvers: Solvers, budget_bytes: int, size: int, found: Found) -> tuple[Remedy, ...]:

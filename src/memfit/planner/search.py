@@ -89,7 +89,10 @@ def _weigh_one(
         plain = solver.trace.plain_step_seconds
         name = named(candidate, number)
         if best is not None and plain * WORTH_MORE >= best.seconds:
-            why = f"{format_seconds(plain)} a step before anything is dropped, the chosen plan takes {format_seconds(best.seconds)}"
+            why = (
+                f"{format_seconds(plain)} a step before anything is dropped, not {100 * (WORTH_MORE - 1):.0f} % faster than a plan that fits, which takes "
+                f"{format_seconds(best.seconds)}"
+            )
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
             break
         nothing_dropped = solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes

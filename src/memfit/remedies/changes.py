@@ -32,6 +32,7 @@ from memfit.values.bundle import Weighting
 from memfit.values.request import Request, TierBudget
 
 OFFLOADING: Final = "offloading"
+DIVIDING: Final = "micro-batches"
 LORA_RANK: Final = 8
 SGD: Final = "optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
 
@@ -100,6 +101,20 @@ class Change:
     shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
     apart: tuple[str, ...] = ()
     kind: str = ""
+
+
+def in_words(some: Sequence[Change]) -> str:
+    """Changes as the user would ask for them, without the numbers that were tried: 'host_budget, allow=["8bit", "4bit"], freeze'."""
+    words = [change.name for change in some if change.name in ALLOWED]
+    told = {
+        OFFLOADING: "host_budget",
+        "adapters": "adapters (peft.LoraConfig)",
+        DIVIDING: "another number of micro-batches",
+    }
+    others = [
+        told.get(change.name) or (change.statement or change.name) for change in some if change.name not in ALLOWED
+    ]
+    return ", ".join([*others, *([f"allow={json.dumps(words)}"] if words else [])])
 
 
 # Of parameters, gradients and state, what a word of `allow=` leaves at least.

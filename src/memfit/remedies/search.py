@@ -21,6 +21,7 @@ from memfit.planner.solvers import SLACK_BYTES
 from memfit.planning import Planning
 from memfit.progress import tell
 from memfit.remedies.changes import (
+    DIVIDING,
     OFFLOADING,
     SGD,
     Change,
@@ -28,6 +29,7 @@ from memfit.remedies.changes import (
     Held,
     arguments,
     changes,
+    in_words,
     resident_bytes,
     with_another_optimizer,
     with_samples,
@@ -42,7 +44,6 @@ MOST_WAYS: Final = 3  # told besides the budget that would do
 MOST_CANDIDATES: Final = 3  # captured for one combination
 MOST_CAPTURES: Final = 10  # for all; each takes as long as a part of planning did
 FAR: Final = 2  # times the budget: where a candidate needs more, no other one of the same changes is captured
-DIVIDING: Final = "micro-batches"
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,10 @@ class _Search:
         if self.own_model and left > 0:
             told += [(Effect.ANOTHER_TRAINING, remedy) for remedy in self._other_training()[:left]]
         if not told and not self.found and possible:
-            names = ", ".join(change.name for change in possible)
             tried = " that were tried" if self._left_out else ""
-            self.nothing_else = f"Nothing fits with any of these besides, or with combinations of them{tried}: {names}"
+            self.nothing_else = (
+                f"Nothing fits with any of these besides, or with combinations of them{tried}: {in_words(possible)}"
+            )
         return told
 
     def _dividing(self) -> list[Change]:

@@ -58,6 +58,17 @@ class Choices:
         used = ((t.name, chosen[t.name]) for t in TECHNIQUES if chosen.get(t.name, t.baseline) != t.baseline)
         put(self, "techniques", tuple(used))
 
+    @property
+    def weights_in_words(self) -> str:
+        """What the losses of micro-batches are weighted by, for people: "samples", "entries of labels that are not -100"."""
+        kind, _, name = self.weights.partition(":")
+        return {
+            "sum": "nothing, as the loss is a sum",
+            "tokens": f"entries of {name} that are not -100",
+            "next_tokens": f"entries of {name}, from the second column on, that are not -100",
+            "filled": f"nonzero entries of {name}",
+        }.get(kind, kind)
+
     def __getattr__(self, name: str) -> Any:
         if name in BY_NAME:
             return dict(self.techniques).get(name, BY_NAME[name].baseline)

@@ -151,7 +151,9 @@ class Plan:
         if share:
             lines.append(f"At the peak: {share}.")
         if self.choices.micro_batches > 1:
-            lines.append(f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights}.")
+            lines.append(
+                f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights_in_words}."
+            )
         if self.script.plain:
             alone = not self.choices.techniques and self.choices.micro_batches == 1
             lines.append(
@@ -198,8 +200,8 @@ class Plan:
             lines.append(f"Frozen: {count:,} parameters ({held}) in {paths}{more}.")
         lines += [
             f"{saving.technique}: {_off_the_peak(saving.predicted_bytes)} before anything is dropped "
-            f"({saving.claim or 'its formula'}: {format_bytes(saving.claimed_bytes)}), and {'adds' if saving.seconds >= 0 else 'takes off'} "
-            f"{format_seconds(abs(saving.seconds))} a step."
+            f"(the usual estimate, {saving.claim or 'its formula'}, is {format_bytes(saving.claimed_bytes)}), and "
+            f"{'adds' if saving.seconds >= 0 else 'takes off'} {format_seconds(abs(saving.seconds))} a step."
             for saving in self.savings
         ]
         lines += [f"Rejected: {text}" for text in self.rejected]

@@ -152,7 +152,9 @@ def _cards(report: Report) -> str:
         ),
     ]
     if plan.choices.micro_batches > 1:
-        cards.append(("Micro-batches", f"{plan.choices.micro_batches}", f"losses weighted by {plan.choices.weights}"))
+        cards.append(
+            ("Micro-batches", f"{plan.choices.micro_batches}", f"losses weighted by {plan.choices.weights_in_words}")
+        )
     if p.copy_seconds:
         cards.append(("Copying to and from host memory or disk", copying(plan), _offloaded(plan)))
     if report.records:

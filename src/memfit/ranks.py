@@ -23,6 +23,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.techniques.sharding import way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
+from memfit.values.report import MeasuredRank
 
 
 def place() -> tuple[int, int] | None:
@@ -105,7 +106,9 @@ def fit_together(
     assert engine.sharded is not None
     _check_sample(engine, sample, engine.sharded.agreement)
     tell(progress, "rehearsing one step", 0.0)
-    engine.rehearsal = replace(rehearse(engine, sample), rounds=1)
+    rehearsal = rehearse(engine, sample)
+    own = MeasuredRank(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes, rehearsal.waiting)
+    engine.rehearsal = replace(rehearsal, rounds=1, ranks=tuple(engine.sharded.agreement.of_all(own)))
     _check_peaks(engine, engine.sharded.agreement)
     return engine
 

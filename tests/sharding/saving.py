@@ -12,6 +12,7 @@ from torch import Tensor
 import memfit
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
+from memfit.sharding.pipelined import PipelinedModel
 from memfit.step import process_generators
 from memfit.train import rank_snapshots, snapshots
 from memfit.train.data import Position
@@ -19,6 +20,13 @@ from memfit.train.snapshots import Moment
 from sharding import steps
 
 STEPS = 3  # before the snapshot and after it
+
+
+def whole(engine: Engine) -> list[Tensor]:
+    """All parameters; of stages on rank 0 alone."""
+    if isinstance(engine.sharded, PipelinedModel):
+        return list(engine.sharded.whole().values())
+    return steps.whole(engine.model)
 
 
 def applied(data: dict[str, Any], build: Callable[[], steps.Built]) -> tuple[Engine, Any]:
@@ -47,7 +55,7 @@ def saved(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.
             if step == STEPS:
                 written(engine, folder)
             engine.step(own)
-        found.append(steps.whole(engine.model))
+        found.append(whole(engine))
         if engine.sharded is not None:
             engine.sharded.close()
     return found
@@ -69,7 +77,7 @@ def gone_on(
             continue
         for _ in range(STEPS):
             engine.step(own)
-        found.append(steps.whole(engine.model))
+        found.append(whole(engine))
         if engine.sharded is not None:
             engine.sharded.close()
     return found

@@ -123,11 +123,18 @@ def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:
     return int(sizes[storages[there]].sum()) + untouched + random
 
 
-def menu(solver: Solver) -> list[tuple[Recompute, Solution]]:
-    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak."""
-    smallest, plain = solver.least(), solver.plain
-    budgets = [int(budget) for budget in np.linspace(smallest.peak, plain.peak, MENU_BUDGETS)[1:-1]]
-    found = [plain, *map(solver.solve, budgets), smallest]
+def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak.
+
+    Args:
+        solver: of the stage.
+        plain_only: everything kept, and no other.
+    """
+    found: list[Solution | None] = [solver.plain]
+    if not plain_only:
+        smallest = solver.least()
+        budgets = [int(budget) for budget in np.linspace(smallest.peak, solver.plain.peak, MENU_BUDGETS)[1:-1]]
+        found += [*map(solver.solve, budgets), smallest]
     ways: list[tuple[Recompute, Solution]] = []
     for solution in found:
         if solution is None:
@@ -143,8 +150,10 @@ def menu(solver: Solver) -> list[tuple[Recompute, Solution]]:
     return best
 
 
-def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0) -> int:
-    """The most that a rank holds in a step.
+def rank_peak(
+    order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0
+) -> tuple[int, str]:
+    """The most that a rank holds in a step, and in which phase.
 
     Args:
         order: what it runs.
@@ -158,7 +167,7 @@ def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, Stage
     done = dict.fromkeys(stages, 0)
     warm_up = {s: in_flight(order, s) for s in stages}
     micro_batches = 1 + max(action.micro_batch for action in order)
-    peak = 0
+    peak, phase = 0, Phase.FORWARD
     for action in order:
         levels = stages[action.stage]
         if action.backward:
@@ -176,9 +185,11 @@ def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, Stage
         else:
             here += levels.forward_bytes
             held[action.stage] += 1
-        peak = max(peak, here)
+        if here > peak:
+            peak, phase = here, Phase.BACKWARD if action.backward else Phase.FORWARD
     after = base + sum(levels.gradient_bytes for levels in stages.values())
-    return max(peak, after + max(levels.update_bytes for levels in stages.values()))
+    update = after + max(levels.update_bytes for levels in stages.values())
+    return (update, str(Phase.OPTIMIZER)) if update > peak else (peak, str(phase))
 
 
 def seconds_of(trace: Trace) -> tuple[float, float, float]:

@@ -310,12 +310,13 @@ class _Run:
     def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
         if self.validation is None or self.evaluated == self.step:
             return
-        choices = self.engine.plan.choices
+        choices, sharded = self.engine.plan.choices, self.engine.sharded
+        loss_fn = self.validation.loss_fn if sharded is None else sharded.loss_without_gradients(self.validation.loss_fn)
         with self.engine.evaluating() as model:
             loss = evaluate(
                 model,
                 self.validation.batches,
-                self.validation.loss_fn,
+                loss_fn,
                 largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
                 weights=self.validation.weights,
                 precision=choices.precision,

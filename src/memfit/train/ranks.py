@@ -19,6 +19,7 @@ from memfit.hardware.network import devices_of
 from memfit.hardware.topology import Topology
 from memfit.ranks import check_plan, place
 from memfit.sharding.agreement import Agreement
+from memfit.techniques.sharding import is_pipeline
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
 from memfit.units import format_bytes, parse_bytes
@@ -111,9 +112,12 @@ def for_number(config: Config, number: int) -> Config:
     if number == 1:
         fixed = {name: value for name, value in config.fit.fixed.items() if name != "sharding"}
         return replace(config, fit=replace(config.fit, devices=None, fixed=fixed))
+    fixed = dict(config.fit.fixed)
+    if number != number_of(config) and is_pipeline(str(fixed.get("sharding", ""))):
+        fixed["sharding"] = str(fixed["sharding"]).partition("/")[0]  # the stages that were fixed are for other ranks
     alike = isinstance(named, str) and "x" in named
     devices = f"{number}x{str(named).partition('x')[2]}" if alike else number
-    return replace(config, fit=replace(config.fit, devices=devices))
+    return replace(config, fit=replace(config.fit, devices=devices, fixed=fixed))
 
 
 def restarted() -> bool:

@@ -445,8 +445,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
 def _rehearsal(out: Path) -> Rehearsal | None:
     """The one held before the run was interrupted."""
     try:
-        held = json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8"))
-        return Rehearsal(**{**held, "divergences": tuple(held["divergences"]), "curve": tuple(held["curve"])})
+        return Rehearsal.from_json(json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

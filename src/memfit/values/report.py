@@ -63,15 +63,16 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRank:
-    """What a rehearsal of several ranks has shown of one of them.
+    """What a rehearsal, or a run, of several ranks has shown of one of them.
 
     Attributes:
-        predicted_peak_bytes, measured_peak_bytes: of the same step.
-        waiting: as in `StepRecord`.
+        predicted_peak_bytes: of a step.
+        measured_peak_bytes: the largest of the metered steps; None where none was.
+        waiting: of the last step, as in `StepRecord`.
     """
 
     predicted_peak_bytes: int
-    measured_peak_bytes: int
+    measured_peak_bytes: int | None
     waiting: float | None = None
 
 

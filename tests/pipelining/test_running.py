@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import memfit
+from memfit.pipelining import stages
+from memfit.planner.cut_costs import cost_of
 from pipelining import running
 from sharding import steps
 
@@ -73,3 +75,50 @@ def test_two_ranks_train_as_one_device_does_and_hold_what_is_predicted() -> None
     ]
     assert any(script.recomputations for script in plans[0].pipeline.scripts), "something is to be run again"
     compared(2, running.tied, "sgd", plans)
+
+
+@pytest.mark.parametrize("ends", [pytest.param((1, 4), marks=pytest.mark.slow), (2, 4)])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
+    schedule: str, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's GPipe holds all that it sends to the end of the step. Cuts that other seconds would not choose."""
+
+    def cut(parts: Any, line: Any, micro_batches: int, schedule: Any, stages: int | None = None) -> Any:
+        assert stages == len(ends)
+        return cost_of(parts, line, ends, micro_batches, schedule)
+
+    monkeypatch.setattr(stages, "cut_parts", cut)
+    plan = planned(running.sequential, 2, f"{schedule}/2", "adamw", fixed={"micro_batches": 4})
+    ran = running.together(2, running.run, [plan.to_json()], running.sequential, "adamw")
+    assert plan.pipeline is not None
+    assert plan.pipeline.ends == ends
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
+BUILDS = [running.sequential, running.decoder, running.tied, running.encoder_decoder, running.resnet]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS)
+def test_two_stages_of_every_model(build: Callable[[], steps.Built]) -> None:
+    plans = [
+        planned(build, 2, f"{schedule}/2", "sgd", share, fixed={"micro_batches": 4})
+        for schedule in ("gpipe", "1f1b")
+        for share in (1.0, 0.95)
+    ]
+    compared(2, build, "sgd", plans)
+
+
+def test_pipelines_beside_each_other_sum_their_gradients() -> None:
+    plans = [planned(running.tied, 4, "1f1b/2x2", "sgd", clip_norm=0.1, fixed={"micro_batches": 2})]
+    compared(4, running.tied, "sgd", plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [running.tied, running.encoder_decoder])
+def test_four_stages_and_two_of_two(build: Callable[[], steps.Built]) -> None:
+    plans = [
+        planned(build, 4, setting, "sgd", fixed={"micro_batches": 4}) for setting in ("1f1b/4", "gpipe/4", "1f1b/2x2")
+    ]
+    compared(4, build, "sgd", plans)

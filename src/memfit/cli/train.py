@@ -132,7 +132,7 @@ def answer(verb: str, result: Result) -> Answer:
     """The answer for a finished or stopped run."""
     outcome = result.outcome
     predicted = result.plan.prediction.peak_bytes
-    data = {
+    data: dict[str, Any] = {
         "verb": verb,
         "status": "done" if outcome.signal is None else "interrupted",
         "fits": True,

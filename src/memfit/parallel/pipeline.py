@@ -262,7 +262,13 @@ class Pipeline(PipelinedModel):
                 f"the loss is {loss}: no rank has taken the step, and parameters and optimizers are as before it. Look at the batch and the learning rate"
             )
         self._sum_gradients()
-        return Passed(loss, len(counts), running.waiting)
+        return Passed(loss, len(counts), self._waiting(running))
+
+    def _waiting(self, running: Running) -> float:
+        """Of the passes of all stages, which end with the last backward of the rank that is through last."""
+        seconds = torch.full((), running.seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._pipeline)
+        return max(0.0, 1 - running.busy_seconds / float(seconds))
 
     def _of_all(self, loss: float) -> float:
         """The sum over pipelines of what the last stage of each has."""

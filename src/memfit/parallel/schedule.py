@@ -44,6 +44,21 @@ class StageEnds:
         return replace(self, micro_batches=number, schedule=Schedule.GPIPE if few else self.schedule)
 
 
+class _Weighted(torch.autograd.Function):
+    """A loss that counts for a share of the whole: as it is, and its gradient that much of what it would be."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
+        """The loss."""
+        ctx.weight = weight
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Its share."""
+        return gradients[0] * ctx.weight, None
+
+
 class _InTurn(nn.Module):
     """A stage whose micro-batches come in their order."""
 
@@ -64,7 +79,7 @@ class _InTurn(nn.Module):
         index, self._next = self._next, self._next + 1
         with self._around(self._position):
             result = self.stage(self._parts[index], *received)
-        return result * self._weights[index] if self.stage.is_last else result
+        return _Weighted.apply(result, self._weights[index]) if self.stage.is_last else result  # type: ignore[no-untyped-call]
 
 
 class _TimedStage(PipelineStage):
@@ -96,11 +111,11 @@ class Running:
         group: the ranks of the pipeline.
 
     Attributes:
-        waiting: of the last step, the share in which nothing was computed here.
+        busy_seconds, seconds: of the last step, in which something was computed here, and until this rank was through.
     """
 
     def __init__(self, stages: Mapping[int, StageModule], ends: StageEnds, group: dist.ProcessGroup) -> None:
-        self.waiting = 0.0
+        self.busy_seconds = self.seconds = 0.0
         self._number = ends.micro_batches
         self._is_last = any(stage.is_last for stage in stages.values())
         self._in_turn = [_InTurn(stage, position) for position, stage in enumerate(stages.values())]
@@ -143,15 +158,16 @@ class Running:
         for stage in self._stages:
             stage.busy_seconds = 0.0
         losses: list[Tensor] = []
-        target = torch.zeros(self._number) if self._is_last else None
+        # Nothing is compared with it; it tells torch's schedule that there is a loss.
+        target = torch.zeros(self._number, device="meta") if self._is_last else None
         started = time.perf_counter()
         self._schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False)
-        seconds = time.perf_counter() - started
-        self.waiting = max(0.0, 1 - sum(stage.busy_seconds for stage in self._stages) / seconds)
+        self.seconds = time.perf_counter() - started
+        self.busy_seconds = sum(stage.busy_seconds for stage in self._stages)
         for turn in self._in_turn:
             turn.begin((), (), None)
         # The mean of no labels is no number, and counts for nothing.
-        return sum(float(loss.detach()) for loss, weight in zip(losses, weights, strict=False) if weight)
+        return sum(weight * float(loss.detach()) for loss, weight in zip(losses, weights, strict=False) if weight)
 
     def buffers(self) -> list[Tensor]:
         """For messages, of all micro-batches; made in the first step."""

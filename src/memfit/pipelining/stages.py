@@ -30,7 +30,7 @@ from memfit.planner.schedules import rank_orders
 from memfit.planner.script_compiler import compile_script
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
-from memfit.planner.stage_bytes import StageLevels, menu, rank_peak, seconds_of, stage_levels
+from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, rank_peak, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.step.part_calls import PartCalls
 from memfit.techniques.choices import BASELINE
@@ -136,8 +136,10 @@ class _StagePlanner:
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
         sent = levels.received_gradient_bytes
         held = sent + levels.sent_bytes
-        if schedule is Schedule.GPIPE:
-            held = (self.micro_batches - 1) * max(0, sent - way.kept_bytes)
+        if schedule is Schedule.GPIPE:  # what one is done with, against what it has kept until then
+            held = (self.micro_batches - 1) * max(0, held - way.kept_bytes)
+        if not levels.sent_bytes:
+            held += self.micro_batches * NUMBER_BYTES
         return replace(way, pass_bytes=max(way.pass_bytes + held, levels.update_bytes))
 
     def solution(self, first: int, end: int, way: Recompute) -> Solution:

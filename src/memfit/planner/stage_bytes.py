@@ -19,6 +19,7 @@ from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.stages import Recompute, Schedule
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
+NUMBER_BYTES: Final = 4  # of a loss
 MENU_BUDGETS: Final = 6  # between the smallest peak and that with everything kept
 
 
@@ -33,7 +34,7 @@ class StageLevels:
         forward_bytes, first_backward_bytes, backward_bytes: at the peak of each; the first backward's includes the gradients made in it, the others' none.
         update_bytes: at the peak of clipping and the optimizer, gradients left out.
         received_gradient_bytes: of what backward gives for what was received.
-        sent_bytes: of what forward sends.
+        sent_bytes: of what forward sends; 0 for the last stage.
     """
 
     base_bytes: int
@@ -77,13 +78,15 @@ def stage_levels(
     above = totals - trace.bytes_before_step
     missing = _gradients_to_come(trace, slot_of_event, len(totals))
     backward = slice(forward_end + 1, pass_end + 1)
+    # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
+    begins = NUMBER_BYTES if sent_bytes else 0
     return StageLevels(
         base + buffers_bytes,
         gradients,
-        _kept(timeline, recomputations, forward_end),
+        _kept(timeline, recomputations, forward_end) - begins,
         int(above[: forward_end + 1].max(initial=0)),
-        int((above - missing)[backward].max(initial=0)) + gradients,
-        int(above[backward].max(initial=0)),
+        int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
+        int(above[backward].max(initial=0)) - 2 * begins,
         int(above[pass_end + 1 :].max(initial=0)),
         received_gradient_bytes,
         sent_bytes,
@@ -157,8 +160,8 @@ def rank_peak(
 
     Args:
         order: what it runs.
-        schedule: of which that is. In torch's GPipe what backward sends is held to the end of the step; in 1F1B only the last one, but also the last output
-            sent before the first backward, until the last forward.
+        schedule: of which that is. In torch's GPipe what forward and backward send is held to the end of the step; in 1F1B only the last gradient, and the
+            last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
         stages: of this rank, by number.
         shared_bytes: there throughout and counted in each stage: to be counted once.
     """
@@ -177,6 +180,8 @@ def rank_peak(
         here += sum(stages[s].gradient_bytes for s, n in done.items() if n)
         for s, n in done.items():
             here += stages[s].received_gradient_bytes * (n if schedule is Schedule.GPIPE else min(n, 1))
+            here += NUMBER_BYTES * n if not stages[s].sent_bytes else 0
+            here += stages[s].sent_bytes * n if schedule is Schedule.GPIPE else 0
         if schedule is Schedule.ONE_FORWARD_ONE_BACKWARD and ahead > 1 and done[action.stage] >= ahead - 1:
             here += levels.sent_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
         if action.backward:

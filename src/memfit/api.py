@@ -86,7 +86,8 @@ def plan(
             where the sample is there as a whole.
         devices: several of them, one for each rank: 4, "4x24GiB", "4xh100", "4x24GiB@50GB/s" (the links between them), "2x8xh100" (nodes of eight), the path
             of a machine file (`memfit.hardware.machine_file`), or a `Topology`. The sample is then
-            the batch of one rank and the budget that of one device. Data parallelism and ZeRO 1, 2 and 3 are compared; `fixed={"sharding": "zero2"}` takes one.
+            the batch of one rank and the budget that of one device. Data parallelism, ZeRO 1, 2 and 3, and pipelines are compared;
+            `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2" (two stages, two pipelines) pipelines.
         progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:

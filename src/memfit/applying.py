@@ -22,6 +22,7 @@ from memfit.engine.plan_table import MOST_PLANS
 from memfit.engine.size_watch import PathSizes
 from memfit.errors import InfeasibleError, InputError, PlanFileError
 from memfit.offers import planning_for
+from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import planning_of
 from memfit.sharding.sharded import ShardedModel
@@ -93,7 +94,9 @@ def apply(
     chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
     sharded: ShardedModel | None = None
     if plan.choices.sharding:
-        sharded = shard(model, plan.choices.sharding, group_of(plan.choices.sharding))
+        group = group_of(plan.choices.sharding)
+        in_stages = plan.pipeline is not None
+        sharded = join(plan, model, loss_fn, group) if in_stages else shard(model, plan.choices.sharding, group)
         if isinstance(chosen, torch.optim.Optimizer):
             raise InputError(
                 "the optimizer of a sharded model is made over this rank's shards: hand over a function that makes it (lambda p: torch.optim.AdamW(p))"

@@ -121,6 +121,33 @@ def named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
     return {leaf_name(path): leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
 
 
+def joined_signature(signatures: Sequence[str]) -> str | None:
+    """The signature of a batch whose parts have these; None where they differ in more than the number of samples."""
+    parsed = [parse_signature(each) for each in signatures]
+    sizes = [planned_size(each) for each in signatures]
+
+    def without_samples(number: int) -> list[tuple[str, str, tuple[int | None, ...] | None]]:
+        have = sizes[number]
+        return [
+            (
+                name,
+                kind,
+                None if shape is None else (None if shape[0] == have else shape[0], *shape[1:]) if shape else (),
+            )
+            for name, kind, shape in parsed[number]
+        ]
+
+    if any(without_samples(number) != without_samples(0) for number in range(len(parsed))):
+        return None
+    parts = []
+    for name, kind, shape in parsed[0]:
+        lengths = list(shape or ())
+        if lengths and lengths[0] == sizes[0]:
+            lengths[0] = sum(sizes)
+        parts.append(f"{name} {kind}" if shape is None else f"{name} {kind}{lengths}")
+    return ", ".join(parts)
+
+
 def weightings(batch: Batch) -> list[str]:
     """Ways in which the losses of parts may add up to the loss of the whole, the more particular ones first.
 
@@ -249,6 +276,21 @@ def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunc
         output = model(batch)
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def loss_without_gradients(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The scalar loss where nothing is trained.
+
+    Raises:
+        InputError: the model gives none.
+    """
+    loss = what_the_model_gives(model, batch, loss_fn)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError(
+            "in evaluation mode the model gives no loss: return (model, loss_fn) from model.python, "
+            "or leave the validation data out"
+        )
+    return loss
 
 
 def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:

@@ -11,12 +11,13 @@ from memfit.hardware.machine_file import Devices, named_devices
 from memfit.hardware.network import ASSUMED_BANDWIDTH
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
+from memfit.pipelining.planning import plan_pipelines, settings_for
 from memfit.planning import changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
-from memfit.techniques.sharding import WAYS, setting_of
+from memfit.techniques.sharding import ANY_PIPELINE, PIPELINES, WAYS, is_pipeline, setting_of, way_of
 from memfit.techniques.technique import listed
 from memfit.units import format_bytes, format_seconds, parse_bytes
 from memfit.values.plan import Plan
@@ -49,7 +50,7 @@ def share_of(topology: Topology, budget: Budget) -> Budget:
 
 
 def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> Plan:
-    """The fastest plan among data parallelism and ZeRO 1, 2 and 3; what was turned down is told with its reason.
+    """The fastest plan among data parallelism, ZeRO 1, 2 and 3, and pipelines; what was turned down is told with its reason.
 
     Args:
         source: of the traces; its sample is the batch of one rank.
@@ -61,19 +62,17 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
         InputError: the request cannot be honoured; or the way that it fixes.
     """
     ranks = len(topology.devices)
-    asked = str(request.fixed.get("sharding", "")).partition("/")[0]
-    if asked and asked not in WAYS:
-        raise InputError(f"fixed sharding={request.fixed['sharding']!r}: there is {listed(WAYS)}")
+    asked = str(request.fixed.get("sharding", ""))
     if ranks == 1:
         raise InputError("devices names one device: plan without devices, or name several")
     best: Plan | None = None
     turned_down: list[str] = []
     least: InfeasibleError | None = None
-    for way in (asked,) if asked else WAYS:
-        named = in_words(Choices(sharding=setting_of(way, ranks)))
+    for way in _ways(asked, ranks):
+        named = in_words(Choices(sharding=way))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
-            made = _planned(source, request, way, ranks)
+            made = _planned(source, request, way, topology)
         except InfeasibleError as error:
             needs = (
                 ""
@@ -127,6 +126,15 @@ def _links(topology: Topology) -> str:
     return f"{inside}, and {nodes.between.bandwidth / 1e9:.3g} GB/s between each of the {len(nodes.sizes)} nodes and the others"
 
 
+def _ways(asked: str, ranks: int) -> tuple[str, ...]:
+    """The settings to weigh: all, or those that a user leaves open."""
+    way = asked.partition("/")[0]
+    if way and way not in (*WAYS, *PIPELINES, ANY_PIPELINE):
+        raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}")
+    sharded = [setting_of(each, ranks) for each in WAYS if way in {"", each}]
+    return (*sharded, *(settings_for(asked, ranks) if way not in WAYS else ()))
+
+
 def _slower(plan: Plan) -> str:
     figures = plan.prediction
     return (
@@ -134,8 +142,11 @@ def _slower(plan: Plan) -> str:
     )
 
 
-def _planned(source: TraceSource, request: Request, way: str, ranks: int) -> Plan:
+def _planned(source: TraceSource, request: Request, setting: str, topology: Topology) -> Plan:
     """The plan for one way. It is searched for the rank with the most state, and fits on every one."""
+    if is_pipeline(setting):
+        return plan_pipelines(source, request, topology, setting)
+    way, ranks, _ = way_of(setting)
     with frozen(source.model, request.freeze):
         setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))
     return planning_for(source, request.settling(sharding=setting)).plan()

@@ -24,7 +24,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.techniques.sharding import way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
-from memfit.values.report import Rehearsal
+from memfit.values.report import MeasuredRank, Rehearsal
 
 
 def place() -> tuple[int, int] | None:
@@ -158,8 +158,10 @@ def _rehearsed(
     known = None if planning is None else planning.as_captured(made.choices)
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        engine.rehearsal = replace(rehearse(engine, sample), rounds=number)
-        peaks = [rehearsal.measured_peak_bytes for rehearsal in agreement.of_all(engine.rehearsal)]
+        rehearsal = rehearse(engine, sample)
+        own = MeasuredRank(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes, rehearsal.waiting)
+        engine.rehearsal = replace(rehearsal, rounds=number, ranks=tuple(agreement.of_all(own)))
+        peaks = [rank.measured_peak_bytes or 0 for rank in engine.rehearsal.ranks]
         most = max(peaks)
         where = f" on rank {peaks.index(most)}"
         if most <= budget_bytes:
@@ -186,6 +188,13 @@ def _smaller(known: Planning | None, target: int, made: Plan, fullest: Rehearsal
         fullest: the rehearsal of the rank that measured most, which `where` names.
     """
     budget_bytes, peak = made.budget_bytes, fullest.measured_peak_bytes
+    if made.pipeline is not None:
+        return InfeasibleError(
+            f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "
+            f"{format_bytes(budget_bytes)}, and stages are not cut anew here: no rank has begun. Plan again for that much less, or give a larger budget",
+            budget_bytes=budget_bytes,
+            minimum_bytes=peak,
+        )
     if known is None:
         return InfeasibleError(
             f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "

@@ -72,6 +72,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
         1,
         record.divergences,
         () if reading is None else _curve(reading.base_bytes, reading.changes),
+        waiting=record.waiting,
     )
 
 

@@ -118,8 +118,34 @@ def test_under_somebodys_torchrun_ranks_join_and_train_as_one_process_does(
     same_as_alone("two")
 
 
+def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    alone(capsys, run_file)
+    settings = ("--set", "train.out=two", "--set", "fit.fixed.sharding=pipeline")
+
+    (first, told), (other, silent) = on_ranks(
+        2, fits.commanded, str(run_file.parent), "train", "run.yaml", "--json", *settings, joined=False, limit=400.0
+    )
+
+    assert (first, other, silent) == (0, 0, "")
+    answer = json.loads(told)
+    for rank in answer["ranks"]:
+        assert rank["measured_peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01)
+        assert 0 <= rank["waiting"] < 1
+        assert 0 < rank["predicted_waiting"] < 1
+    report = json.loads(Path("two", "report.json").read_text(encoding="utf-8"))
+    assert [name for name, _ in report["facts"] if name.startswith("rank")] == ["rank 0", "rank 1"]
+    assert len(report["rehearsal"]["ranks"]) == 2
+    same_as_alone("two")  # of the last batch of an epoch, which is smaller, and of evaluations, too
+    assert memfit.Plan.load(Path("two", "plan.json")).choices.sharding == "1f1b/2"
+    ran = Ran(capsys, "resume", "two", "--nproc", "1", "--set", "train.steps=5", "--json")
+    assert (ran.status, ran.data["step"]) == (0, 5)
+    same_as_alone("two")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["data", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("way", ["data", "zero1", "zero2", "zero3", "pipeline"])
 def test_as_many_processes_as_asked_for_train_as_one_does(
     capsys: pytest.CaptureFixture[str], run_file: Path, way: str
 ) -> None:

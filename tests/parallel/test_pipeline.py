@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from memfit.batches import Batch, leaves
 from memfit.capture.capture import capture
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.errors import BatchError, InputError, NonFiniteLossError
-from memfit.parallel.pipeline import Pipeline, StageEnds, check_cut, equal_micro_batches, holders_of
+from memfit.parallel.pipeline import (
+    Division,
+    Pipeline,
+    check_calls,
+    check_ranks,
+    equal_micro_batches,
+    mesh_of_pipelines,
+)
+from memfit.parallel.schedule import StageEnds
 from memfit.planner.model_parts import part_calls
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import StepProgram
 from memfit.values.stages import Schedule
 from parallel.stage_models import built, rows
 from parallel.stage_processes import run_ranks
+from sharding.steps import part_of
 
 GPIPE, ONE_ONE, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.INTERLEAVED
 OPTIMIZERS: dict[str, Any] = {
@@ -48,27 +59,60 @@ CASES: dict[int, list[Case]] = {
 
 
 def _cut(name: str, micro_batches: int) -> PartCalls:
-    model, batch, loss_fn, how = built(name)
-    parts, _ = equal_micro_batches(batch, micro_batches, how)
-    trace = capture(StepSource(model, parts[0], loss_fn, None)).trace
-    return find_part_calls(model, parts[0], loss_fn, [call.module for call in part_calls(trace)])
+    model, batch, loss_fn, _ = built(name)
+    one = equal_micro_batches(batch, micro_batches)[0]
+    trace = capture(StepSource(model, one, loss_fn, None)).trace
+    return find_part_calls(model, one, loss_fn, [call.module for call in part_calls(trace)])
+
+
+class _Trained:
+    """A pipeline with an optimizer."""
+
+    def __init__(self, name: str, cut: StageEnds, world: int, optimizer: str, clip_norm: float | None = None) -> None:
+        self.model, _, loss_fn, how = built(name)
+        calls, model = _cut(name, cut.micro_batches), self.model
+
+        def look(micro_batch: Batch) -> PartCalls:
+            return find_part_calls(model, micro_batch, loss_fn, [call.path for call in calls.calls])
+
+        division = Division.of(model, calls, cut, how)
+        self.pipeline = Pipeline(model, loss_fn, look, division, mesh_of_pipelines("cpu", world))
+        make, self._clip_norm = OPTIMIZERS[optimizer], clip_norm
+        self._optimizer = None if make is None else make(iter(self.pipeline.trainable()))
+
+    def part(self, batch: Batch) -> Batch:
+        return part_of(batch, self.pipeline.stage, self.pipeline.ranks)
+
+    def forward_backward(self, batch: Batch) -> float:
+        own = self.part(batch)
+        self.pipeline.prepare(own)
+        return self.pipeline.forward_backward(own, lambda _: nullcontext()).loss
+
+    def step(self, batch: Batch) -> float:
+        try:
+            loss = self.forward_backward(batch)
+            if self._clip_norm is not None:
+                self.pipeline.clip(self._clip_norm)
+            if self._optimizer is not None:
+                self._optimizer.step()
+            return loss
+        finally:
+            self.pipeline.clear(accumulates=True)
 
 
 def _steps(world: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]]:
     """In a rank: of each case its gradients, its parameters after three steps, the losses."""
     found = []
     for name, schedule, ends, micro_batches, optimizer, clip_norm in CASES[world]:
-        model, batch, loss_fn, how = built(name)
-        calls = _cut(name, micro_batches)
-        cut = StageEnds(ends, schedule, micro_batches)
-        pipeline = Pipeline(model, loss_fn, calls, cut, OPTIMIZERS[optimizer], clip_norm=clip_norm, weights=how)
-        pipeline.forward_backward(batch)
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        pipeline.clear()
-        losses = [pipeline.step(batch) for _ in range(3)]
+        _, batch, _, _ = built(name)
+        cut = StageEnds(ends, schedule, micro_batches, len(next(iter(leaves(batch)))) // micro_batches)
+        trained = _Trained(name, cut, world, optimizer, clip_norm)
+        trained.forward_backward(batch)
+        gradients = {n: p.grad.clone() for n, p in trained.model.named_parameters() if p.grad is not None}
+        trained.pipeline.clear(accumulates=True)
+        losses = [trained.step(batch) for _ in range(3)]
         # What is read between parts is on every rank, and trained on those that use it.
-        trained = {id(p) for p in pipeline.parameters}
-        after = {n: p.detach().clone() for n, p in model.named_parameters() if id(p) in trained}
+        after = {n: p.detach().clone() for n, p in trained.pipeline.named().items()}
         found.append((gradients, after, losses))
     return found
 
@@ -113,58 +157,67 @@ def test_pipelines_train_as_the_undivided_model(world: int) -> None:
 
 def _troubles() -> list[str]:
     """In a rank: what is refused there, and that training goes on after it."""
-    model, batch, loss_fn, how = built("decoder")
-    calls = _cut("decoder", 4)
-    pipeline = Pipeline(model, loss_fn, calls, StageEnds((3, 7), ONE_ONE, 4), OPTIMIZERS["sgd"], weights=how)
+    _, batch, _, _ = built("decoder")
+    trained = _Trained("decoder", StageEnds((3, 7), ONE_ONE, 4, 2), 2, "sgd")
     told = []
-    before = [p.detach().clone() for p in pipeline.parameters]
+    model, pipeline = trained.model, trained.pipeline
+    before = [p.detach().clone() for p in pipeline.trainable()]
     scale = model.norm.weight if "norm.weight" in dict(model.named_parameters()) else None
     if scale is not None:
         kept = scale.detach().clone()
         scale.data.fill_(math.inf)
-    for bad in (batch, {name: t[:6] for name, t in batch.items()}, {**batch, "labels": batch["labels"] * 0 - 100}):
+    shorter = {name: t[:, :5] if pipeline.stage else t for name, t in batch.items()}
+    for bad in (batch, shorter, {**batch, "labels": batch["labels"] * 0 - 100}):
         try:
-            pipeline.step(bad)
+            trained.step(bad)
         except (NonFiniteLossError, BatchError) as error:
             told.append(f"{type(error).__name__}: {error}")
         if scale is not None:
             scale.data.copy_(kept)
-    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.parameters, strict=True))
-    pipeline.step(batch)
-    return told
+    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.trainable(), strict=True))
+    losses = [trained.forward_backward(batch)]
+    pipeline.clear(accumulates=True)
+    # Fewer samples: fewer micro-batches, or smaller ones.
+    for samples in (6, 3, 2):
+        few = {name: t[-samples:] for name, t in batch.items()}
+        losses.append(trained.forward_backward(few))
+        pipeline.clear(accumulates=True)
+    return [*told, *map(str, losses)]
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_stops_all_of_them() -> None:
+def test_what_one_rank_finds_stops_all_of_them_and_smaller_batches_are_taken() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    losses = [loss_fn(model, {name: t[-n:] for name, t in batch.items()}).item() for n in (8, 6, 3, 2)]
     for told in run_ranks(_troubles, 2):
         assert "the loss is nan" in told[0] or "the loss is inf" in told[0]
-        assert "6 samples does not divide into 4 micro-batches" in told[1]
-        assert "nothing in the batch counts for the loss" in told[2]
+        assert (
+            "differ in more than their number of samples ([ids int64[4, 6], labels int64[4, 6]], [ids int64[4, 5]"
+            in told[1]
+        )
+        assert "nothing in the batches of all 2 ranks counts for the loss" in told[2]
+        assert list(map(float, told[3:])) == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_cut_for_other_ranks_or_places_is_refused() -> None:
+    model, *_ = built("decoder")
     calls = _cut("decoder", 4)
     with pytest.raises(InputError, match="cut into 3 stages for the schedule 1f1b and there are 2 ranks"):
-        check_cut(calls, StageEnds((2, 4, 7), ONE_ONE, 4), 2)
+        check_ranks(StageEnds((2, 4, 7), ONE_ONE, 4), 2)
     with pytest.raises(InputError, match="the model has 7 parts"):
-        check_cut(calls, StageEnds((2, 6), ONE_ONE, 4), 2)
+        check_calls(calls, Division.of(model, calls, StageEnds((2, 6), ONE_ONE, 4)))
     refused = PartCalls(calls.calls, calls.needs, calls.outside, calls.read_between, ("", "a reason", *[""] * 5))
     with pytest.raises(InputError, match="cannot be cut after words: a reason"):
-        check_cut(refused, StageEnds((1, 7), ONE_ONE, 4), 2)
+        check_calls(refused, Division.of(model, calls, StageEnds((1, 7), ONE_ONE, 4)))
 
 
 def test_tied_weights_are_held_by_both_of_their_ranks() -> None:
     model, *_ = built("tied")
-    holders = holders_of(model, _cut("tied", 4), StageEnds((2, 4, 7), ONE_ONE, 4), 3)
+    holders = Division.of(model, _cut("tied", 4), StageEnds((2, 4, 7), ONE_ONE, 4)).holders(3)
     assert holders["words.weight"] == (0, 2)
     assert holders["blocks.1.out.weight"] == (1,)
 
 
-def test_micro_batches_count_for_their_tokens() -> None:
-    _, batch, _, how = built("decoder")
-    parts, weights = equal_micro_batches(batch, 4, how)
-    counted = [int((part["labels"] != -100).sum()) for part in parts]
-    assert weights == [count / sum(counted) for count in counted]
-    assert len(set(counted)) > 1
+def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(BatchError, match="does not divide into 3"):
-        equal_micro_batches(rows(), 3, "samples")
+        equal_micro_batches(rows(), 3)

@@ -15,8 +15,9 @@ from memfit.capture.capture import capture
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError
+from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.placement import place, placed
-from memfit.parallel.stage_module import StageModule, without_other_stages
+from memfit.parallel.stage_module import StageModule
 from memfit.planner.model_parts import Boundary, chain, part_calls
 from memfit.step.absent import Absent
 from memfit.step.part_calls import PartCalls

@@ -13,6 +13,7 @@ from torch import Tensor
 import memfit
 from memfit.engine.engine import Engine
 from memfit.errors import SnapshotError
+from memfit.sharding.pipelined import PipelinedModel
 from memfit.step import process_generators
 from memfit.train import durable, rank_snapshots, snapshots
 from memfit.train.data import Position
@@ -21,6 +22,13 @@ from memfit.train.snapshots import Moment
 from sharding import steps
 
 STEPS = 3  # before the snapshot and after it
+
+
+def whole(engine: Engine) -> list[Tensor]:
+    """All parameters; of stages on rank 0 alone."""
+    if isinstance(engine.sharded, PipelinedModel):
+        return list(engine.sharded.whole().values())
+    return steps.whole(engine.model)
 
 
 def applied(data: dict[str, Any], build: Callable[[], steps.Built]) -> tuple[Engine, Any]:
@@ -51,7 +59,7 @@ def saved(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.
         together = None if engine.sharded is None else engine.sharded.agreement
         bytes_needed = 0 if together is None else rank_snapshots.bytes_needed(engine, together)
         under_way.finish()
-        found.append((steps.whole(engine.model), bytes_needed))
+        found.append((whole(engine), bytes_needed))
         if engine.sharded is not None:
             engine.sharded.close()
     return found
@@ -73,7 +81,7 @@ def gone_on(
             continue
         for _ in range(STEPS):
             engine.step(own)
-        found.append(steps.whole(engine.model))
+        found.append(whole(engine))
         if engine.sharded is not None:
             engine.sharded.close()
     return found

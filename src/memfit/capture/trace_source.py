@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.source import StepSource, made_by_its_first_forward
 from memfit.capture.splitting import Splitting, find_splitting
-from memfit.hardware.machine import Machine, known_machine
+from memfit.hardware.machine import Capability, Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
@@ -146,6 +146,21 @@ class TraceSource:
         if speed != 1.0:  # a machine file's
             costs = {key: replace(cost, seconds=cost.seconds / speed) for key, cost in costs.items()}
         # Measured after the operations have run once: by then the libraries have taken what they keep.
+        return self._with_seconds(captured, costs, are)
+
+    def priced(self, captured: Captured) -> Trace:
+        """What was captured of this step elsewhere (one of its stages), with seconds and workspaces as in all traces of this source."""
+        if self._table is None:
+            costs = estimated_costs(captured.calls, self.machine, workspaces=self._cuda is not None)
+            return self._with_seconds(captured, costs, "estimated")
+        return self._with_seconds(captured, self._table.measure(captured.calls, None), "measured")
+
+    @property
+    def cuda(self) -> Capability | None:
+        """Compute capability of the absent GPU whose kernels are captured; None for the device's own."""
+        return self._cuda
+
+    def _with_seconds(self, captured: Captured, costs: Any, are: str) -> Trace:
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         present = [*model.parameters(), *model.buffers(), *batches.leaves(self.sample), *gradients]

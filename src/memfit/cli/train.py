@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,7 @@ def answer(verb: str, result: Result) -> Answer:
     """The answer for a finished or stopped run."""
     outcome = result.outcome
     predicted = result.plan.prediction.peak_bytes
-    data = {
+    data: dict[str, Any] = {
         "verb": verb,
         "status": "done" if outcome.signal is None else "interrupted",
         "fits": True,
@@ -151,6 +152,11 @@ def answer(verb: str, result: Result) -> Answer:
         "model": None if result.model is None else str(result.model),
         "report": None if result.report is None else str(result.report),
     }
+    if outcome.ranks:
+        data["ranks"] = [
+            {**asdict(measured), "predicted_waiting": predicted.waiting}
+            for measured, predicted in zip(outcome.ranks, result.plan.prediction.ranks, strict=True)
+        ]
     lines = [f"{outcome.step} of {outcome.total_steps} steps done"]
     if outcome.loss is not None:
         lines[0] += f", loss {outcome.loss:.4f}"

@@ -72,6 +72,7 @@ class Accumulated:
         recomputations: operations run again.
         divergences: of forwards from the plan.
         last: loss of the last one, a tensor as in the capture; it must be freed before the next one's forward.
+        waiting: the share of the passes in which this rank of a pipeline waited for others.
         unit, counted: where the total is not known in advance: what the first micro-batch counts for, and all so far.
     """
 
@@ -80,6 +81,7 @@ class Accumulated:
     recomputations: int = 0
     divergences: list[str] = field(default_factory=list)
     last: torch.Tensor | None = None
+    waiting: float | None = None
     unit: int = 0
     counted: int = 0
 
@@ -124,4 +126,5 @@ class Accumulated:
             recomputations=self.recomputations,
             divergences=tuple(self.divergences),
             skipped=skipped,
+            waiting=self.waiting,
         )

@@ -25,12 +25,14 @@ from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
 from memfit.engine.history import History
 from memfit.engine.new_paths import Learner, PathWatch
+from memfit.engine.pipelined import PipelinedStep
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.steps import Steps
 from memfit.engine.streamed import StreamedStep
 from memfit.engine.transaction import Transaction, Transactions
 from memfit.errors import BatchError, EngineError, InputError
 from memfit.meter import MeterReading
+from memfit.sharding.pipelined import PipelinedModel
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.guard import Deciding
@@ -116,6 +118,7 @@ class Engine:
         self._steps = Steps(self, self._plans, self._transactions, self._history)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers, model)
+        self._pipelined = PipelinedStep(sharded, plan, self._executor) if isinstance(sharded, PipelinedModel) else None
         self.add(plan)
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
@@ -135,7 +138,8 @@ class Engine:
         """Have what a plan needs besides the model."""
         self._lower_tiers.reserve(plan.script.lower_bytes)
         self._stream_as(plan)
-        self._transactions.buffers.add(plan.changed_buffers)
+        here = dict(self.model.named_buffers()) if self._pipelined is not None else plan.changed_buffers
+        self._transactions.buffers.add(tuple(name for name in plan.changed_buffers if name in here))
         if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
             self.scaling = Scaling(self.device)
 
@@ -200,6 +204,8 @@ class Engine:
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
+        if self._pipelined is not None:
+            self._pipelined.prepare(batch)
         record = self._steps.taken(
             plan,
             batch,
@@ -230,6 +236,7 @@ class Engine:
             NonFiniteLossError, EngineError: as for `step`.
         """
         self._transactions.check()
+        self._refuse_stages("engine.accumulate")
         if self.plan.choices.micro_batches == 1:
             raise InputError(
                 "this plan runs the batch as a whole: it has no memory planned for gradients between micro-batches, and their weights are not known: "
@@ -254,6 +261,12 @@ class Engine:
         if diverged is not None:
             self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
         return record
+
+    def _refuse_stages(self, what: str) -> None:
+        if self._pipelined is not None:
+            raise InputError(
+                f"this rank has a stage of the model, whose micro-batches go from rank to rank: {what} does not run them, engine.step does"
+            )
 
     def _check_held(self, count: int, tensors: Sequence[torch.Tensor]) -> None:
         """Check that batches which are all on the device at once hold no more bytes than the plan counts for them."""
@@ -305,6 +318,10 @@ class Engine:
         return StepProgram(*how, backward, self.sharded)
 
     def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
+        if self._pipelined is not None:
+            with self._transactions.begin(self.scaling) as transaction:
+                self._finish(self._program(plan), self._pipelined.run(batch), transaction)
+            return
         weighted = self._weighted(plan, batch)
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
@@ -355,7 +372,7 @@ class Engine:
         """The rest of the step: the update, where none began in backward, and the record."""
         if not program.updates_in_backward:
             transaction.begin_update(self._updated())
-        if self.sharded is not None:
+        if self.sharded is not None and self._pipelined is None:
             total.loss = self.sharded.agreement.mean(total.loss)
         taken = program.update()
         program.clear()
@@ -387,6 +404,7 @@ class Engine:
             raise EngineError(
                 "layers are streamed, which runs forward, backward and update in an order of its own: use engine.step, or plan without streaming"
             )
+        self._refuse_stages("engine.forward")
         if self._program(self.plan).updates_in_backward:
             raise InputError(
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "

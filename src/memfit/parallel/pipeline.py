@@ -1,267 +1,421 @@
-"""A pipeline step on several ranks: torch's own schedules over the stages of a model that was cut, then one update for all.
+"""A pipeline step on several ranks: torch's own schedules over the stages of a model that was cut, and what ranks have to do together beside them.
 
 Built on `torch.distributed.pipelining` (stages built by hand, static shapes): schedules, buffers and messages are its own. What it leaves to its user is here:
-a stage is the model's own forward, micro-batches count for their tokens, a parameter of several stages gets the sum of their gradients, the gradient is
-clipped by the norm over all stages, and a loss that is not finite stops all ranks before the update.
+a stage is the model's own forward, ranks hand in their own parts of the batch, micro-batches count for their tokens, a parameter of several stages gets the sum
+of their gradients, pipelines beside each other sum theirs once a step, the gradient is clipped by the norm over all stages, and a loss that is not finite stops
+all ranks before the update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.errors import BatchError, InputError, NonFiniteLossError
-from memfit.parallel.stage_module import StageModule, leave_to_other_stages
+from memfit.errors import BatchError, InputError, MemfitError, NonFiniteLossError
+from memfit.parallel.other_stages import OtherStages
+from memfit.parallel.schedule import Running, StageEnds
+from memfit.parallel.stage_module import StageModule
+from memfit.sharding.pipelined import AroundForward, Passed, PipelinedModel
+from memfit.sharding.sharded import OptimizerFactory
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
-from memfit.step.program import OptimizerFactory, model_tensors, state_tensors
 from memfit.values.stages import Schedule
 
-AroundForward = Callable[[], AbstractContextManager[object]]
+Look = Callable[[Batch], PartCalls]
 
 
 @dataclass(frozen=True, slots=True)
-class StageEnds:
-    """Where a model is cut.
+class Division:
+    """How a model is divided.
 
     Attributes:
-        ends: of each stage, the call of a part before which it ends; stage s is on rank s modulo the number of ranks.
-        schedule, micro_batches: how a step runs them.
+        parts: paths of the modules that are called one after the other.
+        ends: of each stage, the part before which it ends, with schedule and micro-batches.
+        parameters: of each stage, the names of those that it has.
+        everywhere: names of those that the forward reads between parts.
+        weights: what micro-batches count for, in the words of `batches.weightings`.
     """
 
-    ends: tuple[int, ...]
-    schedule: Schedule
-    micro_batches: int
+    parts: tuple[str, ...]
+    ends: StageEnds
+    parameters: tuple[frozenset[str], ...]
+    everywhere: frozenset[str] = frozenset()
+    weights: str = "samples"
 
-    def range_of(self, stage: int) -> tuple[int, int]:
-        """The calls of a stage."""
-        return (self.ends[stage - 1] if stage else 0), self.ends[stage]
+    @classmethod
+    def of(cls, model: nn.Module, calls: PartCalls, ends: StageEnds, weights: str = "samples") -> Division:
+        """Of a model that is whole, by the calls of its parts."""
+        ranges = [ends.range_of(stage) for stage in range(len(ends.ends))]
+        return cls(
+            tuple(call.path for call in calls.calls),
+            ends,
+            tuple(frozenset(calls.parameters(model, *each)) for each in ranges),
+            calls.read_between,
+            weights,
+        )
 
-
-class _InTurn(nn.Module):
-    """A stage whose micro-batches come in their order."""
-
-    def __init__(self, stage: StageModule, around: AroundForward) -> None:
-        super().__init__()
-        self.stage = stage
-        self._around = around
-        self._parts: Sequence[Batch] = ()
-        self._weights: Sequence[float] = ()
-        self._next = 0
-
-    def begin(self, parts: Sequence[Batch], weights: Sequence[float]) -> None:
-        self._parts, self._weights, self._next = parts, weights, 0
-
-    def forward(self, *received: Tensor) -> Any:
-        index, self._next = self._next, self._next + 1
-        with self._around():
-            result = self.stage(self._parts[index], *received)
-        return result * self._weights[index] if self.stage.is_last else result
+    def holders(self, ranks: int) -> dict[str, tuple[int, ...]]:
+        """Of each parameter, by name, the ranks of a pipeline that have it."""
+        found: dict[str, set[int]] = {}
+        for stage, names in enumerate(self.parameters):
+            for name in names:
+                found.setdefault(name, set()).add(stage % ranks)
+        return {name: tuple(sorted(holding)) for name, holding in found.items()}
 
 
-class Pipeline:
+def mesh_of_pipelines(device_type: str, stages: int, replicas: int = 1) -> DeviceMesh:
+    """All ranks of this run as pipelines beside each other; ranks that follow each other are of one pipeline."""
+    return init_device_mesh(device_type, (replicas, stages), mesh_dim_names=("replica", "stage"))
+
+
+class Pipeline(PipelinedModel):
     """This rank's stages of a model, ready to train.
 
     Args:
         model: whole, with the same values on every rank. Parameters and buffers that only other ranks use are taken out of it.
         loss_fn: as for `memfit.plan`.
-        calls: of the model's parts, for one micro-batch.
-        cut: where it is cut, and the schedule.
-        optimizer: makes one of this rank's parameters; None to compute gradients only.
-        clip_norm: largest norm of the gradient of the whole model.
-        weights: what micro-batches count for, in the words of `batches.weightings`.
-        around: for each stage of this rank, what its forwards run in (the follower of a plan); None for nothing.
-        group: of the ranks; None for all.
-        device: None for the model's.
+        look: the calls of the model's parts for a micro-batch, by a look at the whole model, of which what is in other stages is on the meta device.
+        division: how it is divided.
+        mesh: of pipelines (`mesh_of_pipelines`).
 
     Attributes:
-        stages: of this rank.
-        shared: names of the parameters that other ranks have too, with those ranks.
+        stage: of this rank among those of its pipeline.
+        shared: names of parameters that several ranks of a pipeline have, with those ranks.
 
     Raises:
-        InputError: the cut is for another number of ranks, or is at a place where the model cannot be cut.
+        InputError: the division is for another number of ranks.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        calls: PartCalls,
-        cut: StageEnds,
-        optimizer: OptimizerFactory | None,
-        *,
-        clip_norm: float | None = None,
-        weights: str = "samples",
-        around: Sequence[AroundForward] | None = None,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        self, model: nn.Module, loss_fn: LossFunction | None, look: Look, division: Division, mesh: DeviceMesh
     ) -> None:
-        self.model, self.cut, self.clip_norm, self.group = model, cut, clip_norm, group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.device = device or device_of(model)
-        self._weights = weights
-        check_cut(calls, cut, self.world)
-        mine = range(self.rank, len(cut.ends), self.world)
-        holders = holders_of(model, calls, cut, self.world)
-        self.shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        self._groups = self._groups_of(set(self.shared.values()))
-        own = {name: p for name, p in model.named_parameters() if self.rank in holders.get(name, ())}
-        self._trained = {name: p for name, p in own.items() if p.requires_grad}
-        leave_to_other_stages(model, calls, [cut.range_of(stage) for stage in mine])
-        self.parameters = list(self._trained.values())
-        self.optimizer = optimizer(iter(self.parameters)) if optimizer is not None else None
-        self.stages = [StageModule(model, loss_fn, calls, *cut.range_of(stage)) for stage in mine]
-        self._in_turn = [
-            _InTurn(stage, around)
-            for stage, around in zip(self.stages, around or [nullcontext] * len(mine), strict=True)
-        ]
-        self._schedule = self._scheduled(list(mine))
+        assert dist.group.WORLD is not None, "a mesh is of a group"
+        super().__init__(model, dist.group.WORLD)
+        self.division = division
+        self._loss_fn, self._look = loss_fn, look
+        self._pipeline, self._replicas = mesh.get_group("stage"), mesh.get_group("replica")
+        self.stage, world = self._pipeline.rank(), self._pipeline.size()
+        self.device = device_of(model)
+        ends = division.ends
+        check_ranks(ends, world)
+        self._mine = tuple(range(self.stage, len(ends.ends), world))
+        self._holders = division.holders(world)
+        self.shared = {name: ranks for name, ranks in self._holders.items() if len(ranks) > 1}
+        self._groups = self._groups_of(set(self.shared.values()), mesh)
+        self._state_names = list(model.state_dict())
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        own = frozenset[str]().union(*(division.parameters[stage] for stage in self._mine))
+        ranges = [ends.range_of(stage) for stage in self._mine]
+        self._others = OtherStages(model, division.parts, ranges, own | division.everywhere)
+        self._others.let_go()
+        self._own = {name: p for name, p in model.named_parameters() if name in own}
+        self._trained = {name: p for name, p in self._own.items() if p.requires_grad}
+        self._calls: dict[tuple[str, bool], PartCalls] = {}
+        self._signature = ""
+        self._sizes: tuple[int, ...] = ()
+        self._running: Running | None = None
 
-    def _groups_of(self, several: set[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        # Every rank makes every group, in one order.
-        return {ranks: dist.new_group([self._global(r) for r in ranks]) for ranks in sorted(several)}
+    def _groups_of(self, several: set[tuple[int, ...]], mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        # Every rank makes every group, in one order; it is in those of its own pipeline.
+        found = {}
+        for pipeline in mesh.mesh.tolist():
+            for ranks in sorted(several):
+                made = dist.new_group([pipeline[r] for r in ranks])
+                if dist.get_rank() in pipeline:
+                    found[ranks] = made
+        return found
 
     def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        return dist.get_global_rank(self._pipeline, rank)
 
-    def _scheduled(self, mine: Sequence[int]) -> Any:
-        def examples(metas: Sequence[Any]) -> tuple[Tensor, ...]:
-            return tuple(meta.empty("meta").requires_grad_(meta.requires_grad) for meta in metas)
+    # -- what is here --------------------------------------------------------------------------------------------------------
 
-        made = [
-            PipelineStage(
-                turn,
-                number,
-                len(self.cut.ends),
-                self.device,
-                input_args=examples(turn.stage.received),
-                output_args=(torch.empty((), device="meta", requires_grad=True),)
-                if turn.stage.is_last
-                else examples(turn.stage.sent),
-                group=self.group,
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this rank's stages, and what is read between parts."""
+        return list(self.model.parameters())
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Those of this rank's stages."""
+        return list(self._trained.values())
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Those of this rank's stages."""
+        return dict(self._own)
+
+    @property
+    def lacks_parameters(self) -> bool:
+        """Those of other stages."""
+        return True
+
+    @property
+    def saves_its_part(self) -> bool:
+        """The first pipeline does."""
+        return self._replicas.rank() == 0
+
+    def held(self) -> list[Tensor]:
+        """Buffers for messages."""
+        return [] if self._running is None else self._running.buffers()
+
+    def optimizer(
+        self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The user's, over this rank's parameters."""
+        return arrange(make(iter(self.trainable())))
+
+    # -- a step --------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> None:
+        """Buffers and schedule for these shapes, where they are not those of the step before."""
+        signature = batches.signature(batch)
+        if self.agreement.first(concerned=signature != self._signature or self._running is None) is None:
+            return
+        self._running, self._signature = None, ""
+        told = self.agreement.of_all((signature, self._pipeline_number()))
+        for number in sorted({pipeline for _, pipeline in told}):
+            parts = [each for each, pipeline in told if pipeline == number]
+            if batches.joined_signature(parts) is None:
+                shapes = "], [".join(dict.fromkeys(parts))
+                raise BatchError(
+                    f"the parts of a pipeline's batch differ in more than their number of samples ([{shapes}]): pad them to one length"
+                )
+        own = [each for each, pipeline in told if pipeline == self._pipeline_number()]
+        self._sizes = tuple(batches.planned_size(each) for each in own)
+        micro_batches = self._split(self._together(batch))
+        calls = self._calls_of(micro_batches[0])
+        stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
+        self._running = Running(stages, self.division.ends.in_micro_batches(len(micro_batches)), self._pipeline)
+        self._signature = signature
+
+    def _pipeline_number(self) -> int:
+        return self._global(0)
+
+    def _range(self, stage: int) -> tuple[int, int]:
+        return self.division.ends.range_of(stage)
+
+    def _together(self, batch: Batch) -> Batch:
+        """The batch of all ranks of this pipeline, of which each hands in its part."""
+        total, own = sum(self._sizes), self._sizes[self.stage]
+        begins = [sum(self._sizes[:rank]) for rank in range(len(self._sizes))]
+
+        def joined(part: Tensor) -> Tensor:
+            if not part.dim() or part.shape[0] != own:
+                return part
+            whole = part.new_empty((total, *part.shape[1:]))
+            whole[begins[self.stage] : begins[self.stage] + own].copy_(part)
+            for rank, (begin, size) in enumerate(zip(begins, self._sizes, strict=True)):
+                # As bytes: backends know few types.
+                dist.broadcast(whole[begin : begin + size].view(torch.uint8), self._global(rank), group=self._pipeline)
+            return whole
+
+        return batches.map_tensors(joined, batch)
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        """Micro-batches of one size, no larger than planned."""
+        total, ends = batches.size(batch), self.division.ends
+        number = next(n for n in range(1, total + 1) if total % n == 0 and total // n <= ends.micro_batch_size)
+        return batches.split(batch, [total // number] * number)
+
+    def _calls_of(self, micro_batch: Batch) -> PartCalls:
+        key = batches.signature(micro_batch), self.model.training
+        if key not in self._calls:
+            with self._others.there(), torch.enable_grad():
+                calls = self._look(micro_batch)
+            check_calls(calls, self.division)
+            self._calls[key] = calls
+        return self._calls[key]
+
+    def forward_backward(self, batch: Batch, around: AroundForward) -> Passed:
+        """Gradients are summed over pipelines, and over the ranks that share a parameter."""
+        running = self._running
+        assert running is not None, "it is prepared"
+        micro_batches = self._split(self._together(batch))
+        counts = [batches.counted(each, self.division.weights) for each in micro_batches]
+        total = self.agreement.total(sum(counts)) // self._pipeline.size()
+        if not total:
+            raise BatchError(
+                f"nothing in the batches of all {self.ranks} ranks counts for the loss (it is weighted by {self.division.weights}): nothing was changed"
             )
-            for number, turn in zip(mine, self._in_turn, strict=True)
-        ]
-        self._pipeline_stages = made
-        how: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-        if self.cut.schedule is Schedule.INTERLEAVED:
-            return ScheduleInterleaved1F1B(made, self.cut.micro_batches, **how)  # type: ignore[arg-type]
-        kind = ScheduleGPipe if self.cut.schedule is Schedule.GPIPE else Schedule1F1B
-        return kind(made[0], self.cut.micro_batches, **how)
-
-    def step(self, batch: Batch) -> float:
-        """One optimizer step over the whole batch, which every rank is given alike; its loss.
-
-        Raises:
-            BatchError: the batch does not divide into equal micro-batches, or nothing in it counts for the loss.
-            NonFiniteLossError: on every rank; nothing was changed.
-        """
-        loss = self.forward_backward(batch)
+        summed = self.division.weights == "sum"
+        weights = [1.0 if summed else count / total for count in counts]
+        try:
+            loss = running.step(micro_batches, weights, around)
+        except BaseException as error:
+            self._running = None  # it may have been left half way
+            # torch's stages put what a forward raises into a RuntimeError.
+            if isinstance(error.__cause__, MemfitError):
+                raise error.__cause__ from None
+            raise
+        del micro_batches
+        loss = self._of_all(loss)
         if not math.isfinite(loss):
-            self.clear()
             raise NonFiniteLossError(
                 f"the loss is {loss}: no rank has taken the step, and parameters and optimizers are as before it. Look at the batch and the learning rate"
             )
-        self.update()
-        self.clear()
-        return loss
+        self._sum_gradients()
+        return Passed(loss, len(counts), self._waiting(running))
 
-    def forward_backward(self, batch: Batch) -> float:
-        """Gradients of the whole batch, of this rank's parameters, summed over the ranks that share them; and the loss."""
-        parts, weights = equal_micro_batches(batch, self.cut.micro_batches, self._weights)
-        for turn in self._in_turn:
-            turn.begin(parts, weights)
-        losses: list[Tensor] = []
-        last = any(stage.is_last for stage in self.stages)
-        target = torch.zeros(self.cut.micro_batches) if last else None
-        self._schedule.step(target=target, losses=losses if last else None, return_outputs=False)
-        loss = torch.stack([one.detach() for one in losses]).sum() if last else torch.zeros((), device=self.device)
-        loss = loss.to(torch.float32)
-        dist.broadcast(loss, self._global((len(self.cut.ends) - 1) % self.world), group=self.group)
-        self._sum_shared()
-        return float(loss)
+    def _waiting(self, running: Running) -> float:
+        """Of the passes of all stages, which end with the last backward of the rank that is through last."""
+        seconds = torch.full((), running.seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._pipeline)
+        return max(0.0, 1 - running.busy_seconds / float(seconds))
 
-    def _sum_shared(self) -> None:
+    def _of_all(self, loss: float) -> float:
+        """The sum over pipelines of what the last stage of each has."""
+        word = torch.full((), loss, dtype=torch.float64, device=self.device)
+        dist.broadcast(
+            word, self._global((len(self.division.ends.ends) - 1) % self._pipeline.size()), group=self._pipeline
+        )
+        if self._replicas.size() > 1:
+            dist.all_reduce(word, group=self._replicas)
+        return float(word)
+
+    def _sum_gradients(self) -> None:
         for name, ranks in sorted(self.shared.items()):
-            parameter = self._trained.get(name)
-            if parameter is not None and parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self._groups[ranks])
+            if name in self._trained:
+                dist.all_reduce(self._gradient(name), group=self._groups[ranks])
+        if self._replicas.size() == 1:
+            return
+        names = sorted(self._trained)
+        there = torch.tensor(
+            [self._trained[name].grad is not None for name in names], dtype=torch.uint8, device=self.device
+        )
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._replicas)
+        for name, somewhere in zip(names, there.tolist(), strict=True):
+            if somewhere:
+                dist.all_reduce(self._gradient(name), group=self._replicas)
 
-    def present(self, batch: Batch) -> list[Tensor]:
-        """What is there on this rank before a step and counts: its part of the model, optimizer state, the batch, buffers for messages."""
-        buffers = [
-            info.buffer
-            for stage in self._pipeline_stages
-            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            for info in infos
-            if isinstance(info.buffer, Tensor)
-        ]
-        state = state_tensors(self.optimizer) if self.optimizer is not None else []
-        model = [*self.model.parameters(), *self.model.buffers(), *model_tensors(self.model)]
-        return [*model, *state, *batches.leaves(batch), *buffers]
+    def _gradient(self, name: str) -> Tensor:
+        parameter = self._trained[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
-    def update(self) -> None:
-        """Clip by the norm over all ranks, and step this rank's optimizer."""
-        if self.clip_norm is not None:
-            mine = [p for name, p in self._trained.items() if self.rank == self.shared.get(name, (self.rank,))[0]]
-            norm = torch.nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None]).to(self.device)
-            squared = norm.float().square()
-            dist.all_reduce(squared, group=self.group)
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, squared.sqrt())
-        if self.optimizer is not None:
-            self.optimizer.step()
+    def clip(self, norm: float) -> None:
+        """By the norm over all stages, in which a parameter of several ranks counts once."""
+        mine = [p for name, p in self._trained.items() if self.stage == self._holders[name][0]]
+        total = torch.nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None]).to(self.device)
+        squared = total.float().square_()
+        dist.all_reduce(squared, group=self._pipeline)
+        torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, squared.sqrt_())
 
-    def clear(self) -> None:
-        """Let go of the gradients."""
-        for parameter in self.parameters:
+    def clear(self, *, accumulates: bool) -> None:
+        """Let go of them."""
+        del accumulates
+        for parameter in self._trained.values():
             parameter.grad = None
 
+    # -- besides steps -------------------------------------------------------------------------------------------------------
 
-def check_cut(calls: PartCalls, cut: StageEnds, ranks: int) -> None:
+    def loss_of(self, batch: Batch) -> float:
+        """Passed on from stage to stage, once."""
+        calls, number, world = self._calls_of(batch), len(self.division.ends.ends), self._pipeline.size()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for stage in self._mine:
+                module = StageModule(self.model, self._loss_fn, calls, *self._range(stage))
+                received = [meta.empty(self.device) for meta in module.received]
+                for tensor in received:
+                    dist.recv(tensor, self._global((stage - 1) % world), group=self._pipeline)
+                result = module(batch, *received)
+                if module.is_last:
+                    loss.copy_(result)
+                else:
+                    for tensor in result:
+                        dist.send(tensor.contiguous(), self._global((stage + 1) % world), group=self._pipeline)
+        dist.broadcast(loss, self._global((number - 1) % world), group=self._pipeline)
+        return float(loss)
+
+    def whole(self) -> dict[str, Tensor]:
+        """Put together on rank 0 from all stages of its pipeline."""
+        here = self.model.state_dict()
+        told = self.agreement.of_all(
+            {name: self._described(value) for name, value in here.items() if self._is_ours(name)}
+        )
+        world = self._pipeline.size()
+        found: dict[str, Any] = {}
+        for name in self._state_names:
+            owner = next((rank for rank in range(world) if name in told[rank]), None)
+            if owner is None or self.agreement.rank not in {0, owner}:
+                continue
+            shape, dtype, value = told[owner][name]
+            if shape is None:
+                found[name] = value
+            elif self.agreement.rank != owner:
+                received = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.recv(received.view(-1).view(torch.uint8), owner)
+                found[name] = received.to("cpu")
+            elif owner:
+                dist.send(here[name].detach().contiguous().view(-1).view(torch.uint8), 0)
+            else:
+                found[name] = here[name].detach().to("cpu", copy=True)
+        return found if self.agreement.rank == 0 else {}
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether something of the state dict is this rank's: of parameters that every stage has, only those of this one's parts are trained here."""
+        try:
+            parameter = self.model.get_parameter(name)
+        except AttributeError:
+            return True
+        return self._names[id(parameter)] in self._own
+
+    @staticmethod
+    def _described(value: Any) -> tuple[Any, Any, Any]:
+        return (tuple(value.shape), value.dtype, None) if isinstance(value, Tensor) else (None, None, value)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """This rank's part, for `loss_of`."""
+        yield self.model
+
+    def close(self) -> None:
+        """Let go of buffers. What is in other stages is on the meta device from here on."""
+        self._running = None
+        self._others.put_back()
+
+
+def check_ranks(ends: StageEnds, ranks: int) -> None:
+    """Raise InputError where stages are for other ranks."""
+    if len(ends.ends) % ranks or (ends.schedule is not Schedule.INTERLEAVED and len(ends.ends) != ranks):
+        raise InputError(
+            f"the model is cut into {len(ends.ends)} stages for the schedule {ends.schedule} and there are {ranks} ranks: cut it for as many as there are"
+        )
+
+
+def check_calls(calls: PartCalls, division: Division) -> None:
     """Raise InputError where a model cannot be run so."""
-    if len(cut.ends) % ranks or (cut.schedule is not Schedule.INTERLEAVED and len(cut.ends) != ranks):
+    ends, paths = division.ends.ends, tuple(call.path for call in calls.calls)
+    if list(ends) != sorted(set(ends)) or not ends or ends[-1] != len(calls.calls):
         raise InputError(
-            f"the model is cut into {len(cut.ends)} stages for the schedule {cut.schedule} and there are {ranks} ranks: cut it for as many as there are"
+            f"stages end before parts {list(ends)}, and the model has {len(calls.calls)} parts: ends rise to that number"
         )
-    if list(cut.ends) != sorted(set(cut.ends)) or not cut.ends or cut.ends[-1] != len(calls.calls):
-        raise InputError(
-            f"stages end before parts {list(cut.ends)}, and the model has {len(calls.calls)} parts: ends rise to that number"
-        )
-    for end in cut.ends[:-1]:
+    if paths != division.parts:
+        other = next((a, b) for a, b in zip(paths, division.parts, strict=True) if a != b)
+        raise InputError(f"the forward calls {other[0]} where it called {other[1]} when it was planned for: plan again")
+    for end in ends[:-1]:
         if calls.refused[end]:
             raise InputError(f"the model cannot be cut after {calls.calls[end - 1].path}: {calls.refused[end]}")
 
 
-def holders_of(model: nn.Module, calls: PartCalls, cut: StageEnds, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Of each parameter that some stage uses, by name, the ranks that do."""
-    found: dict[str, set[int]] = {}
-    for stage in range(len(cut.ends)):
-        for name in calls.parameters(model, *cut.range_of(stage)):
-            found.setdefault(name, set()).add(stage % ranks)
-    return {name: tuple(sorted(holding)) for name, holding in found.items()}
+def equal_micro_batches(batch: Batch, number: int) -> list[Batch]:
+    """The batch in so many micro-batches of one size.
 
-
-def equal_micro_batches(batch: Batch, number: int, how: str) -> tuple[list[Batch], list[float]]:
-    """The batch in so many micro-batches of one size, and what each counts for."""
+    Raises:
+        BatchError: it does not divide.
+    """
     size = batches.size(batch)
     if size % number:
         raise BatchError(
             f"a batch of {size} samples does not divide into {number} micro-batches of one size, which a pipeline needs: take a multiple of {number}"
         )
-    parts = batches.split(batch, [size // number] * number)
-    weights = batches.shares(parts, how)
-    if weights is None:
-        raise BatchError(f"nothing in the batch counts for the loss (weighted by {how}): the step was not taken")
-    return parts, weights
+    return batches.split(batch, [size // number] * number)

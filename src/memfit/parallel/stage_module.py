@@ -7,10 +7,10 @@ needs is handed on by those between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -74,7 +74,8 @@ class StageModule(nn.Module):
         run = _Run(self, dict(zip(self._incoming, received, strict=True)))
         with taken_over(self.model, self._paths, run.called):
             if self.is_last:
-                loss = batches.loss_of(self.model, batch, self._loss_fn)
+                loss_of = batches.loss_of if torch.is_grad_enabled() else batches.loss_without_gradients
+                loss = loss_of(self.model, batch, self._loss_fn)
                 run.check_end()
                 return loss
             try:
@@ -163,47 +164,3 @@ class _Run:
             raise EngineError(
                 f"the forward called {self.position} parts, and {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
             )
-
-
-def leave_to_other_stages(model: nn.Module, calls: PartCalls, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    """Take out of a model the parameters and buffers that are not used in these stretches of calls.
-
-    What is read between parts, before the last of them, stays everywhere: the forward of each stage passes by.
-
-    Returns:
-        A function that puts them back.
-    """
-    used = {name for first, end in ranges for name in calls.parameters(model, first, end)}
-    stays = {id(p) for name, p in model.named_parameters() if name in used | calls.read_between}
-    mine = {calls.calls[position].path for first, end in ranges for position in range(first, end)}
-    theirs = {call.path for call in calls.calls} - mine
-    buffers = {id(b) for path in theirs for b in model.get_submodule(path).buffers()}
-    buffers -= {id(b) for path in mine for b in model.get_submodule(path).buffers()}
-    taken: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
-    for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001 - there is no other way to take them out
-        for table in tables:
-            for name, tensor in list(table.items()):
-                gone = id(tensor) in buffers if table is tables[1] else id(tensor) not in stays
-                if tensor is not None and gone:
-                    taken.append((module, table, name, tensor))
-                    del table[name]
-                    # Models ask for the type or device of a weight they do not use.
-                    module.__dict__[name] = Absent.like(tensor, tensor.device)
-
-    def put_back() -> None:
-        for module, table, name, tensor in taken:
-            del module.__dict__[name]
-            table[name] = tensor
-
-    return put_back
-
-
-@contextmanager
-def without_other_stages(model: nn.Module, calls: PartCalls, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Inside, the model has the parameters and buffers of these stretches of calls alone."""
-    put_back = leave_to_other_stages(model, calls, ranges)
-    try:
-        yield
-    finally:
-        put_back()

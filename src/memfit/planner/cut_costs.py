@@ -146,7 +146,16 @@ class CutCosts:
         )
         peaks = tuple(self.peak_bytes(rank, stages) for rank in range(len(self.devices)))
         seconds = played.seconds + update
-        return Cut(tuple(stages), self.schedule, self.micro_batches, seconds, played.busy_seconds, peaks, seconds)
+        return Cut(
+            tuple(stages),
+            self.schedule,
+            self.micro_batches,
+            seconds,
+            played.busy_seconds,
+            peaks,
+            seconds,
+            played.seconds,
+        )
 
     def played(self, stages: Sequence[Stage]) -> Simulated:
         """The pass of all micro-batches through a whole cut."""

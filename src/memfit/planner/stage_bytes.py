@@ -19,6 +19,7 @@ from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.stages import Recompute, Schedule
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
+NUMBER_BYTES: Final = 4  # of a loss
 MENU_BUDGETS: Final = 6  # between the smallest peak and that with everything kept
 
 
@@ -33,7 +34,7 @@ class StageLevels:
         forward_bytes, first_backward_bytes, backward_bytes: at the peak of each; the first backward's includes the gradients made in it, the others' none.
         update_bytes: at the peak of clipping and the optimizer, gradients left out.
         received_gradient_bytes: of what backward gives for what was received.
-        sent_bytes: of what forward sends.
+        sent_bytes: of what forward sends; 0 for the last stage.
     """
 
     base_bytes: int
@@ -77,13 +78,15 @@ def stage_levels(
     above = totals - trace.bytes_before_step
     missing = _gradients_to_come(trace, slot_of_event, len(totals))
     backward = slice(forward_end + 1, pass_end + 1)
+    # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
+    begins = NUMBER_BYTES if sent_bytes else 0
     return StageLevels(
         base + buffers_bytes,
         gradients,
-        _kept(timeline, recomputations, forward_end),
+        _kept(timeline, recomputations, forward_end) - begins,
         int(above[: forward_end + 1].max(initial=0)),
-        int((above - missing)[backward].max(initial=0)) + gradients,
-        int(above[backward].max(initial=0)),
+        int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
+        int(above[backward].max(initial=0)) - 2 * begins,
         int(above[pass_end + 1 :].max(initial=0)),
         received_gradient_bytes,
         sent_bytes,
@@ -123,11 +126,18 @@ def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:
     return int(sizes[storages[there]].sum()) + untouched + random
 
 
-def menu(solver: Solver) -> list[tuple[Recompute, Solution]]:
-    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak."""
-    smallest, plain = solver.least(), solver.plain
-    budgets = [int(budget) for budget in np.linspace(smallest.peak, plain.peak, MENU_BUDGETS)[1:-1]]
-    found = [plain, *map(solver.solve, budgets), smallest]
+def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak.
+
+    Args:
+        solver: of the stage.
+        plain_only: everything kept, and no other.
+    """
+    found: list[Solution | None] = [solver.plain]
+    if not plain_only:
+        smallest = solver.least()
+        budgets = [int(budget) for budget in np.linspace(smallest.peak, solver.plain.peak, MENU_BUDGETS)[1:-1]]
+        found += [*map(solver.solve, budgets), smallest]
     ways: list[tuple[Recompute, Solution]] = []
     for solution in found:
         if solution is None:
@@ -143,13 +153,15 @@ def menu(solver: Solver) -> list[tuple[Recompute, Solution]]:
     return best
 
 
-def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0) -> int:
-    """The most that a rank holds in a step.
+def rank_peak(
+    order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0
+) -> tuple[int, str]:
+    """The most that a rank holds in a step, and in which phase.
 
     Args:
         order: what it runs.
-        schedule: of which that is. In torch's GPipe what backward sends is held to the end of the step; in 1F1B only the last one, but also the last output
-            sent before the first backward, until the last forward.
+        schedule: of which that is. In torch's GPipe what forward and backward send is held to the end of the step; in 1F1B only the last gradient, and the
+            last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
         stages: of this rank, by number.
         shared_bytes: there throughout and counted in each stage: to be counted once.
     """
@@ -158,7 +170,7 @@ def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, Stage
     done = dict.fromkeys(stages, 0)
     warm_up = {s: in_flight(order, s) for s in stages}
     micro_batches = 1 + max(action.micro_batch for action in order)
-    peak = 0
+    peak, phase = 0, Phase.FORWARD
     for action in order:
         levels = stages[action.stage]
         if action.backward:
@@ -168,6 +180,8 @@ def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, Stage
         here += sum(stages[s].gradient_bytes for s, n in done.items() if n)
         for s, n in done.items():
             here += stages[s].received_gradient_bytes * (n if schedule is Schedule.GPIPE else min(n, 1))
+            here += NUMBER_BYTES * n if not stages[s].sent_bytes else 0
+            here += stages[s].sent_bytes * n if schedule is Schedule.GPIPE else 0
         if schedule is Schedule.ONE_FORWARD_ONE_BACKWARD and ahead > 1 and done[action.stage] >= ahead - 1:
             here += levels.sent_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
         if action.backward:
@@ -176,9 +190,11 @@ def rank_peak_bytes(order: Order, schedule: Schedule, stages: Mapping[int, Stage
         else:
             here += levels.forward_bytes
             held[action.stage] += 1
-        peak = max(peak, here)
+        if here > peak:
+            peak, phase = here, Phase.BACKWARD if action.backward else Phase.FORWARD
     after = base + sum(levels.gradient_bytes for levels in stages.values())
-    return max(peak, after + max(levels.update_bytes for levels in stages.values()))
+    update = after + max(levels.update_bytes for levels in stages.values())
+    return (update, str(Phase.OPTIMIZER)) if update > peak else (peak, str(phase))
 
 
 def seconds_of(trace: Trace) -> tuple[float, float, float]:

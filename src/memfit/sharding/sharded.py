@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit.batches import LossFunction
 from memfit.sharding.agreement import Agreement
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -119,10 +120,24 @@ class ShardedModel(ABC):
         """Whether a rank has only a part of each parameter."""
         return False
 
+    @property
+    def lacks_parameters(self) -> bool:
+        """Whether some parameters are on other ranks alone."""
+        return False
+
+    @property
+    def saves_its_part(self) -> bool:
+        """Whether what is here takes space of its own in a snapshot of all ranks."""
+        return self.agreement.rank == 0 or self.shards_parameters
+
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model for calls without gradients, which all ranks make alike."""
         yield self.model
+
+    def loss_without_gradients(self, loss_fn: LossFunction | None) -> LossFunction | None:
+        """What gives the loss of a batch that all ranks have alike: the user's own function."""
+        return loss_fn
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The model's state dict with whole tensors in host memory, one after the other; all ranks have to call it, and rank 0 gets it."""

@@ -106,14 +106,19 @@ class PartCalls:
         return sum(self.meta(label).bytes for label in self.crossing(boundary))
 
     def parameters(self, model: nn.Module, first: int, end: int) -> dict[str, nn.Parameter]:
-        """The parameters that calls [first, end) use, by name; a tied one under its first name."""
-        named = dict(model.named_parameters())
-        names = {id(p): name for name, p in named.items()}
+        """The parameters that calls [first, end) use, by name; a tied one under its first name. What no call uses goes with the first."""
+        used = self._used(model, first, end)
+        if first == 0:
+            used |= dict(model.named_parameters()).keys() - self._used(model, 0, len(self.calls))
+        return {name: p for name, p in model.named_parameters() if name in used}
+
+    def _used(self, model: nn.Module, first: int, end: int) -> set[str]:
+        names = {id(p): name for name, p in model.named_parameters()}
         used = {names[id(p)] for call in self.calls[first:end] for p in model.get_submodule(call.path).parameters()}
         used |= frozenset[str]().union(*self.outside[first:end])
         if end == len(self.calls):
             used |= self.outside[end]
-        return {name: p for name, p in named.items() if name in used}
+        return used
 
 
 @contextmanager

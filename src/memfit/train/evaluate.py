@@ -14,7 +14,6 @@ import torch
 
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
-from memfit.errors import InputError
 from memfit.step import process_generators
 from memfit.techniques.autocast.precision import autocast
 from memfit.train.data import Batches
@@ -78,14 +77,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
 def _loss(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> float:
     if loss_fn is not None:
         return float(loss_fn(model, batch))
-    # Not `batches.loss_of`: that asks for a loss which autograd can follow.
-    loss = batching.what_the_model_gives(model, batch, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise InputError(
-            "in evaluation mode the model gives no loss: return (model, loss_fn) from model.python, "
-            "or leave the validation data out"
-        )
-    return float(loss)
+    return float(batching.loss_without_gradients(model, batch, None))
 
 
 def _count(batch: Batch, weights: str) -> int:

@@ -118,6 +118,7 @@ def records(out: Path) -> tuple[StepRecord, ...]:
             divergences=tuple(line.get("divergences", ())),
             skipped=line.get("skipped", False),
             begun_anew=tuple(line.get("begun_anew", ())),
+            waiting=line.get("waiting"),
         )
         for line in read(out)
         if "loss" in line

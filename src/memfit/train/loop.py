@@ -34,7 +34,7 @@ from memfit.train.saving import Saving
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
-from memfit.values.report import StepRecord
+from memfit.values.report import MeasuredRank, StepRecord
 
 
 class Steps(Savable, Protocol):
@@ -101,6 +101,7 @@ class RunOutcome:
         peak_bytes: largest peak of a metered step; None when none was.
         snapshot: the last one written; None when nothing was left to do.
         signal: number of the signal that stopped it; None when it ran to its end.
+        ranks: what each of several has shown since it was started; empty for one process.
     """
 
     step: int
@@ -110,6 +111,7 @@ class RunOutcome:
     peak_bytes: int | None
     snapshot: Path | None
     signal: int | None = None
+    ranks: tuple[MeasuredRank, ...] = ()
 
 
 def total_steps(settings: TrainConfig, batches: Batches) -> int:
@@ -166,6 +168,8 @@ class _Run:
     saved_evaluated: int = -1
     signal: int | None = None
     saving: Saving | None = None
+    waiting: float | None = None
+    ranks: tuple[MeasuredRank, ...] = ()
 
     def go(self, snapshot: Snapshot | None) -> RunOutcome:
         if self.engine.optimizer is None:
@@ -189,6 +193,7 @@ class _Run:
                 if not self._asked(stop):
                     self._evaluate(log, stop)
                 if together is not None:
+                    self.ranks = tuple(together.of_all(MeasuredRank(self._predicted(), self.peak_bytes, self.waiting)))
                     self.peak_bytes = together.largest(self.peak_bytes or 0) or None
                 if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
                     self._save(log)
@@ -200,7 +205,9 @@ class _Run:
         finally:
             rates.release()
             log.close()
-        return RunOutcome(self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, self.signal)
+        return RunOutcome(
+            self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, self.signal, self.ranks
+        )
 
     def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
         """For snapshots: better now than after the first hour."""
@@ -291,6 +298,7 @@ class _Run:
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
             self.skipped += record.skipped
+            self.waiting = record.waiting
             record = replace(record, step=self.step)  # the engine counts from where it was made
             if record.peak_bytes is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
@@ -314,12 +322,15 @@ class _Run:
     def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
         if self.validation is None or self.evaluated == self.step:
             return
-        choices = self.engine.plan.choices
+        choices, sharded = self.engine.plan.choices, self.engine.sharded
+        loss_fn = (
+            self.validation.loss_fn if sharded is None else sharded.loss_without_gradients(self.validation.loss_fn)
+        )
         with self.engine.evaluating() as model:
             loss = evaluate(
                 model,
                 self.validation.batches,
-                self.validation.loss_fn,
+                loss_fn,
                 largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
                 weights=self.validation.weights,
                 precision=choices.precision,

@@ -162,7 +162,7 @@ def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
             apart = {each: Apart(**values["apart"]) for each, values in kept.items()}
             loop = kept[rank if ranks == snapshot.ranks else 0]
             rank_state.load(Parts(trained.model, trained.optimizer, sharded), snapshot.folder / STATE, apart)
-            set_buffers(trained.model, loop["buffers"])
+            set_buffers(trained.model, _buffers(trained, kept, loop))
     except (SnapshotError, CheckpointException, RuntimeError, ValueError, KeyError) as found:
         error = found if isinstance(found, SnapshotError) else _of_another(snapshot, found)
     if sharded is None:
@@ -189,6 +189,13 @@ def _from_one(snapshot: Snapshot, trained: Trained, sharded: ShardedModel) -> di
     set_buffers(trained.model, {n: v for n, v in {**model["state"], **model["buffers"]}.items() if n in names})
     loop: dict[str, Any] = snapshot.load("loop.pt")
     return loop
+
+
+def _buffers(trained: Trained, kept: Mapping[int, Mapping[str, Any]], own: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's own of before; of stages that it did not have, those of the first rank that had them."""
+    names = dict(trained.model.named_buffers(remove_duplicate=False))
+    of_all = {n: v for rank in sorted(kept, reverse=True) for n, v in kept[rank]["buffers"].items()}
+    return {n: v for n, v in {**of_all, **own["buffers"]}.items() if n in names}
 
 
 def _own(rank: int) -> str:

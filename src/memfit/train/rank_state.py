@@ -35,6 +35,7 @@ class Parts:
         parameters: what is here between steps, by name.
         group: of the ranks; None on one device.
         shards: whether a parameter here is a part of one.
+        lacks: whether some parameters are on other ranks alone.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Parts:
         self.optimizer = optimizer if sharded is None or optimizer is None else sharded.stepped(optimizer)
         self.group = None if sharded is None else sharded.group
         self.shards = sharded is not None and sharded.shards_parameters
+        self.lacks = sharded is not None and sharded.lacks_parameters
 
     def placed(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """As `ShardedModel.placed`."""
@@ -138,7 +140,7 @@ def load(parts: Parts, folder: Path, apart: Mapping[int, Apart]) -> None:
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
     weights = parts.weights()
-    _check_shapes(weights, there)
+    _check_shapes(weights, there, lacks=parts.lacks)
     state = _empty_state(parts, there)
     wanted = weights | {
         _of_state(n, k): parts.placed(n, v) if v.ndim else v for n, s in state.items() for k, v in s.items()
@@ -226,7 +228,7 @@ def _kept(name: str, parts: Parts, apart: Mapping[int, Apart]) -> dict[str, Any]
     return apart[own].state[name]
 
 
-def _check_shapes(weights: Mapping[str, torch.Tensor], there: Mapping[str, Any]) -> None:
+def _check_shapes(weights: Mapping[str, torch.Tensor], there: Mapping[str, Any], *, lacks: bool = False) -> None:
     for key, tensor in weights.items():
         name = key.removeprefix(_of_model(""))
         if key not in there:
@@ -235,7 +237,7 @@ def _check_shapes(weights: Mapping[str, torch.Tensor], there: Mapping[str, Any])
             saved, here = list(there[key].size), list(tensor.shape)
             raise SnapshotError(f"the snapshot is of another model: {name} is {saved} there and {here} here")
     more = next((key for key in there if key.startswith(_of_model("")) and key not in weights), None)
-    if more is not None:
+    if more is not None and not lacks:
         raise SnapshotError(
             f"the snapshot is of another model: the one here has no parameter {more.removeprefix(_of_model(''))}"
         )

@@ -21,6 +21,7 @@ from memfit.hardware.machine_file import SUFFIXES, named_devices
 from memfit.hardware.topology import Topology
 from memfit.ranks import check_plan, place
 from memfit.sharding.agreement import Agreement
+from memfit.techniques.sharding import is_pipeline
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
 from memfit.units import format_bytes, parse_bytes
@@ -128,11 +129,14 @@ def for_number(config: Config, number: int) -> Config:
             f"fit.devices: the machine file {devices} names {number_of(config)} devices, and the run goes on with {number}: name those that are left, "
             "--set fit.devices=..."
         )
+    fixed = dict(config.fit.fixed)
+    if number != number_of(config) and is_pipeline(str(fixed.get("sharding", ""))):
+        fixed["sharding"] = str(fixed["sharding"]).partition("/")[0]  # the stages that were fixed are for other ranks
     # "2x8xh100@360GB/s,400GB/s": what is left need not fill nodes, so of the links those between nodes count.
     form = re.fullmatch(r"(?:\s*\d+\s*x)+([^@]*)(@.*)?", str(devices))
     rates = (form[2] or "").removeprefix("@").split(",") if form else []
     fewer = f"{number}x{form[1]}" + (f"@{rates[-1].strip()}" if rates[-1] else "") if form else number
-    return replace(config, fit=replace(config.fit, devices=fewer))
+    return replace(config, fit=replace(config.fit, devices=fewer, fixed=fixed))
 
 
 def restarted() -> bool:

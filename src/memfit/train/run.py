@@ -27,8 +27,10 @@ from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates
 from memfit.train.snapshots import Snapshot
 from memfit.train.text import FolderEncoder, has_tokenizer
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
-from memfit.values.report import FrontierPoint, Rehearsal, Report
+from memfit.values.prediction import RankPrediction
+from memfit.values.report import FrontierPoint, MeasuredRank, Rehearsal, Report
 
 if TYPE_CHECKING:
     from memfit.engine import Engine
@@ -354,6 +356,10 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
         ("torch", torch.__version__),
         ("device", str(assembly.batches.device)),
     ]
+    facts += [
+        (f"rank {number}", _of_rank(measured, predicted))
+        for number, (measured, predicted) in enumerate(zip(outcome.ranks, engine.plan.prediction.ranks, strict=True))
+    ]
     points: tuple[FrontierPoint, ...] = ()
     if config.report.frontier:
         points = frontier_points(frontier_of(config, assembly, display))
@@ -376,11 +382,19 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
     return page
 
 
+def _of_rank(measured: MeasuredRank, predicted: RankPrediction) -> str:
+    """Measured beside predicted, in words."""
+    peak = "not measured" if measured.measured_peak_bytes is None else format_bytes(measured.measured_peak_bytes)
+    told = f"peak {peak}, {format_bytes(predicted.peak_bytes)} predicted"
+    if measured.waiting is not None:
+        told += f"; waits {100 * measured.waiting:.0f} % of its passes, {100 * predicted.waiting:.0f} % predicted"
+    return told
+
+
 def _rehearsal(out: Path) -> Rehearsal | None:
     """The one held before the run was interrupted."""
     try:
-        held = json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8"))
-        return Rehearsal(**{**held, "divergences": tuple(held["divergences"]), "curve": tuple(held["curve"])})
+        return Rehearsal.from_json(json.loads((out / REHEARSAL_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

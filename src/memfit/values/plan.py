@@ -13,6 +13,7 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.freezing import FrozenPart
 from memfit.techniques.registry import BY_NAME
 from memfit.units import format_bytes, format_seconds
+from memfit.values.pipeline import PipelinePlan
 from memfit.values.prediction import (
     ModuleSaving,
     Prediction,
@@ -53,6 +54,7 @@ class Plan:
         frozen: what is not trained because the user said so.
         undoable: what forward changes besides buffers, generators and plain attributes is nothing that was there before it, on any path that is known: a
             forward that leaves the plan can be ended, and its step begun anew.
+        pipeline: stages for the ranks of pipelines, each with a script of its own; None where every rank runs the whole model.
     """
 
     budget_bytes: int
@@ -73,6 +75,7 @@ class Plan:
     frozen: tuple[FrozenPart, ...] = ()
     device_kind: str = "cpu"
     undoable: bool = False
+    pipeline: PipelinePlan | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -154,7 +157,11 @@ class Plan:
             lines.append(
                 f"Micro-batches: {self.choices.micro_batches}, losses weighted by {self.choices.weights_in_words}."
             )
-        if self.script.plain:
+        if self.pipeline is not None:
+            waiting = ", ".join(f"{n} {100 * rank.waiting:.0f} %" for n, rank in enumerate(p.ranks))
+            lines += ["Each rank has a stage:", *self.pipeline.in_words()]
+            lines.append(f"Of the passes of all micro-batches each of the ranks waits for others: {waiting}.")
+        elif self.script.plain:
             alone = not self.choices.techniques and self.choices.micro_batches == 1
             lines.append(
                 "Nothing is dropped: the step runs as PyTorch runs it."
@@ -240,6 +247,7 @@ class Plan:
             "frozen": [asdict(f) for f in self.frozen],
             "undoable": self.undoable,
             "script": self.script.to_json(),
+            "pipeline": None if self.pipeline is None else self.pipeline.to_json(),
         }
 
     @classmethod
@@ -290,7 +298,12 @@ class Plan:
                 tuple(FrozenPart(**f) for f in data["frozen"]),
                 str(data["device_kind"]),
                 bool(data.get("undoable", False)),
+                None if data.get("pipeline") is None else PipelinePlan.from_json(data["pipeline"]),
             )
+            if plan.pipeline is not None and len(plan.prediction.ranks) != plan.pipeline.ranks:
+                raise ValueError(
+                    f"{len(plan.prediction.ranks)} ranks are predicted, and its stages are for {plan.pipeline.ranks}"
+                )
             if plan.device_kind not in DEVICE_KINDS:
                 raise ValueError(f"device_kind is {plan.device_kind!r}")
             check_prediction(plan.prediction)

@@ -57,12 +57,14 @@ class RankPrediction:
         peak_bytes: largest number of bytes held at once there.
         step_seconds: of a step, waiting for other devices included.
         stage: of the pipeline, that it runs; 0 where there is none.
+        waiting: the share of the passes of all micro-batches in which it waits for other stages (the bubble); 0 where there is no pipeline.
     """
 
     rank: int
     peak_bytes: int
     step_seconds: float
     stage: int = 0
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

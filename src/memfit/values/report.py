@@ -28,6 +28,7 @@ class StepRecord:
         divergences: where a forward differed from the plan, so that from there on everything was kept; empty when there was no difference.
         skipped: scaled gradients overflowed (fp16), so the optimizer was not stepped.
         begun_anew: where forwards left every path that was known, so that the step was begun anew under a plan that knows its path; once as a rule, if at all.
+        waiting: the share of the passes of all micro-batches in which this rank of a pipeline waited for others; None where there is none.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepRecord:
     divergences: tuple[str, ...] = ()
     skipped: bool = False
     begun_anew: tuple[str, ...] = ()
+    waiting: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,21 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredRank:
+    """What a rehearsal, or a run, of several ranks has shown of one of them.
+
+    Attributes:
+        predicted_peak_bytes: of a step.
+        measured_peak_bytes: the largest of the metered steps; None where none was.
+        waiting: of the last step, as in `StepRecord`.
+    """
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    waiting: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearsal:
     """One real step under the meter, before training.
 
@@ -69,6 +86,8 @@ class Rehearsal:
         rounds: plans made until the measurement fitted (1: the first did).
         divergences: where the step differed from the plan.
         curve: measured bytes after each allocation or release, thinned; for the picture.
+        ranks: of each of several ranks; empty for one device. The other figures are those of the rank that tells them.
+        waiting: as in `StepRecord`.
     """
 
     predicted_peak_bytes: int
@@ -77,6 +96,19 @@ class Rehearsal:
     rounds: int = 1
     divergences: tuple[str, ...] = ()
     curve: tuple[int, ...] = ()
+    ranks: tuple[MeasuredRank, ...] = ()
+    waiting: float | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rehearsal:
+        """Inverse of `dataclasses.asdict`.
+
+        Raises:
+            KeyError, TypeError: these are not its fields.
+        """
+        lists = {name: tuple(data[name]) for name in ("divergences", "curve")}
+        ranks = tuple(MeasuredRank(**each) for each in data.get("ranks", ()))
+        return cls(**{**data, **lists, "ranks": ranks})
 
     @property
     def error(self) -> float:
@@ -122,15 +154,10 @@ class Report:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Report:
         """Inverse of `to_json`."""
-        rehearsal = data["rehearsal"]
-        if rehearsal is not None:
-            rehearsal = Rehearsal(
-                **{**rehearsal, "divergences": tuple(rehearsal["divergences"]), "curve": tuple(rehearsal["curve"])}
-            )
         return cls(
             data["title"],
             Plan.from_json(data["plan"]),
-            rehearsal,
+            None if data["rehearsal"] is None else Rehearsal.from_json(data["rehearsal"]),
             tuple(
                 StepRecord(
                     **{

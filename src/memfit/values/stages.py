@@ -236,6 +236,7 @@ class Cut:
         busy_seconds: of each device, in the order of `devices`: computing.
         peak_bytes: of each device.
         bound_seconds: no cut takes less; equal to `step_seconds` where the search ended.
+        pass_seconds: of the step, from the first forward to the last backward.
     """
 
     stages: tuple[Stage, ...]
@@ -245,6 +246,7 @@ class Cut:
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     bound_seconds: float
+    pass_seconds: float = 0.0
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -1,0 +1,100 @@
+"""What a rank does in the tests of planned pipelines: it trains under a plan, and tells what that took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import memfit
+from memfit import batches
+from memfit.sharding.pipelined import PipelinedModel
+from parallel import stage_models
+from sharding import steps
+from sharding.ranks import on_ranks
+
+together = partial(on_ranks, limit=400.0)  # several plans in one start
+OPTIMIZERS = steps.OPTIMIZERS
+SAMPLES = 32  # of all ranks
+
+
+def staged(name: str) -> steps.Built:
+    """One of the models that are cut into stages."""
+    model, _, loss_fn, _ = stage_models.built(name)
+    return model, stage_models.MODELS[name][1](SAMPLES), loss_fn
+
+
+def decoder() -> steps.Built:
+    return staged("decoder")
+
+
+def tied() -> steps.Built:
+    return staged("tied")
+
+
+def encoder_decoder() -> steps.Built:
+    return staged("encoder_decoder")
+
+
+def sequential() -> steps.Built:
+    return staged("sequential")
+
+
+def resnet() -> steps.Built:
+    return staged("resnet")
+
+
+class Ran(NamedTuple):
+    """What one rank has shown."""
+
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    whole: dict[str, Tensor]
+    peak_bytes: int
+    waiting: float
+
+
+def run(
+    rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.Built], optimizer: str, steps_taken: int = 3
+) -> list[Ran]:
+    """For each plan: gradients of a first pass, then losses and parameters after some steps, and the peak of a metered one."""
+    found = []
+    for data in plans:
+        torch.manual_seed(1)
+        model, sample, loss_fn = build()
+        plan = memfit.Plan.from_json(data)
+        engine = memfit.apply(plan, model, loss_fn, OPTIMIZERS[optimizer])
+        sharded = engine.sharded
+        assert isinstance(sharded, PipelinedModel)
+        # A view would be counted with all that it is a view of.
+        own = batches.map_tensors(torch.clone, steps.part_of(sample, rank, sharded.ranks))
+        sharded.prepare(own)
+        sharded.forward_backward(own, lambda _: nullcontext())
+        gradients = {n: p.grad.clone() for n, p in sharded.named().items() if p.grad is not None}
+        sharded.clear(accumulates=True)
+        losses = [engine.step(own).loss for _ in range(steps_taken)]
+        parameters = {name: p.detach().clone() for name, p in sharded.named().items()}
+        whole = sharded.whole()
+        records = [engine.step(own, meter=True) for _ in range(4)]
+        assert not any(record.divergences for record in engine.records)
+        assert all(record.recomputations == records[0].recomputations for record in records)
+        peak = min(record.peak_bytes or 0 for record in records)
+        found.append(Ran(gradients, losses, parameters, whole, peak, records[-1].waiting or 0.0))
+        sharded.close()
+    return found
+
+
+def undivided(
+    build: Callable[[], steps.Built], optimizer: str, clip_norm: float | None = None
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Plain PyTorch on the whole batch: the same figures."""
+    model, sample, loss_fn = build()
+    loss_fn(model, sample).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    losses, parameters = steps.alone(build, optimizer, clip_norm=clip_norm)
+    return gradients, losses, dict(zip((n for n, _ in model.named_parameters()), parameters, strict=True))

@@ -169,10 +169,10 @@ def _rehearsed(
         if number == REPAIR_ROUNDS:
             raise still_above(most, budget_bytes, where)
         target = less_by(target, most, budget_bytes)
-        again: Plan | InfeasibleError | None = None
+        made_here: Plan | InfeasibleError | None = None
         if agreement.rank == 0:
-            again = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
-        again = agreement.told(again)
+            made_here = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
+        again = agreement.told(made_here)
         if isinstance(again, InfeasibleError):
             raise again
         engine.replace_plan(repaired(made, again, most - budget_bytes, target))

@@ -30,6 +30,18 @@ def build():
 
 def build_slow():
     return SlowNet()
+
+def build_slow_on_a_slow_disk():
+    from memfit.train import durable
+
+    sync = durable.sync
+
+    def slow(file):
+        time.sleep(0.5)
+        sync(file)
+
+    durable.sync = slow
+    return SlowNet()
 """
 
 CONFIGURATION = """

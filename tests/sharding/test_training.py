@@ -43,8 +43,9 @@ def compared(
 ) -> None:
     """Peaks to the byte; with SGD parameters after three steps within 1e-6; and every rank tells the loss of the whole batch.
 
-    In 32 bits AdamW makes an update of up to the learning rate of a gradient near zero, where the order of a sum decides its digits: of this GPT's qkv one of
-    -2.2e-9, which in parts is -2.0e-9, moves a parameter by 1.5e-5 more (lr * g / (|g| + eps), eps 1e-8). `test_equality` compares gradients, and AdamW in 64 bits.
+    In 32 bits AdamW makes an update of up to the learning rate of a gradient near zero, where the order of a sum decides its digits: of this GPT's qkv one is
+    -2.2e-9, in four parts -2.0e-9, and moves its parameter by 1.5e-5 less (lr * g / (|g| + eps), eps 1e-8). `test_equality` compares gradients, and AdamW
+    in 64 bits.
 
     Between ways bit-equal: with a power of two of ranks it does not matter whether gradients are divided by their number before they are added up or after.
     """

@@ -19,7 +19,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -135,19 +135,33 @@ def train_streamed(options: argparse.Namespace) -> dict[str, Any]:
     return {"losses": losses, "peak_bytes": plan.prediction.peak_bytes, "hiding": str(engine.stream.hiding())}
 
 
-def run(options: argparse.Namespace, role: str, *, limited: bool) -> dict[str, Any]:
-    """One training in a process of its own: what it found, or how it died."""
-    command = [sys.executable, __file__, "--role", role, *(["--limited"] if limited else [])]
-    for name in ("layers", "hidden", "steps", "budget", "folder"):
-        if (value := getattr(options, name)) is not None:
-            command += [f"--{name}", str(value)]
+def apart(command: Sequence[str], options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """A training in processes of its own: what it found, or how it died.
+
+    Args:
+        command: of Python, to which the options are given.
+        options, names: those that it gets, where they are set.
+    """
+    given = [
+        word for name in names if (value := getattr(options, name)) is not None for word in (f"--{name}", str(value))
+    ]
     done = subprocess.run(  # noqa: S603 - this very script
-        command, capture_output=True, text=True, check=False, env={**os.environ, **GIVEN_BACK}
-    )
+        [sys.executable, *command, *given], capture_output=True, text=True, check=False, env={**os.environ, **GIVEN_BACK, "OMP_NUM_THREADS": "1"}
+    )  # fmt: skip
     if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if "losses" in line))
         return found
-    return {"died": (done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1]}
+    lines = done.stderr.strip().splitlines()
+    errors = [
+        line for line in lines if "Error" in line and "ChildFailedError" not in line
+    ]  # torchrun says more after them
+    return {"died": (errors or lines or [f"signal {-done.returncode}"])[-1].strip()}
+
+
+def run(options: argparse.Namespace, role: str, *, limited: bool) -> dict[str, Any]:
+    """One of the three trainings."""
+    command = [__file__, "--role", role, *(["--limited"] if limited else [])]
+    return apart(command, options, ("layers", "hidden", "steps", "budget", "folder"))
 
 
 def main() -> int:

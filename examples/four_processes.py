@@ -17,14 +17,13 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from beyond_memory import BYTES_A_PARAMETER, GIVEN_BACK, GPT, TOKENS, VOCAB, adamw, limit, loss_of, told
+from beyond_memory import BYTES_A_PARAMETER, GPT, TOKENS, VOCAB, adamw, apart, limit, loss_of, told
 from torch import Tensor, nn
 
 import memfit
@@ -97,21 +96,11 @@ def train_a_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, role: str, *, limited: bool, plan: Path | None = None) -> dict[str, Any]:
-    """One training in processes of its own: what it found, or how it died."""
+    """One of the three trainings; under a plan in four processes."""
     launcher = [] if plan is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [sys.executable, *launcher, __file__, "--role", role, *(["--limited"] if limited else [])]
+    command = [*launcher, __file__, "--role", role, *(["--limited"] if limited else [])]
     command += [] if plan is None else ["--plan", str(plan)]
-    for name in ("layers", "hidden", "steps", "budget"):
-        command += [f"--{name}", str(getattr(options, name))]
-    environment = {**os.environ, **GIVEN_BACK, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(  # noqa: S603 - this very script
-        command, capture_output=True, text=True, check=False, env=environment
-    )
-    if done.returncode == 0:
-        found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if "losses" in line))
-        return found
-    lines = [line for line in done.stderr.strip().splitlines() if "Error" in line and "ChildFailedError" not in line]
-    return {"died": (lines or [f"signal {-done.returncode}"])[-1].strip()}
+    return apart(command, options, ("layers", "hidden", "steps", "budget"))
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,8 @@ def test_under_somebodys_torchrun_ranks_join_and_train_as_one_process_does(
     capsys: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
     alone(capsys, run_file)
-    arguments = ("train", "run.yaml", "--json", "--set", "train.out=two", "--set", "fit.fixed.sharding=zero3")
+    settings = ("train.out=two", "fit.fixed.sharding=zero3", "train.save_every=2", "train.save_async=true")
+    arguments = ("train", "run.yaml", "--json", *(word for setting in settings for word in ("--set", setting)))
 
     (first, told), (other, silent) = on_ranks(2, fits.commanded, str(run_file.parent), *arguments, joined=False)
 
@@ -112,10 +114,43 @@ def test_under_somebodys_torchrun_ranks_join_and_train_as_one_process_does(
     same_as_alone("two")
     kept = memfit.Plan.load(Path("two", "plan.json"))
     assert kept.choices.sharding == "zero3/2"
+    assert sorted(folder.name for folder in Path("two").glob("*step-*")) == ["step-000004", "step-000005"]
     # Gone on from by one process: all is done, and the parameters are the same.
     ran = Ran(capsys, "resume", "two", "--nproc", "1", "--set", "train.steps=5", "--json")
     assert (ran.status, ran.data["step"]) == (0, 5)
     same_as_alone("two")
+    again = Ran(capsys, "resume", "two", "--nproc", "1", "--restarts", "2")
+    assert again.status == 3
+    assert "--restarts goes on when one of several processes was lost, and this run has one" in again.err
+
+
+@pytest.mark.slow
+def test_a_rank_above_its_budget_is_repaired_in_processes_that_were_started_with_a_plan(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    way = ("--set", "model.python=ranks_toy:build_fuller", "--set", "fit.fixed.sharding=data", "--json")
+    plain = Ran(capsys, "plan", run_file, "--devices", "2", "--save", "plan.json", *way).data["peak_bytes"]
+    command = [sys.executable, "-m", "memfit", "train", "run.yaml", "--nproc", "2", "--budget", str(plain), *way]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+    assert done.returncode == 0, done.stderr
+    made = memfit.Plan.load(Path("out", "plan.json"))
+    assert any("above the budget; planned again for" in note for note in made.notes)
+    assert made.prediction.peak_bytes < made.budget_bytes == plain
+
+    roomy = memfit.Plan.load("plan.json")
+    replace(roomy, budget_bytes=plain).save("plan.json")  # by another process, which has not left what it was made of
+    told = subprocess.run(
+        [*command, "--plan", "plan.json", "--set", "train.out=other"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert told.returncode != 0
+    assert "on rank 1, " in told.stderr
+    assert "the plan was made by another process, so no smaller one can be made here" in told.stderr
 
 
 def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(

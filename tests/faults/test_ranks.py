@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -27,16 +28,20 @@ class Launched:
     Args:
         folder: with the run's files.
         out: of the run, in it.
-        options: further ones.
+        options: the number of processes, and further ones; none for one process.
+        more: further settings.
     """
 
-    def __init__(self, folder: Path, out: str, *options: str) -> None:
+    def __init__(self, folder: Path, out: str, *options: str, more: Sequence[str] = ()) -> None:
         self._log = folder / f"{out}.txt"
         settings = [
-            "model.python=ranks_toy:build_slow", "fit.fixed.sharding=zero3", "optim.name=adamw", "train.save_every=3",
-            f"train.steps={STEPS}", "train.eval_every=0", f"train.out={out}", "train.rank_timeout=5",
+            "model.python=ranks_toy:build_slow", "optim.name=adamw", "train.save_every=3", f"train.steps={STEPS}", "train.eval_every=0",
+            f"train.out={out}", "train.rank_timeout=5", *more,
         ]  # fmt: skip
-        command = [sys.executable, "-m", "memfit", "train", "run.yaml", "--nproc", *options]
+        command = [sys.executable, "-m", "memfit", "train", "run.yaml"]
+        if options:
+            settings.append("fit.fixed.sharding=zero3")
+            command += ["--nproc", *options]
         command += [word for setting in settings for word in ("--set", setting)]
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -55,6 +60,14 @@ class Launched:
             assert self._process.poll() is None, self.told
             assert time.monotonic() < end, self.told
             time.sleep(0.02)
+
+    def killed(self) -> None:
+        """It and all below it, at once."""
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        for each in (psutil.Process(self._process.pid), *below):
+            each.kill()
+        self._process.wait(LIMIT_SECONDS)
+        psutil.wait_procs(below, LIMIT_SECONDS)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks: those below torchrun."""
@@ -104,6 +117,35 @@ def test_ranks_that_are_killed_or_stop_answering_are_found_and_the_run_goes_on_b
         recovered(tmp_path, signal.SIGKILL, draw, f"killed-{attempt}")
     for attempt in range(5):
         recovered(tmp_path, signal.SIGSTOP, draw, f"stopped-{attempt}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("2",)], ids=["one-process", "two-ranks"])
+def test_a_run_that_is_killed_while_a_snapshot_reaches_the_disk_goes_on_from_the_one_before(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    toy_run.written(tmp_path)
+    assert Launched(tmp_path, "undisturbed", *options).ended() == 0
+    beside = ("model.python=ranks_toy:build_slow_on_a_slow_disk", "train.save_async=true")
+    run = Launched(tmp_path, "out", *options, more=beside)
+    under_way, before = tmp_path / "out" / ".step-000006.partial", tmp_path / "out" / "step-000003"
+    end = time.monotonic() + LIMIT_SECONDS
+    while not under_way.is_dir() or not list(under_way.glob("**/*")):
+        assert time.monotonic() < end, run.told
+        time.sleep(0.01)
+    run.killed()
+
+    assert before.is_dir()
+    assert not (tmp_path / "out" / "step-000006").exists()
+    resumed = subprocess.run(
+        [sys.executable, "-m", "memfit", "resume", "out", "--set", "model.python=ranks_toy:build_slow"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert not under_way.exists()
+    undisturbed, found = parameters(tmp_path, "undisturbed"), parameters(tmp_path, "out")
+    assert all(torch.equal(found[name], value) for name, value in undisturbed.items())
 
 
 @pytest.mark.slow

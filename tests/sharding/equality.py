@@ -93,6 +93,7 @@ def undivided(
     precision: str = "full",
     clip_norm: float | None = None,
     frozen: Sequence[str] = (),
+    hot: float = 1.0,
 ) -> Trained:
     """Plain PyTorch on one device, the whole batch at once or in parts of equal size, as torch's own pages have it.
 
@@ -103,6 +104,7 @@ def undivided(
         precision: of `torch.autocast`; with "fp16" under a `torch.amp.GradScaler`.
         clip_norm: largest norm of all gradients.
         frozen: paths of modules that are not trained.
+        hot: the inputs of the last part are multiplied by it in the second step.
     """
     model, sample, loss_fn = build()
     for path in frozen:
@@ -116,9 +118,12 @@ def undivided(
         lambda *_: gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     )
     size = batches.size(sample)
-    for _ in range(STEPS):
-        loss = 0.0
-        for part in batches.split(sample, [size // parts] * parts):
+    skipped = []
+    for step in range(STEPS):
+        loss, scale = 0.0, scaler.get_scale()
+        for number, part in enumerate(batches.split(sample, [size // parts] * parts)):
+            if step == 1 and number == parts - 1 and hot != 1.0:
+                part = part[0] * hot, part[1]  # noqa: PLW2901 - this one alone
             with nullcontext() if precision == "full" else torch.autocast("cpu", DTYPES[precision]):
                 own = loss_fn(model, part)
             scaler.scale(own / parts).backward()
@@ -130,4 +135,5 @@ def undivided(
         scaler.update()
         stepper.zero_grad()
         losses.append(loss)
-    return Trained(losses, gradients, steps.whole(model))
+        skipped.append(scaler.get_scale() < scale)
+    return Trained(losses, gradients, steps.whole(model), skipped, scaler.get_scale() if precision == "fp16" else None)

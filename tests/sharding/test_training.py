@@ -41,7 +41,11 @@ def compared(
     *,
     clip_norm: float | None = None,
 ) -> None:
-    """Peaks to the byte; parameters after three steps within 1e-6; and every rank tells the loss of the whole batch.
+    """Peaks to the byte; with SGD parameters after three steps within 1e-6; and every rank tells the loss of the whole batch.
+
+    In 32 bits AdamW makes an update of up to the learning rate of a gradient near zero, where the order of a sum decides its digits: of this GPT's qkv one is
+    -2.2e-9, in four parts -2.0e-9, and moves its parameter by 1.5e-5 less (lr * g / (|g| + eps), eps 1e-8). `test_equality` compares gradients, and AdamW
+    in 64 bits.
 
     Between ways bit-equal: with a power of two of ranks it does not matter whether gradients are divided by their number before they are added up or after.
     """
@@ -63,8 +67,9 @@ def compared(
                 assert small.same(trained, first.setdefault(plan.choices.micro_batches, trained)), plan.choices
             assert peak == plan.prediction.ranks[rank].peak_bytes, plan.choices
             assert told == pytest.approx(losses, rel=1e-5), plan.choices
-            for mine, expected in zip(trained, parameters, strict=True):
-                torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6, msg=str(plan.choices))
+            if optimizer == "sgd":
+                for mine, expected in zip(trained, parameters, strict=True):
+                    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6, msg=str(plan.choices))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])

@@ -30,6 +30,34 @@ def build():
 
 def build_slow():
     return SlowNet()
+
+def build_fuller():
+    import dataclasses
+    import os
+
+    from memfit import ranks
+
+    rehearse = ranks.rehearse
+
+    def more(engine, sample):
+        found = rehearse(engine, sample)
+        return dataclasses.replace(found, measured_peak_bytes=found.predicted_peak_bytes + 300)
+
+    if os.environ.get("RANK") == "1":
+        ranks.rehearse = more
+    return Net()
+
+def build_slow_on_a_slow_disk():
+    from memfit.train import durable
+
+    sync = durable.sync
+
+    def slow(file):
+        time.sleep(0.5)
+        sync(file)
+
+    durable.sync = slow
+    return SlowNet()
 """
 
 CONFIGURATION = """

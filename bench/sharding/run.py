@@ -217,8 +217,8 @@ def _waiting(rows: Rows) -> str:
     ]
     heads = ["schedule", "micro-batches", "forward of each stage", "measured", "predicted", "(K - 1)/(M + K - 1)"]
     return (
-        f"Of each of {rows[0]['ranks']} ranks, the share of the passes of all micro-batches. The parts of the stages sleep in forward, and twice as long in backward; the median of "
-        f"{rows[0]['steps']} steps. Measured and predicted shares are at most {100 * off:.1f} points apart.\n\n{measuring.table(heads, lines)}"
+        f"Of each of {rows[0]['ranks']} ranks, the share of the passes of all micro-batches. The parts sleep in forward, and twice as long in backward; "
+        f"the median of {rows[0]['steps']} steps. Measured and predicted shares are at most {100 * off:.1f} points apart.\n\n{measuring.table(heads, lines)}"
     )
 
 

@@ -1,6 +1,7 @@
 """Several devices: predicted against measured peak of every rank, DeepSpeed's estimates beside it, and plans against FSDP2 with checkpoint on every block.
 
 python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other numbers of ranks are kept
+python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
 python bench/sharding/run.py --only waiting                # how long ranks of pipelines wait for each other; the rest is kept
 """
 
@@ -24,6 +25,7 @@ Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 PARTS = (1, 4)
 SHARES = {"plain": 1.0, "half way": 0.5, "smallest": 0.0}
+PIPELINE_SHARES = {"plain": 1.0, "85 % of plain": 0.85}
 MUCH = 1 << 50
 LIMIT_SECONDS = 900.0
 WORDS = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
@@ -110,6 +112,42 @@ def predicted(ranks: int, rounds: int) -> list[Row]:
         if number in timed:
             row["predicted_seconds"] = plan.prediction.step_seconds
             row["processor_seconds"] = [of_rank[number]["seconds"] for of_rank in measured]
+    return rows
+
+
+def pipelined(ranks: int) -> list[Row]:
+    """Pipelines, alone and beside each other: with everything kept, and in less."""
+    from sharding.arrangements import adamw, gpt
+
+    import memfit
+    from sharding import arrangements
+    from sharding.ranks import on_ranks
+
+    rows: list[Row] = []
+    plans: list[Any] = []
+    for setting in (f"1f1b/{ranks}", f"gpipe/{ranks}", *([f"1f1b/{ranks // 2}x2"] if ranks > 2 else [])):
+        model, sample, loss_fn = gpt()
+        fixed = {"sharding": setting, "micro_batches": 2 * ranks}
+        budget = MUCH
+        for name, share in PIPELINE_SHARES.items():
+            plan = memfit.plan(model, sample, loss_fn, int(share * budget), adamw, devices=ranks, fixed=fixed)
+            budget = plan.prediction.peak_bytes if share == 1.0 else budget
+            plans.append(plan)
+            rows.append(
+                {
+                    "row": "peak",
+                    "ranks": ranks,
+                    "way": plan.choices.sharding,
+                    "micro_batches": plan.choices.micro_batches,
+                    "plan": name,
+                    "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
+                    "estimate_bytes": None,
+                }
+            )
+        say(f"planned: {setting}")
+    measured = on_ranks(ranks, arrangements.peaks, [plan.to_json() for plan in plans], [], 0, limit=LIMIT_SECONDS)
+    for number, row in enumerate(rows):
+        row["measured_bytes"] = [of_rank[number]["peak_bytes"] for of_rank in measured]
     return rows
 
 
@@ -217,9 +255,15 @@ def _waiting(rows: Rows) -> str:
     ]
     heads = ["schedule", "micro-batches", "forward of each stage", "measured", "predicted", "(K - 1)/(M + K - 1)"]
     return (
-        f"Of each of {rows[0]['ranks']} ranks, the share of the passes of all micro-batches. The parts of the stages sleep in forward, and twice as long in backward; the median of "
-        f"{rows[0]['steps']} steps. Measured and predicted shares are at most {100 * off:.1f} points apart.\n\n{measuring.table(heads, lines)}"
+        f"Of each of {rows[0]['ranks']} ranks, the share of the passes of all micro-batches. The parts sleep in forward, and twice as long in backward; "
+        f"the median of {rows[0]['steps']} steps. Measured and predicted shares are at most {100 * off:.1f} points apart.\n\n{measuring.table(heads, lines)}"
     )
+
+
+def _worded(way: str) -> str:
+    from memfit.techniques.sharding import SHARDING, is_pipeline
+
+    return SHARDING.words(way).partition(" on ")[0] if is_pipeline(way) else WORDS[way]
 
 
 def _peaks(rows: Rows) -> str:
@@ -231,7 +275,7 @@ def _peaks(rows: Rows) -> str:
     lines = [
         [
             str(row["ranks"]),
-            WORDS[row["way"]],
+            _worded(row["way"]),
             str(row["micro_batches"]),
             row["plan"],
             f"{max(row['predicted_bytes']):,}",
@@ -242,7 +286,7 @@ def _peaks(rows: Rows) -> str:
             else f"{row['estimate_bytes']:,} ({100 * (row['estimate_bytes'] / max(row['measured_bytes']) - 1):+.0f} %)",
         ]
         for row in rows
-        if row["way"] in WORDS
+        if row["way"] != "one process"
     ]
     exact = sum(not each for each in off)
     heads = ["ranks", "way", "micro-batches", "plan", "predicted", "measured", "off (any rank)", "DeepSpeed's estimate"]
@@ -301,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["waiting"])
+    parser.add_argument("--only", choices=["pipelines", "waiting"])
     arguments = parser.parse_args()
     measuring.steady_allocator()
     import torch
@@ -314,12 +358,18 @@ def main() -> None:
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *waiting.rows()])
         return
+    if arguments.only == "pipelines":
+        made = [row for ranks in arguments.ranks for row in pipelined(ranks)]
+        again = {(row["ranks"], row["way"]) for row in made}
+        kept = [row for row in measuring.kept(QUESTION) if (row["ranks"], row.get("way")) not in again]
+        measuring.keep(QUESTION, measuring.machine(), [*made, *kept])
+        return
     rows: list[Row] = [
         row for row in measuring.kept(QUESTION) if row["ranks"] not in {1, *arguments.ranks} or row["row"] == "waiting"
     ]
     rows.append(alone(arguments.rounds))
     for ranks in arguments.ranks:
-        for found in (predicted, against_hand):
+        for found in (predicted, against_hand, lambda ranks, _: pipelined(ranks)):
             rows += found(ranks, arguments.rounds)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
             measuring.keep(QUESTION, measuring.machine(), rows)  # what is there stays if the rest is interrupted

@@ -1,6 +1,7 @@
 """How long the ranks of a pipeline wait for each other: measured, predicted by playing the schedule through, and by the textbook's formula.
 
-Parts sleep in forward and backward instead of computing, so that processes on one core run beside each other as on devices of their own, and the seconds of each part are known.
+Parts sleep in forward and backward instead of computing, so that processes on one core run beside each other as on devices of their own, and the
+seconds of each part are known.
 """
 
 from __future__ import annotations

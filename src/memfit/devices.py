@@ -68,7 +68,8 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
     best: Plan | None = None
     turned_down: list[str] = []
     least: InfeasibleError | None = None
-    for way in _ways(asked, ranks):
+    ways = _ways(asked, ranks)
+    for way in ways:
         named = in_words(Choices(sharding=way))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
@@ -84,7 +85,7 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
                 least = error
             continue
         except (CaptureError, InputError) as error:
-            if asked:
+            if len(ways) == 1:
                 raise
             turned_down.append(f"{named}: {error}")
             continue

@@ -16,6 +16,7 @@ import memfit.ranks
 import small
 from memfit.cli.main import main
 from memfit.rehearsal import rehearse
+from memfit.sharding.pipelined import PipelinedModel
 from memfit.values.report import Rehearsal
 from sharding import steps
 
@@ -28,7 +29,14 @@ def fitted(rank: int, ranks: int, way: str) -> tuple[list[float], int, int, bool
     )
     assert engine.sharded is not None
     assert engine.rehearsal is not None
-    unchanged = small.same(steps.whole(model), steps.whole(steps.chain()[0]))
+    fresh = dict(steps.chain()[0].named_parameters())
+    if isinstance(engine.sharded, PipelinedModel):
+        unchanged = all(torch.equal(p, fresh[name]) for name, p in engine.sharded.named().items())
+    else:
+        unchanged = small.same(steps.whole(model), list(fresh.values()))
+    assert [each.predicted_peak_bytes for each in engine.rehearsal.ranks] == [
+        figures.peak_bytes for figures in engine.plan.prediction.ranks
+    ]
     own = steps.part_of(sample, rank, ranks)
     losses = [engine.step(own).loss for _ in range(3)]
     rehearsal = engine.rehearsal

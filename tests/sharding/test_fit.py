@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
-    "way", ["zero1", "zero3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2"))]
+    "way", ["zero1", "pipeline", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2", "zero3"))]
 )
 def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
     model, sample, loss_fn = steps.chain()

@@ -1,0 +1,118 @@
+"""Plans with stages: what is chosen and told, what may be fixed, what is refused; as JSON, and in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import memfit
+from memfit.techniques.sharding import pipeline_setting, stages_of, way_of
+from memfit.values.stages import Schedule
+from pipelining import running
+from sharding import steps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RANKS = 4
+
+
+def planned(fixed: Any = None, budget: Any = 1 << 40, ranks: Any = RANKS, **named: Any) -> memfit.Plan:
+    model, sample, loss_fn = running.decoder()
+    own = steps.part_of(sample, 0, RANKS)
+    return memfit.plan(model, own, loss_fn, budget, steps.adamw, devices=ranks, fixed=fixed, **named)
+
+
+@pytest.fixture(scope="module")
+def plan() -> memfit.Plan:
+    return planned({"sharding": "pipeline", "micro_batches": 4})
+
+
+def test_the_faster_of_the_pipelines_is_taken_and_the_other_one_told(plan: memfit.Plan) -> None:
+    """Eight samples of each of four ranks: 32 in every way."""
+    assert plan.pipeline is not None
+    stages, replicas = stages_of(plan.choices.sharding)
+    assert stages * replicas == RANKS == len(plan.prediction.ranks) == plan.pipeline.ranks
+    assert plan.choices.micro_batches * plan.choices.micro_batch_size == stages * 8
+    assert plan.choices.weights == "tokens:labels"
+    (other,) = plan.rejected
+    assert other.startswith("2 pipelines of 2 stages" if stages == 4 else "a pipeline of 4 stages")
+    assert " a step at " in other
+    for number, rank in enumerate(plan.prediction.ranks):
+        assert rank.stage == number % stages
+        assert 0 < rank.waiting < 1
+        assert rank.peak_bytes <= plan.prediction.peak_bytes <= plan.budget_bytes
+
+
+def test_a_plan_goes_to_json_and_back_and_into_words(plan: memfit.Plan) -> None:
+    assert plan.pipeline is not None
+    assert memfit.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    told = plan.explain()
+    for number in range(plan.pipeline.stages):
+        assert f"  stage {number}: {plan.pipeline.named(number)}; " in told
+    assert "where (K - 1)/(M + K - 1) is" in told
+    assert "each of the ranks waits for others: 0 " in told
+    edited = plan.to_json()
+    edited["pipeline"]["scripts"].pop()
+    with pytest.raises(memfit.PlanFileError, match="cannot be followed"):
+        memfit.Plan.from_json(edited)
+
+
+def test_every_parameter_is_in_a_stage_and_what_crosses_is_named(plan: memfit.Plan) -> None:
+    assert plan.pipeline is not None
+    names = {name for name, _ in running.decoder()[0].named_parameters()}
+    assert set().union(*plan.pipeline.parameters) == names
+    for behind in plan.pipeline.messages:
+        assert sum(message.bytes for message in behind) > 0
+        assert all(message.shape[0] == plan.choices.micro_batch_size for message in behind)
+
+
+def test_all_of_a_pipeline_may_be_fixed() -> None:
+    fixed = planned({"sharding": "gpipe/2x2", "micro_batches": 2})
+    assert (fixed.choices.sharding, fixed.choices.micro_batches) == ("gpipe/2x2", 2)
+    assert fixed.pipeline is not None
+    assert fixed.pipeline.cut.schedule is Schedule.GPIPE
+    # With fewer micro-batches than stages there is nothing to alternate.
+    few = planned({"sharding": "1f1b/4", "micro_batches": 2})
+    assert few.choices.sharding == "gpipe/4"
+
+
+def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> None:
+    fixed = {"sharding": plan.choices.sharding, "micro_batches": 4}
+    tight = planned(fixed, int(0.85 * plan.prediction.peak_bytes))
+    assert tight.pipeline is not None
+    assert any(script.recomputations for script in tight.pipeline.scripts)
+    assert tight.prediction.peak_bytes <= tight.budget_bytes < plan.prediction.peak_bytes
+    with pytest.raises(memfit.InfeasibleError, match="the smallest plan needs") as error:
+        planned(fixed, 50_000)
+    assert error.value.minimum_bytes is not None
+    assert error.value.minimum_bytes > 50_000
+
+
+@pytest.mark.parametrize(
+    ("fixed", "named", "says"),
+    [
+        ({"sharding": "1f1b/3"}, {}, "4 devices make '1f1b/4', '1f1b/2x2'"),
+        ({"sharding": "ring"}, {}, "there is 'data', 'zero1', 'zero2', 'zero3', 'gpipe', '1f1b', 'pipeline'"),
+        (
+            {"sharding": "pipeline", "precision": "bf16"},
+            {},
+            "fixed precision='bf16' is not for stages of a pipeline yet",
+        ),
+        ({"sharding": "pipeline"}, {"freeze": ["words"]}, r"freeze=\['words'\] is not for stages of a pipeline yet"),
+        ({"sharding": "1f1b/4"}, {"ranks": None}, "is a pipeline, which is planned for devices that are named"),
+        ({"sharding": "1f1b/4", "micro_batches": 7}, {}, "32 samples does not divide into 7 micro-batches"),
+    ],
+)
+def test_what_stages_cannot_have_is_one_sentence(fixed: Any, named: dict[str, Any], says: str) -> None:
+    with pytest.raises(memfit.MemfitError, match=says):
+        planned(fixed, **named)
+
+
+def test_settings_are_written_in_a_few_letters() -> None:
+    assert pipeline_setting("1f1b", 4) == "1f1b/4"
+    assert way_of(pipeline_setting("gpipe", 2, 3)) == ("gpipe", 6, 0)
+    for wrong in ("1f1b", "1f1b/1", "1f1b/2x0", "gpipe/x"):
+        with pytest.raises(memfit.InputError, match="of pipelines the stages of one and how many there are"):
+            way_of(wrong)

@@ -136,7 +136,9 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return f"{told(rows[0]['of'])}\n\n" + measuring.table(["64 devices", "published", "predicted", "difference", "exact"], lines)
+    return f"{told(rows[0]['of'])}\n\n" + measuring.table(
+        ["64 devices", "published", "predicted", "difference", "exact"], lines
+    )
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -163,7 +165,15 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
                         f"{found['peak_bytes'] / GIB:.1f} GiB",
                     ]
                 )
-        heads = ["run", "published", "predicted with", "nothing overlapped", "overlapped", "published peak", "predicted peak"]
+        heads = [
+            "run",
+            "published",
+            "predicted with",
+            "nothing overlapped",
+            "overlapped",
+            "published peak",
+            "predicted peak",
+        ]
         parts.append(f"{told(mine[0]['of'])}\n\n" + measuring.table(heads, lines))
     summary = (
         f"Tokens a second on each GPU; predictions are *estimated*. Where the run keeps what the prediction does, the overlapped figures are off by "
@@ -195,7 +205,11 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """As Markdown."""
-    parts = {"state": ("Model states", _states), "step": ("Published steps", _steps), "grid": ("From 8 to 4,096 GPUs", _grid)}
+    parts = {
+        "state": ("Model states", _states),
+        "step": ("Published steps", _steps),
+        "grid": ("From 8 to 4,096 GPUs", _grid),
+    }
     found = []
     for kind, (head, tell) in parts.items():
         mine = [row for row in rows if row["kind"] == kind]
@@ -209,7 +223,9 @@ def main() -> None:
     torch.set_num_threads(1)
     makers = {"states": of_states, "steps": of_steps, "grid": of_grid}
     wanted = [name for name in makers if name in sys.argv[1:]] or list(makers)
-    rows: list[Row] = [row for row in measuring.kept(QUESTION) if f"{row['kind']}s" not in wanted and row["kind"] not in wanted]
+    rows: list[Row] = [
+        row for row in measuring.kept(QUESTION) if f"{row['kind']}s" not in wanted and row["kind"] not in wanted
+    ]
     for name in wanted:
         rows += makers[name]()
         order = ("state", "step", "grid")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Hidden size, of the MLP, layers, heads, heads of keys, words: Touvron et al. 2023 (arXiv:2307.09288), Grattafiori et al. 2024 (arXiv:2407.21783), and a GPT of 7.5
-# billion parameters (36 layers of 4,096) for the figure of ZeRO, which tells the number of parameters alone.
+# Hidden size, of the MLP, layers, heads, heads of keys, words: Touvron et al. 2023 (arXiv:2307.09288), Grattafiori et al. 2024 (arXiv:2407.21783).
 SHAPES = {
     "llama2-13b": (5120, 13824, 40, 40, 40, 32_000),
     "llama2-70b": (8192, 28672, 80, 64, 8, 32_000),

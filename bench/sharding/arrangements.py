@@ -63,7 +63,7 @@ class Planned:
 class ByHand:
     """As torch's tutorials have it: torch's checkpoint around every block, or not, then `fully_shard` on every block and on the model."""
 
-    def __init__(self, *, checkpoint: bool) -> None:
+    def __init__(self, *, checkpoint: bool, reshards: bool = True, mesh: Any = None) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
         from torch.distributed.fsdp import fully_shard
 
@@ -72,8 +72,8 @@ class ByHand:
         for number, block in enumerate(blocks):
             if checkpoint:
                 blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
-            fully_shard(blocks[number])
-        fully_shard(self.model)
+            fully_shard(blocks[number], mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = adamw(self.model.parameters())
 
     def step(self) -> None:

@@ -55,25 +55,23 @@ def between(plan: Any) -> Iterator[tuple[str, Any]]:
         yield name, plan if share == 1.0 else replan(plan, round(smallest + (largest - smallest) * share))
 
 
-def estimated(way: str, ranks: int) -> int | None:
-    """Parameters, gradients and state on each rank, by DeepSpeed's own estimators. It has none for data parallelism, ZeRO 1 and activations."""
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-    from sharding.arrangements import gpt
+def with_estimates(rows: Rows) -> list[Row]:
+    """The rows with what others say beforehand: of each way, and of what is written by hand."""
+    from memfit.techniques.sharding import WAYS
+    from sharding.estimators import deepspeed, tracked
 
-    model = gpt()[0]
-    if way == "zero2":
-        return int(
-            stage_1_and_2.estimate_zero2_model_states_mem_needs(
-                stage_1_and_2.model_to_params(model), num_gpus_per_node=ranks, cpu_offload=False
-            )[1]
-        )
-    if way == "zero3":
-        return int(
-            stage3.estimate_zero3_model_states_mem_needs(
-                *stage3.model_to_params(model), num_gpus_per_node=ranks, cpu_offload=False, cpu_offload_params=False
-            )[1]
-        )
-    return None
+    found = []
+    for row in rows:
+        more: Row = {}
+        if row["row"] == "peak" and row["way"] in WAYS:
+            plain = row["micro_batches"] == 1 and row["plan"] == "plain"
+            more["estimate_bytes"] = deepspeed(row["way"], row["ranks"])
+            more["tracked_bytes"] = tracked(row["way"], row["ranks"]) if plain else None
+        elif row["row"] == "hand" and row["name"].startswith("by hand"):
+            more["tracked_bytes"] = tracked("zero3", row["ranks"], checkpoint="every block" in row["name"])
+        found.append({**row, **more})
+        say(f"estimated: {row.get('way', row.get('name'))} {more}")
+    return found
 
 
 def predicted(ranks: int, rounds: int) -> list[Row]:
@@ -86,7 +84,6 @@ def predicted(ranks: int, rounds: int) -> list[Row]:
     plans: list[Any] = []
     timed: list[int] = []
     for way in WAYS:
-        estimate = estimated(way, ranks)
         for parts in PARTS:
             made = planned(sharding=setting_of(way, ranks), micro_batches=parts)
             for name, plan in between(made):
@@ -101,7 +98,7 @@ def predicted(ranks: int, rounds: int) -> list[Row]:
                         "micro_batches": parts,
                         "plan": name,
                         "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
-                        "estimate_bytes": estimate,
+                        "estimate_bytes": None,
                     }
                 )
             say(f"planned: {way}, {ranks} ranks, {parts} micro-batches")
@@ -284,16 +281,33 @@ def _peaks(rows: Rows) -> str:
             ""
             if row["estimate_bytes"] is None
             else f"{row['estimate_bytes']:,} ({100 * (row['estimate_bytes'] / max(row['measured_bytes']) - 1):+.0f} %)",
+            _tracked(row),
         ]
         for row in rows
         if row["way"] != "one process"
     ]
     exact = sum(not each for each in off)
-    heads = ["ranks", "way", "micro-batches", "plan", "predicted", "measured", "off (any rank)", "DeepSpeed's estimate"]
+    heads = [
+        "ranks",
+        "way",
+        "micro-batches",
+        "plan",
+        "predicted",
+        "measured",
+        "off (any rank)",
+        "DeepSpeed's estimate",
+        "FSDPMemTracker",
+    ]
     return (
         f"Bytes of the fullest rank. Of {len(off)} peaks, of each rank and of one process alone, {exact} are predicted to the byte; "
         f"the largest error is {max(off)} bytes.\n\n" + measuring.table(heads, lines)
     )
+
+
+def _tracked(row: Mapping[str, Any]) -> str:
+    """What torch's tracker says, and by how many bytes it is off."""
+    said = row.get("tracked_bytes")
+    return "" if said is None else f"{said:,} ({said - max(row['measured_bytes']):+,})"
 
 
 def _hand(rows: Rows) -> str:
@@ -309,6 +323,7 @@ def _hand(rows: Rows) -> str:
                 f"{row['time_ratio']:.3f}",
                 f"{row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f}",
                 str(row["micro_batches"]),
+                _tracked(row),
             ]
             for row in own
         ]
@@ -319,6 +334,7 @@ def _hand(rows: Rows) -> str:
             "time / every block",
             "quartiles",
             "micro-batches",
+            "FSDPMemTracker",
         ]
         seconds = next(row for row in own if row["name"] == "by hand, every block")["seconds"]
         parts.append(
@@ -345,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["pipelines", "waiting"])
+    parser.add_argument("--only", choices=["pipelines", "waiting", "estimates"], help="the rest of the results is kept")
     arguments = parser.parse_args()
     measuring.steady_allocator()
     import torch
@@ -353,6 +369,11 @@ def main() -> None:
     from sharding import arrangements, waiting
 
     torch.set_num_threads(1)
+    if arguments.only == "estimates":
+        kept = measuring.kept(QUESTION)
+        measuring.keep(QUESTION, kept[0]["machine"], with_estimates(kept))
+        print(table(measuring.kept(QUESTION)))
+        return
     arrangements.on_path()
     if arguments.only == "waiting":
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
@@ -372,6 +393,7 @@ def main() -> None:
         for found in (predicted, against_hand, lambda ranks, _: pipelined(ranks)):
             rows += found(ranks, arguments.rounds)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
+            rows = with_estimates(rows)
             measuring.keep(QUESTION, measuring.machine(), rows)  # what is there stays if the rest is interrupted
     print(table(rows))
 

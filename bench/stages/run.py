@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import measuring
 
 FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+
 QUESTION = "stages"
 GIB = 1 << 30
 
@@ -101,24 +103,28 @@ def language_model(samples: int, length: int, words: int, width: int, layers: in
 
 
 def of_torchgpipe() -> list[Row]:
-    """ResNet-101 as torchgpipe timed it: forward is run again for all micro-batches but the last."""
+    """ResNet-101 and a U-Net as torchgpipe timed them: forward is run again for all micro-batches but the last."""
     import torch
+    from unet import unet
 
     from memfit.hardware.topology import PeerLink
     from memfit.planner.cutting import cut
     from memfit.values.stages import Line, Recompute, Schedule, StageDevice
 
     machine, rows = p40(), []
+    timed = {"torchgpipe": (118, lambda samples: resnet(samples, (3, 4, 23, 3))), "torchgpipe_unet": (40, unet)}
     chains = {}
-    for row in (row for row in asked() if row["source"] == "torchgpipe"):
+    for row in (row for row in asked() if row["source"] in timed):
+        alone, build = timed[row["source"]]
         size = row["batch"] // row["micro_batches"]
-        for samples in (118, size):
-            if samples not in chains:
-                model, sample, loss_fn = resnet(samples, (3, 4, 23, 3))
-                chains[samples] = chain_of(model, sample, loss_fn, machine, lambda p: torch.optim.SGD(p, lr=0.1))
-        plain = chains[118].stage(0, len(chains[118].parts))
-        baseline = 118 / (plain.forward_seconds + plain.backward_seconds + plain.update_seconds)
-        parts = chains[size]
+        for samples in (alone, size):
+            if (row["source"], samples) not in chains:
+                model, sample, loss_fn = build(samples)
+                found = chain_of(model, sample, loss_fn, machine, lambda p: torch.optim.SGD(p, lr=0.1))
+                chains[row["source"], samples] = found
+        plain = chains[row["source"], alone].stage(0, len(chains[row["source"], alone].parts))
+        baseline = alone / (plain.forward_seconds + plain.backward_seconds + plain.update_seconds)
+        parts = chains[row["source"], size]
         again = (row["micro_batches"] - 1) / row["micro_batches"]
         menus = {
             (first, end): (Recompute(0, 0, again * sum(p.forward_seconds for p in parts.parts[first:end])),)
@@ -175,37 +181,39 @@ def of_unequal() -> list[Row]:
         "2 x a100, 2 x t4": ["a100", "a100", "t4", "t4"],
         "t4, v100, a10, a100": ["t4", "v100", "a10", "a100"],
     }
-    schedule, number, rows = Schedule.ONE_FORWARD_ONE_BACKWARD, 16, []
+    number, rows = 16, []
     for name, (model, sample, loss_fn) in models.items():
         for words, cards in lines.items():
             machines = tuple(known_machine(card) for card in cards)
             parts = chain_of(model, sample, loss_fn, machines[0], lambda p: torch.optim.AdamW(p, fused=True))
             peers = tuple(PeerLink(a, b, 12e9, 1e-5) for a in range(4) for b in range(a + 1, 4))
             line = Line.of(Topology(machines, (), peers))
-            by_hand = cost_of(parts, line, equal_parameter_ends(parts, 4), number, schedule)
-            given = cut(parts, line, number, schedule, stages=4)
-            ordered = cut(parts, line, number, schedule, stages=4, any_order=True)
-            slow = [
-                f"{card} {made / GIB:.1f} GiB"
-                for card, made in zip(cards, by_hand.peak_bytes, strict=True)
-                if made > known_machine(card).memory_bytes
-            ]
-            rows.append(
-                {
-                    "kind": "unequal",
-                    "name": name,
-                    "line": words,
-                    "by_hand": by_hand.step_seconds,
-                    "cut": given.step_seconds,
-                    "any_order": ordered.step_seconds,
-                    "bound": given.bound_seconds,
-                    "stages": [stage.end - stage.first for stage in given.stages],
-                    "bubble": given.bubble,
-                    "by_hand_bubble": by_hand.bubble,
-                    "too_large": slow,
-                }
-            )
-            print(rows[-1], file=sys.stderr, flush=True)
+            for schedule in (Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD):
+                by_hand = cost_of(parts, line, equal_parameter_ends(parts, 4), number, schedule)
+                given = cut(parts, line, number, schedule, stages=4)
+                ordered = cut(parts, line, number, schedule, stages=4, any_order=True)
+                slow = [
+                    f"{card} {made / GIB:.1f} GiB"
+                    for card, made in zip(cards, by_hand.peak_bytes, strict=True)
+                    if made > known_machine(card).memory_bytes
+                ]
+                rows.append(
+                    {
+                        "kind": "unequal",
+                        "name": name,
+                        "line": words,
+                        "schedule": str(schedule),
+                        "by_hand": by_hand.step_seconds,
+                        "cut": given.step_seconds,
+                        "any_order": ordered.step_seconds,
+                        "bound": given.bound_seconds,
+                        "stages": [stage.end - stage.first for stage in given.stages],
+                        "bubble": given.bubble,
+                        "by_hand_bubble": by_hand.bubble,
+                        "too_large": slow,
+                    }
+                )
+                print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -245,13 +253,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     parts += [
         "### Unequal models, unequal devices",
         (
-            "Step seconds, *estimated* from data sheets, 16 micro-batches, 1F1B, links of 12 GB/s; devices in the order told, and in the best order. "
+            "Step seconds, *estimated* from data sheets, 16 micro-batches, links of 12 GB/s; devices in the order told, and in the best order. "
             f"Cuts of equal parameters take {min(ratios):.2f} to {max(ratios):.2f} times as long."
         ),
         measuring.table(
             [
                 "model",
                 "devices",
+                "schedule",
                 "equal parameters",
                 "cut",
                 "ratio",
@@ -264,6 +273,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 [
                     row["name"],
                     row["line"],
+                    row["schedule"],
                     f"{1000 * row['by_hand']:.0f} ms ({100 * row['by_hand_bubble']:.0f} % waiting)",
                     f"{1000 * row['cut']:.0f} ms",
                     f"{row['by_hand'] / row['cut']:.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from memfit.capture.trace_source import TraceSource
@@ -45,13 +46,16 @@ def share_of(topology: Topology, budget: Budget) -> Budget:
     return parse_bytes(budget, total_bytes=topology.devices[0].memory_bytes)
 
 
-def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> Plan:
+def plan_sharded(
+    source: TraceSource, request: Request, topology: Topology, make: Callable[[Request], Plan] | None = None
+) -> Plan:
     """The fastest plan among data parallelism and ZeRO 1, 2 and 3; what was turned down is told with its reason.
 
     Args:
         source: of the traces; its sample is the batch of one rank.
         request: whose budget is that of each device.
         topology: the devices.
+        make: the plan for a request in which one way is settled; None for that of the source's step.
 
     Raises:
         InfeasibleError: no way fits; carries the smallest budget of all.
@@ -70,7 +74,7 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
         named = in_words(Choices(sharding=setting_of(way, ranks)))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
-            made = _planned(source, request, way, ranks)
+            made = _planned(source, request, way, ranks, make)
         except InfeasibleError as error:
             needs = (
                 ""
@@ -121,10 +125,14 @@ def _slower(plan: Plan) -> str:
     )
 
 
-def _planned(source: TraceSource, request: Request, way: str, ranks: int) -> Plan:
+def _planned(
+    source: TraceSource, request: Request, way: str, ranks: int, make: Callable[[Request], Plan] | None
+) -> Plan:
     """The plan for one way, in which the fullest rank fits."""
     with frozen(source.model, request.freeze):
         setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))
+    if make is not None:
+        return make(request.settling(sharding=setting))
     planning = planning_for(source, request.settling(sharding=setting))
     assert request.budget is not None, "whoever plans has one"
     budget_bytes = target = request.budget.bytes

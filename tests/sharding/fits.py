@@ -31,8 +31,29 @@ def fitted(rank: int, ranks: int, way: str) -> tuple[list[float], int, int, bool
     return losses, rehearsal.measured_peak_bytes, rehearsal.predicted_peak_bytes, unchanged
 
 
+def in_a_group(rank: int, ranks: int) -> dict[str, tuple[int, list[int], str]]:
+    """In a group that is there: by way this rank's measured peak, the predicted ones, and what is said where nothing fits."""
+    found = {}
+    for way in ("data", "zero3"):
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, ranks)
+        fixed = {"sharding": way, "micro_batches": 1}
+        error = ""
+        try:
+            memfit.fit(model, own, loss_fn, 1000, small.adamw, devices=ranks, fixed=fixed)
+        except memfit.InfeasibleError as refused:
+            error = str(refused)
+        engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed=fixed)
+        assert engine.rehearsal is not None
+        assert engine.sharded is not None
+        predicted = [figures.peak_bytes for figures in engine.plan.prediction.ranks]
+        found[way] = engine.rehearsal.measured_peak_bytes, predicted, error
+        engine.sharded.close()
+    return found
+
+
 def refused(rank: int, ranks: int) -> list[str]:
-    """What is said where there is a group already, with and without devices, and where the ranks are of another number."""
+    """What is said in a group without devices, and where the ranks are of another number."""
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
@@ -44,7 +65,6 @@ def refused(rank: int, ranks: int) -> list[str]:
 
     tried(devices=ranks + 1)
     torch.distributed.init_process_group("gloo")
-    tried(devices=ranks)
     tried()
     torch.distributed.destroy_process_group()
     return said

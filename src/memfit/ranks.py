@@ -123,13 +123,16 @@ def planned_together(make: Callable[[], Plan]) -> Plan:
     return Plan.from_json(told[0]) if made is None else made
 
 
-def rehearsed_together(engine: Engine, sample: Batch, progress: Progress | None = None) -> None:
+def rehearsed_together(
+    engine: Engine, sample: Batch, progress: Progress | None = None, loader_batches: int = 1
+) -> None:
     """One metered step of all ranks, which leaves everything as it was.
 
     Args:
         engine: of a plan for as many ranks.
         sample: this rank's part of a batch.
         progress: as for `memfit.fit`.
+        loader_batches: as for `rehearse`.
 
     Raises:
         BatchError, InfeasibleError: as for `fit_together`.
@@ -137,7 +140,7 @@ def rehearsed_together(engine: Engine, sample: Batch, progress: Progress | None 
     assert engine.sharded is not None
     _check_sample(engine, sample, engine.sharded.agreement)
     tell(progress, "rehearsing one step", 0.0)
-    engine.rehearsal = replace(rehearse(engine, sample), rounds=1)
+    engine.rehearsal = replace(rehearse(engine, sample, loader_batches), rounds=1)
     _check_peaks(engine, engine.sharded.agreement)
 
 

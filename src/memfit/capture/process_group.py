@@ -8,7 +8,6 @@ buckets are tensors of integers, so those are real; and it waits for a future th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,10 +57,12 @@ def fake_group(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-_numbers = itertools.count()  # names of groups have to differ
+# One name for the group of every capture, and one for its mesh: what torch keeps of a mesh from one use to the next (how tensors are laid out anew, by the name
+# of the group) is then never taken for a mesh of the run, which may have the same ranks.
+_NAME: Final = "memfit-capture"
 
 
-def _beside_the_run(ranks: int, rank: int, store: dist.Store) -> dist.ProcessGroup:
+def _beside_the_run(ranks: int, rank: int, store: Any) -> dist.ProcessGroup:
     """A fake group in a process that belongs to a real one, which goes on as it is and whose other ranks need not know.
 
     `torch.distributed.new_group` would wait for all of them, and give this process its own rank. What is made here is torch's group all the same, under which
@@ -78,13 +79,14 @@ def _beside_the_run(ranks: int, rank: int, store: dist.Store) -> dist.ProcessGro
     places = [other for other in range(there) if other != here]
     places.insert(rank, here)
     places = places[:ranks]
+    group: dist.ProcessGroup
     group, _ = _new_process_group_helper(
         ranks,
         rank,
         places,
         dist.Backend(dist.Backend.FAKE),
         store,
-        group_name=f"memfit-capture-{next(_numbers)}",  # type: ignore[arg-type]  # a kind of text in newer versions
+        group_name=_NAME,  # type: ignore[arg-type]  # a kind of text in newer versions
         timeout=timedelta(minutes=1),
     )
     _world.pg_group_ranks[group] = {number: place for place, number in enumerate(places)}
@@ -96,7 +98,7 @@ def fake_mesh(setting: str, device_type: str) -> Iterator[DeviceMesh]:
     """The ranks of a setting of sharding ("zero3/4@1": rank 1 of 4) as a mesh of one dimension."""
     _, ranks, rank = way_of(setting)
     with fake_group(ranks, rank) as group:
-        yield mesh_of(group, device_type)
+        yield mesh_of(group, device_type, _NAME)
 
 
 class OnFakeTensors(TorchDispatchMode):

@@ -106,3 +106,40 @@ def trained(rank: int, folder: str, runs: list[tuple[str, dict[str, Any], dict[s
         model = made.model
         found.append((logged(made, "loss"), logged(made, "grad_norm"), whole(model), predicted, measured, recorded))
     return found
+
+
+def saved_and_resumed(rank: int, folder: str, first: str, second: str) -> list[Told]:
+    """Four steps under one way, saved after the second; the same from there under another, and under Trainer alone."""
+    del rank
+    adam = {"optim": "adamw_torch", "learning_rate": 1e-3, "per_device_train_batch_size": 4}
+    found: list[Told] = []
+
+    def run(way: str | None, *, saves: bool, begin: str | None) -> None:
+        settings = {"save_strategy": "steps", "save_steps": 2} if saves else {}
+        made = trainer("classifier", folder, **adam, **settings)
+        if way is not None:
+            memfit.transformers.fit(made, 1 << 40, fixed={"sharding": way, "micro_batches": 1})
+        made.train(resume_from_checkpoint=begin)
+        found.append((logged(made, "loss"), logged(made, "grad_norm"), whole(made.model), [], [], []))
+
+    there = str(Path(folder, "checkpoint-2"))
+    run(first, saves=True, begin=None)
+    run(second, saves=False, begin=there)
+    run(None, saves=False, begin=there)
+    return found
+
+
+def refused(rank: int, folder: str) -> list[str]:
+    """What is said of settings that cannot stand beside a model that is shared out."""
+    del rank
+    said = []
+    for fixed, arguments in (
+        ("zero3", {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}),
+        ("zero3/3", {}),
+    ):
+        made = trainer("classifier", folder, **arguments)
+        try:
+            memfit.transformers.fit(made, 1 << 40, fixed={"sharding": fixed, "micro_batches": 1})
+        except memfit.MemfitError as error:
+            said.append(str(error))
+    return said

@@ -92,6 +92,9 @@ class TrainerOnRanks:
         trainer.training_step = self._around(trainer.training_step)
         trainer._clip_grad_norm = lambda _: self._sharded.clip(trainer.args.max_grad_norm)  # noqa: SLF001 - there is no other way in
         trainer._get_grad_norm = self._norm  # noqa: SLF001 - likewise
+        if trainer.args.device.type == "cpu":
+            # Of several ranks it is "cpu:0", to which Trainer would copy each batch inside the step, beside the loader's own.
+            trainer._prepare_input = _as_it_is  # noqa: SLF001 - likewise
         if engine.plan.choices.sharding.startswith("data/"):
             return
         trainer._save_optimizer_and_scheduler = self._save_optimizer(trainer._save_optimizer_and_scheduler)  # noqa: SLF001 - likewise
@@ -216,6 +219,10 @@ class TrainerOnRanks:
                     state[key] = self._sharded.part_of(name, value).clone()
             saved["state"][number] = state
         optimizer.load_state_dict(saved)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_SECONDS = 900.0  # importing Trainer takes most of it where the machine is busy
-OF_TRAINER = 8  # bytes: the running loss, which Trainer keeps beside the step
+OF_TRAINER = 16  # bytes: the running loss and the number of items, which Trainer keeps beside the step
 ORDER_OF_ADDITIONS = 1e-5
 
 
@@ -42,7 +42,7 @@ def compared(folder: Path, kind: str, arguments: dict[str, Any], fits: list[dict
             for mine, expected in zip(parameters, alone[2], strict=True):
                 torch.testing.assert_close(mine, expected, rtol=near, atol=near)
             # gloo releases in a thread that the meter does not see, so a step may show a collective's buffer too much.
-            assert predicted[rank] <= min(measured) <= predicted[rank] + OF_TRAINER
+            assert min(measured) == pytest.approx(predicted[rank], abs=OF_TRAINER)
 
 
 def test_losses_are_those_of_trainers_own_ranks_and_every_peak_is_predicted(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
             "load_best_model_at_end=True loads whole weights into the model, of which a rank has a part under zero3"
             in best
         )
-        assert "sharding" in other
+        assert "fixed sharding='zero4': there is 'data', 'zero1', 'zero2', 'zero3'" in other
 
 
 def test_a_way_of_sharing_out_needs_ranks(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def trainer(kind: str, folder: str, **named: Any) -> Any:
         "dataloader_pin_memory": False,
         **named,
     }
-    return transformers.Trainer(built(kind), transformers.TrainingArguments(**arguments), train_dataset=rows(kind))
+    return transformers.Trainer(
+        built(kind), transformers.TrainingArguments(**arguments), train_dataset=rows(kind), eval_dataset=rows(kind, 8)
+    )
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
@@ -134,8 +136,11 @@ def refused(rank: int, folder: str) -> list[str]:
     del rank
     said = []
     for fixed, arguments in (
-        ("zero3", {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}),
-        ("zero3/3", {}),
+        (
+            "zero3",
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1},
+        ),
+        ("zero4", {}),
     ):
         made = trainer("classifier", folder, **arguments)
         try:

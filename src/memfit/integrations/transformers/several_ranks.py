@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from memfit.engine import Engine
 from memfit.errors import InputError
@@ -174,8 +173,9 @@ class TrainerOnRanks:
         optimizer = self._engine.optimizer
         assert optimizer is not None
         first = self._sharded.agreement.rank == 0
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.consolidate_state_dict(to=0)
+        if _gathers_itself(optimizer):
+            gathers: Any = optimizer
+            gathers.consolidate_state_dict(to=0)
             return optimizer.state_dict() if first else None
         packed: dict[str, Any] = optimizer.state_dict()
         names = {id(p): name for name, p in self._sharded.named().items()}
@@ -193,7 +193,7 @@ class TrainerOnRanks:
     def _load_optimizer(self, own: Callable[[str | None], None]) -> Callable[[str | None], None]:
         @functools.wraps(own)
         def load(checkpoint: str | None) -> None:
-            if checkpoint is None or isinstance(self._engine.optimizer, ZeroRedundancyOptimizer):
+            if checkpoint is None or _gathers_itself(self._engine.optimizer):
                 own(checkpoint)  # torch's takes what it has of a whole state
                 return
             with suppress(FileNotFoundError):  # saved with save_only_model: as Trainer, without
@@ -219,6 +219,11 @@ class TrainerOnRanks:
                     state[key] = self._sharded.part_of(name, value).clone()
             saved["state"][number] = state
         optimizer.load_state_dict(saved)
+
+
+def _gathers_itself(optimizer: Any) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, whose module takes a while to import."""
+    return hasattr(optimizer, "consolidate_state_dict")
 
 
 def _as_it_is(data: Any) -> Any:

@@ -78,6 +78,7 @@ class Adapter:
         ENTRY: what users call to give a sample.
         CHOICES: what `fixed` may say; the rest is set in the trainer.
         SETTLED: choices that the trainer makes for every plan, besides those in `window.FIXED`.
+        ON_RANKS: choices that it makes besides where there are several ranks.
         ALLOWS: whether users can say `allow=`.
         engine: with the plan, the rehearsal, and a record of every step; None before there is a plan.
     """
@@ -86,6 +87,7 @@ class Adapter:
     ENTRY: ClassVar[str]
     CHOICES: ClassVar[tuple[str, ...]]
     SETTLED: ClassVar[Mapping[str, Any]] = {}
+    ON_RANKS: ClassVar[Mapping[str, Any]] = {}
     ALLOWS: ClassVar[bool] = True
 
     def __init__(
@@ -188,7 +190,7 @@ class Adapter:
         )
         if "sharding" in self.fixed:
             refuse_alone(str(self.fixed["sharding"]))
-        settled = {**FIXED, **self.SETTLED}
+        settled = {**FIXED, **self.SETTLED, **(self.ON_RANKS if ranks_here() > 1 else {})}
         request = requested(
             step.model,
             budget=self.budget,

@@ -57,8 +57,9 @@ def between(plan: Any) -> Iterator[tuple[str, Any]]:
 
 def with_estimates(rows: Rows) -> list[Row]:
     """The rows with what others say beforehand: of each way, and of what is written by hand."""
-    from memfit.techniques.sharding import WAYS
     from sharding.estimators import deepspeed, tracked
+
+    from memfit.techniques.sharding import WAYS
 
     found = []
     for row in rows:

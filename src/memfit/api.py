@@ -325,7 +325,7 @@ def fit(
     `apply`.
 
     Args:
-        devices: as for `plan`; in each of as many processes that torchrun has started, before they have a process group: rank 0 plans, all join and rehearse
+        devices: as for `plan`; in each of as many processes that torchrun has started, with or without a process group: rank 0 plans, all join and rehearse
             together, and where one rank measures more than its budget all raise. The sample is this rank's part of the batch.
         fabric: a `lightning.Fabric`: model and optimizer are set up through it, and steps run its backward and its update (`memfit.engine.fabric`).
 

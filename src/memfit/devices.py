@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from memfit.capture.trace_source import TraceSource
@@ -49,13 +50,16 @@ def share_of(topology: Topology, budget: Budget) -> Budget:
     return parse_bytes(budget, total_bytes=topology.devices[0].memory_bytes)
 
 
-def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> Plan:
+def plan_sharded(
+    source: TraceSource, request: Request, topology: Topology, make: Callable[[Request], Plan] | None = None
+) -> Plan:
     """The fastest plan among data parallelism, ZeRO 1, 2 and 3, and pipelines; what was turned down is told with its reason.
 
     Args:
         source: of the traces; its sample is the batch of one rank.
         request: whose budget is that of each device.
         topology: the devices.
+        make: the plan for a request in which one way is settled; None for that of the source's step.
 
     Raises:
         InfeasibleError: no way fits; carries the smallest budget of all.
@@ -73,7 +77,7 @@ def plan_sharded(source: TraceSource, request: Request, topology: Topology) -> P
         named = in_words(Choices(sharding=way))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
-            made = _planned(source, request, way, topology)
+            made = _planned(source, request, way, topology, make)
         except InfeasibleError as error:
             needs = (
                 ""
@@ -143,11 +147,20 @@ def _slower(plan: Plan) -> str:
     )
 
 
-def _planned(source: TraceSource, request: Request, setting: str, topology: Topology) -> Plan:
+def _planned(
+    source: TraceSource,
+    request: Request,
+    setting: str,
+    topology: Topology,
+    make: Callable[[Request], Plan] | None,
+) -> Plan:
     """The plan for one way. It is searched for the rank with the most state, and fits on every one."""
     if is_pipeline(setting):
+        if make is not None:
+            raise InputError("a trainer runs the whole model in every process, so it trains no stages")
         return plan_pipelines(source, request, topology, setting)
     way, ranks, _ = way_of(setting)
     with frozen(source.model, request.freeze):
         setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))
-    return planning_for(source, request.settling(sharding=setting)).plan()
+    settled = request.settling(sharding=setting)
+    return make(settled) if make is not None else planning_for(source, settled).plan()

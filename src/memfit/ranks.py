@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
-from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.errors import BatchError, InfeasibleError, InputError, MemfitError
 from memfit.planning import Planning, planning_of
 from memfit.progress import Progress, tell
 from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
@@ -44,7 +45,7 @@ def refuse_one_device() -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise InputError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and memfit.fit without devices= fits one device: call "
-            f"memfit.fit(..., devices={dist.get_world_size()}) before torch.distributed.init_process_group, or memfit.apply with a plan made for devices="
+            f"memfit.fit(..., devices={dist.get_world_size()}) in all of them, or memfit.apply with a plan made for devices="
         )
 
 
@@ -52,14 +53,9 @@ def check_world(number: int) -> tuple[int, int]:
     """This process's rank and the number of ranks, where they are as many as the devices that are planned for.
 
     Raises:
-        InputError: they are not, or there is a process group already, in which nothing can be planned.
+        InputError: they are not.
     """
-    if dist.is_initialized():
-        raise InputError(
-            "a step of several ranks is planned in a process without a group, and this one has one: call memfit.fit before "
-            "torch.distributed.init_process_group (it joins the ranks itself), or memfit.apply with a plan made before"
-        )
-    there = place()
+    there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else place()
     if there is None or there[1] != number:
         run = "this process is alone" if there is None else f"this run has {there[1]} ranks"
         raise InputError(
@@ -78,10 +74,10 @@ def fit_together(
     lower_tier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Join the ranks of this run, hand them the plan of the first one, and rehearse one step together.
+    """Join the ranks of this run where they have no group yet, hand them the plan of the first one, and rehearse one step together.
 
     Args:
-        make: makes the plan; called on rank 0 alone, before there is a process group, while the others wait for it.
+        make: makes the plan; called on rank 0 alone, while the others wait for it.
         model: the same on every rank.
         sample: this rank's part of a batch.
         loss_fn, optimizer: as for `memfit.fit`.
@@ -92,22 +88,60 @@ def fit_together(
         BatchError: one rank's sample is not as planned; on all ranks, naming that one.
         InfeasibleError: one rank measured more than the budget, and there is no plan that much smaller; on all ranks, naming that one.
     """
-    there = place()
-    assert there is not None, "whoever comes here has checked"
-    rank, ranks = there
-    made = make() if rank == 0 else None
-    dist.init_process_group(backend_for(device_of(model)))
-    told = [None if made is None else made.to_json()]
-    dist.broadcast_object_list(told, src=0)
-    if made is None:
-        assert told[0] is not None
-        made = Plan.from_json(told[0])
-    check_plan(made, ranks)
+    if not dist.is_initialized():
+        there = place()
+        assert there is not None, "whoever comes here has checked"
+        if there[0] == 0:
+            found = make()  # where this fails, torchrun ends the others
+            make = lambda: found  # noqa: E731 - what was made, told to the others as any other plan
+        dist.init_process_group(backend_for(device_of(model)))
+    made = planned_together(make)
+    check_plan(made, dist.get_world_size())
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)
+    rehearsed_together(engine, sample, progress)
+    return engine
+
+
+def planned_together(make: Callable[[], Plan]) -> Plan:
+    """The plan of rank 0, on all ranks of the group.
+
+    Args:
+        make: called on rank 0 alone.
+
+    Raises:
+        MemfitError: what rank 0 raised; on all ranks.
+    """
+    told: list[Any] = [None]
+    made: Plan | None = None
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+            told = [made.to_json()]
+        except MemfitError as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], MemfitError):
+        raise told[0]
+    return Plan.from_json(told[0]) if made is None else made
+
+
+def rehearsed_together(
+    engine: Engine, sample: Batch, progress: Progress | None = None, loader_batches: int = 1
+) -> None:
+    """One metered step of all ranks, which leaves everything as it was.
+
+    Args:
+        engine: of a plan for as many ranks.
+        sample: this rank's part of a batch.
+        progress: as for `memfit.fit`.
+        loader_batches: as for `rehearse`.
+
+    Raises:
+        BatchError, InfeasibleError: as for `fit_together`.
+    """
     assert engine.sharded is not None
     _check_sample(engine, sample, engine.sharded.agreement)
-    _rehearsed(engine, sample, engine.sharded.agreement, planning_of(made) if rank == 0 else None, progress)
-    return engine
+    _rehearsed(engine, sample, engine.sharded.agreement, planning_of(engine.plan), progress, loader_batches)
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
@@ -138,7 +172,12 @@ def _check_sample(engine: Engine, sample: Batch, agreement: Agreement) -> None:
 
 
 def _rehearsed(
-    engine: Engine, sample: Batch, agreement: Agreement, planning: Planning | None, progress: Progress | None
+    engine: Engine,
+    sample: Batch,
+    agreement: Agreement,
+    planning: Planning | None,
+    progress: Progress | None,
+    loader_batches: int,
 ) -> None:
     """Rehearse; where a rank measures more than the budget, all follow a plan for less, which the first rank makes of the traces that it has.
 
@@ -149,6 +188,7 @@ def _rehearsed(
         agreement: of all ranks.
         planning: of the engine's plan; None on the other ranks, and where the plan was made by another process.
         progress: as for `memfit.fit`.
+        loader_batches: as for `rehearse`.
 
     Raises:
         InfeasibleError: as for `fit_together`.
@@ -158,7 +198,7 @@ def _rehearsed(
     known = None if planning is None else planning.as_captured(made.choices)
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        rehearsal = rehearse(engine, sample)
+        rehearsal = rehearse(engine, sample, loader_batches)
         own = MeasuredRank(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes, rehearsal.waiting)
         engine.rehearsal = replace(rehearsal, rounds=number, ranks=tuple(agreement.of_all(own)))
         peaks = [rank.measured_peak_bytes or 0 for rank in engine.rehearsal.ranks]
@@ -172,7 +212,7 @@ def _rehearsed(
         made_here: Plan | InfeasibleError | None = None
         if agreement.rank == 0:
             made_here = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
-        again = agreement.told(made_here)
+        again: Plan | InfeasibleError = agreement.told(made_here)
         if isinstance(again, InfeasibleError):
             raise again
         engine.replace_plan(repaired(made, again, most - budget_bytes, target))

@@ -17,6 +17,7 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError, MemfitError, Remedy, SplitError
+from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
 from memfit.planner.found import WORTH_MORE
 from memfit.planner.infeasible import with_remedies
@@ -165,13 +166,16 @@ def _without_batch_in_update(trace: Trace) -> Trace:
     return replace(trace, storages=storages, paths=paths, first=first)
 
 
-def plan_window(window: Window, request: Request, progress: Progress | None = None) -> Plan:
+def plan_window(
+    window: Window, request: Request, progress: Progress | None = None, network: Topology | None = None
+) -> Plan:
     """The fastest plan, each batch of the window in one part or in as many as one of the divisors.
 
     Args:
         window: the step.
         request: what the user and the trainer ask, but for the number of micro-batches.
         progress: as for `memfit.plan`.
+        network: the devices of a sharded step and their links; None for one device.
 
     Raises:
         InfeasibleError, SplitError, CaptureError, InputError: as for `memfit.plan`.
@@ -188,6 +192,7 @@ def plan_window(window: Window, request: Request, progress: Progress | None = No
         released=window.released,
         every_sample=window.every_sample,
         why_whole=window.why_whole,
+        network=network,
     )
     parted = source()
     whole = source(summed=True) if window.summed and accumulated > 1 else parted

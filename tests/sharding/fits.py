@@ -48,8 +48,8 @@ def repaired(rank: int, ranks: int, budget: int, extra: int) -> tuple[str, int, 
     """A fit in which the last rank measures so much more than its step takes: what is said, else rounds, measured bytes, and the plan."""
     model, sample, loss_fn = steps.chain()
 
-    def more(engine: Any, sample: Any) -> Rehearsal:
-        found = rehearse(engine, sample)
+    def more(engine: Any, sample: Any, loader_batches: int) -> Rehearsal:
+        found = rehearse(engine, sample, loader_batches)
         unforeseen = extra if rank == ranks - 1 else 0
         return replace(found, measured_peak_bytes=found.predicted_peak_bytes + unforeseen)
 
@@ -68,8 +68,29 @@ def repaired(rank: int, ranks: int, budget: int, extra: int) -> tuple[str, int, 
     return "", engine.rehearsal.rounds, engine.rehearsal.measured_peak_bytes, told
 
 
+def in_a_group(rank: int, ranks: int) -> dict[str, tuple[int, list[int], str]]:
+    """In a group that is there: by way this rank's measured peak, the predicted ones, and what is said where nothing fits."""
+    found = {}
+    for way in ("data", "zero3"):
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, ranks)
+        fixed = {"sharding": way, "micro_batches": 1}
+        error = ""
+        try:
+            memfit.fit(model, own, loss_fn, 1000, small.adamw, devices=ranks, fixed=fixed)
+        except memfit.InfeasibleError as refused:
+            error = str(refused)
+        engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed=fixed)
+        assert engine.rehearsal is not None
+        assert engine.sharded is not None
+        predicted = [figures.peak_bytes for figures in engine.plan.prediction.ranks]
+        found[way] = engine.rehearsal.measured_peak_bytes, predicted, error
+        engine.sharded.close()
+    return found
+
+
 def refused(rank: int, ranks: int) -> list[str]:
-    """What is said where there is a group already, with and without devices, and where the ranks are of another number."""
+    """What is said in a group without devices, and where the ranks are of another number."""
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
@@ -81,7 +102,6 @@ def refused(rank: int, ranks: int) -> list[str]:
 
     tried(devices=ranks + 1)
     torch.distributed.init_process_group("gloo")
-    tried(devices=ranks)
     tried()
     torch.distributed.destroy_process_group()
     return said

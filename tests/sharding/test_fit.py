@@ -49,10 +49,23 @@ def test_a_rank_above_its_budget_is_repaired_by_a_plan_for_all_or_all_say_which_
     assert needed > budget
 
 
-def test_a_fit_in_a_group_or_in_another_world_says_what_to_call() -> None:
-    for other, in_group, one in on_ranks(2, fits.refused, 2, joined=False):
+def test_a_fit_goes_on_in_a_group_that_is_there() -> None:
+    """Captured beside it: the same bytes as in a process without one; and where rank 0 finds no plan, all are told."""
+    first, last = on_ranks(2, fits.in_a_group, 2)
+    model, sample, loss_fn = steps.chain()
+    own = steps.part_of(sample, 0, 2)
+    fixed = {"micro_batches": 1}
+    for way, (peak, predicted, error) in first.items():
+        alone = memfit.plan(model, own, loss_fn, 1 << 40, small.adamw, devices=2, fixed={**fixed, "sharding": way})
+        assert predicted == [figures.peak_bytes for figures in alone.prediction.ranks]
+        assert last[way][1:] == (predicted, error)
+        assert predicted[0] <= peak <= predicted[0] + sum(p.nbytes for p in model.parameters())
+        assert error.startswith("no way of sharing the step out among 2 devices fits")
+
+
+def test_a_fit_in_another_world_says_what_to_call() -> None:
+    for other, one in on_ranks(2, fits.refused, 2, joined=False):
         assert "there are 3 devices to train on, and this run has 2 ranks" in other
-        assert "call memfit.fit before torch.distributed.init_process_group" in in_group
         assert "and memfit.fit without devices= fits one device" in one
     model, sample, loss_fn = steps.chain()
     with pytest.raises(memfit.InputError, match="there are 2 devices to train on, and this process is alone"):

@@ -130,13 +130,20 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "fp16": {"more": {"precision": "fp16"}},
     "bf16": {"more": {"precision": "bf16"}},
     "frozen": {"freeze": ["0", "2"]},
+    "state offloaded": {"more": {"state_place": "disk"}},
+    "activations offloaded": {"more": {"state_place": "device"}, "host_budget": "1MiB"},
 }
 
 
 def with_techniques(wanted: Iterable[tuple[str, str]]) -> None:
     """Peaks, and all ways the same numbers where no state is packed: blocks of 8-bit state lie within shards."""
     wanted = list(wanted)
-    plans = [planned(half_of_chain, "adamw", setting_of(way, 2), 1, **TECHNIQUES[how]) for how, way in wanted]
+    plans = [
+        planned(half_of_chain, "adamw", setting_of(way, 2), 1, least="offloaded" in how, **TECHNIQUES[how])
+        for how, way in wanted
+    ]
+    for (how, _), plan in zip(wanted, plans, strict=True):
+        assert (how == "activations offloaded") == any(plan.script.lower_bytes.values()), plan.choices
     for of_one in on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.chain, "adamw"):
         first: dict[str, tuple[list[float], list[torch.Tensor], int]] = {}
         for (how, _), plan, result in zip(wanted, plans, of_one, strict=True):
@@ -145,6 +152,11 @@ def with_techniques(wanted: Iterable[tuple[str, str]]) -> None:
             other = first.setdefault(how, result)
             assert told == pytest.approx(other[0], rel=1e-3 if how == "8bit" else 1e-6)
             assert how == "8bit" or small.same(trained, other[1]), plan.choices
+
+
+@pytest.mark.slow
+def test_state_and_activations_are_offloaded_beside_sharding() -> None:
+    with_techniques([("state offloaded", "zero2"), ("activations offloaded", "zero3")])
 
 
 @pytest.mark.slow

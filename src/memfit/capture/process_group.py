@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,12 +30,10 @@ _INDICES: Final = (torch.int32, torch.int64)
 
 @contextmanager
 def fake_group(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
-    """A group of so many ranks, of which this process is one.
-
-    Where a default group is there already (a run of torchrun), all of its processes have to come here together.
+    """A group of so many ranks, of which this process is one, whatever it is in a run of its own.
 
     Raises:
-        CaptureError: this torch was built without torch.distributed, or the group that is there is of another size.
+        CaptureError: this torch was built without torch.distributed, or the run that this process belongs to has fewer ranks.
     """
     if not dist.is_available():
         raise CaptureError(
@@ -43,12 +42,7 @@ def fake_group(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        if dist.get_world_size() != ranks or dist.get_rank() != rank:
-            raise CaptureError(
-                f"rank {rank} of {ranks} cannot be captured inside of rank {dist.get_rank()} of {dist.get_world_size()}: plan in a process without a group"
-            )
-        group = dist.new_group(backend="fake")
-        assert group is not None
+        group = _beside_the_run(ranks, rank, FakeStore())
         try:
             yield group
         finally:
@@ -56,11 +50,47 @@ def fake_group(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
         return
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
+        default = dist.group.WORLD
+        assert default is not None
+        yield default
     finally:
         dist.destroy_process_group()
+
+
+# One name for the group of every capture, and one for its mesh: what torch keeps of a mesh from one use to the next (how tensors are laid out anew, by the name
+# of the group) is then never taken for a mesh of the run, which may have the same ranks.
+_NAME: Final = "memfit-capture"
+
+
+def _beside_the_run(ranks: int, rank: int, store: Any) -> dist.ProcessGroup:
+    """A fake group in a process that belongs to a real one, which goes on as it is and whose other ranks need not know.
+
+    `torch.distributed.new_group` would wait for all of them, and give this process its own rank. What is made here is torch's group all the same, under which
+    the ranks of the run have other places: this process that of the rank which is captured.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    here, there = dist.get_rank(), dist.get_world_size()
+    if ranks > there:
+        raise CaptureError(
+            f"a step of {ranks} ranks cannot be captured in a run of {there}: plan in a process without a group"
+        )
+    # By place in the group; the rest of the run does not matter.
+    places = [other for other in range(there) if other != here]
+    places.insert(rank, here)
+    places = places[:ranks]
+    group: dist.ProcessGroup
+    group, _ = _new_process_group_helper(
+        ranks,
+        rank,
+        places,
+        dist.Backend(dist.Backend.FAKE),
+        store,
+        group_name=_NAME,  # type: ignore[arg-type]  # a kind of text in newer versions
+        timeout=timedelta(minutes=1),
+    )
+    _world.pg_group_ranks[group] = {number: place for place, number in enumerate(places)}
+    return group
 
 
 @contextmanager
@@ -68,7 +98,7 @@ def fake_mesh(setting: str, device_type: str) -> Iterator[DeviceMesh]:
     """The ranks of a setting of sharding ("zero3/4@1": rank 1 of 4) as a mesh of one dimension."""
     _, ranks, rank = way_of(setting)
     with fake_group(ranks, rank) as group:
-        yield mesh_of(group, device_type)
+        yield mesh_of(group, device_type, _NAME)
 
 
 class OnFakeTensors(TorchDispatchMode):

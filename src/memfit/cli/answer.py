@@ -128,4 +128,6 @@ def read_config(arguments: argparse.Namespace) -> Config:
     """The configuration a verb was given."""
     from memfit.train.config import load_config
 
-    return load_config(arguments.config, settings_of(arguments))
+    processes = getattr(arguments, "nproc", None)
+    last = str(processes or "").rpartition(":")[2]
+    return load_config(arguments.config, settings_of(arguments), int(last) if last.isdecimal() else None)

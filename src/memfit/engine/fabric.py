@@ -36,10 +36,15 @@ def refuse(fabric: Any, model: nn.Module, allow: Sequence[str], fixed: Mapping[s
         raise InputError(
             "this model has been set up by Fabric already: give the model itself, fit() sets it up with the optimizer the plan is for"
         )
-    if fabric.world_size > 1 or type(fabric.strategy).__name__ != "SingleDeviceStrategy":
+    if fabric.world_size > 1:
         raise InputError(
-            f"Fabric's strategy is {type(fabric.strategy).__name__} on {fabric.world_size} devices: a plan is for one process on one device "
-            "(devices=1, strategy='auto')"
+            f"Fabric's strategy is {type(fabric.strategy).__name__} on {fabric.world_size} devices, and fabric= is for one: after fabric.launch() leave it out "
+            f"and call memfit.fit(..., devices={fabric.world_size}) on every rank, in the group that Fabric has made; fabric.setup_dataloaders deals out the "
+            "data as ever"
+        )
+    if type(fabric.strategy).__name__ != "SingleDeviceStrategy":
+        raise InputError(
+            f"Fabric's strategy is {type(fabric.strategy).__name__}: on one device a plan is for strategy='auto'"
         )
     precision = str(fabric.strategy.precision.precision)
     if precision != "32-true":

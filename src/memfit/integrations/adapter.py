@@ -22,6 +22,7 @@ from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
 from memfit.errors import InputError
+from memfit.integrations.ranks import SharedStep, fit_on_ranks, plan_window_on_ranks, ranks_here, refuse_alone
 from memfit.integrations.window import FIXED
 from memfit.lower_tiers import requested
 from memfit.meter import metered
@@ -77,6 +78,7 @@ class Adapter:
         ENTRY: what users call to give a sample.
         CHOICES: what `fixed` may say; the rest is set in the trainer.
         SETTLED: choices that the trainer makes for every plan, besides those in `window.FIXED`.
+        ON_RANKS: choices that it makes besides where there are several ranks.
         ALLOWS: whether users can say `allow=`.
         engine: with the plan, the rehearsal, and a record of every step; None before there is a plan.
     """
@@ -85,6 +87,7 @@ class Adapter:
     ENTRY: ClassVar[str]
     CHOICES: ClassVar[tuple[str, ...]]
     SETTLED: ClassVar[Mapping[str, Any]] = {}
+    ON_RANKS: ClassVar[Mapping[str, Any]] = {}
     ALLOWS: ClassVar[bool] = True
 
     def __init__(
@@ -108,6 +111,7 @@ class Adapter:
         self.meter = meter
         self.progress = progress
         self.engine: Engine | None = None
+        self._shared_step: SharedStep | None = None
         self._refuse_choices()
         self._new_step()
 
@@ -184,7 +188,9 @@ class Adapter:
             why_whole=step.why_whole,
             allows=self.ALLOWS,
         )
-        settled = {**FIXED, **self.SETTLED}
+        if "sharding" in self.fixed:
+            refuse_alone(str(self.fixed["sharding"]))
+        settled = {**FIXED, **self.SETTLED, **(self.ON_RANKS if ranks_here() > 1 else {})}
         request = requested(
             step.model,
             budget=self.budget,
@@ -194,12 +200,29 @@ class Adapter:
             fixed=self.fixed,
             clip_norm=step.clip_norm,
         ).settling(**{name: value for name, value in settled.items() if name not in self.fixed})
-        made = plan_window(window, request, self.progress)
-        engine = api.apply(made, step.model, step.loss_fn, step.optimizer)
         loader_batches = step.accumulated if step.one_by_one else 1
-        api.rehearsed(engine, step.sample, self.progress, loader_batches=loader_batches)
+        if ranks_here() > 1:
+            made = plan_window_on_ranks(window, request, self.progress)
+            assert window.make_optimizer is not None
+            engine = fit_on_ranks(
+                made, step.model, step.sample, step.loss_fn, window.make_optimizer, self.progress, loader_batches
+            )
+        else:
+            made = plan_window(window, request, self.progress)
+            engine = api.apply(made, step.model, step.loss_fn, step.optimizer)
+            api.rehearsed(engine, step.sample, self.progress, loader_batches=loader_batches)
         self.engine = engine
         return engine
+
+    @property
+    def _shared(self) -> SharedStep | None:
+        """The step of several ranks; None where this process trains alone."""
+        engine = self._planned
+        if engine.sharded is None:
+            return None
+        if self._shared_step is None:
+            self._shared_step = SharedStep(engine.sharded, accumulates=engine.plan.choices.micro_batches > 1)
+        return self._shared_step
 
     # -- in training ---------------------------------------------------------------------------------------------------------
 
@@ -260,6 +283,8 @@ class Adapter:
         engine.steps = step
         peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
         loss = sum(float(loss) for loss in self._losses) / divided_by if self._losses else math.nan
+        if engine.sharded is not None:
+            loss = engine.sharded.agreement.mean(loss)
         seconds = time.perf_counter() - self._started
         engine.records.append(
             StepRecord(step, loss, seconds, self._micro_batches, peak, 0, tuple(self._divergences)),

@@ -301,13 +301,15 @@ class Pipeline(PipelinedModel):
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> Tensor:
         """By the norm over all stages, in which a parameter of several ranks counts once."""
         mine = [p for name, p in self._trained.items() if self.stage == self._holders[name][0]]
         total = torch.nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None]).to(self.device)
         squared = total.float().square_()
         dist.all_reduce(squared, group=self._pipeline)
-        torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, squared.sqrt_())
+        whole = squared.sqrt_()
+        torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, whole)
+        return whole
 
     def clear(self, *, accumulates: bool) -> None:
         """Let go of them."""

@@ -123,9 +123,9 @@ class DataParallel(ShardedModel):
     def collect(self) -> None:
         """They are there, as views of the buckets."""
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> torch.Tensor:
         """Every rank has all gradients."""
-        torch.nn.utils.clip_grad_norm_(self.trainable(), norm)
+        return torch.nn.utils.clip_grad_norm_(self.trainable(), norm)
 
     def clear(self, *, accumulates: bool) -> None:
         """Views of buckets: zeroed where the next step adds to them."""

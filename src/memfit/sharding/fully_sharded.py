@@ -130,12 +130,13 @@ class FullySharded(ShardedModel):
                 shard.grad = _plain(parameter.grad)
                 parameter.grad = None
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> torch.Tensor:
         """The squares of the shards' norms are added up over ranks."""
         gradients = [p.grad for p in self._shards.values() if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients).square_() if gradients else torch.zeros(())
         dist.all_reduce(total, group=self.group)
         torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, total.sqrt_())
+        return total
 
     def clear(self, *, accumulates: bool) -> None:
         """Shards and whole parameters alike."""

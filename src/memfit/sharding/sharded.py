@@ -81,8 +81,12 @@ class ShardedModel(ABC):
         """After the last backward: the gradients are where the optimizer looks for them."""
 
     @abstractmethod
-    def clip(self, norm: float) -> None:
-        """Clip the global norm of the gradient, of all ranks' shards together."""
+    def clip(self, norm: float) -> torch.Tensor:
+        """Clip the global norm of the gradient, of all ranks' shards together.
+
+        Returns:
+            The norm before.
+        """
 
     @abstractmethod
     def clear(self, *, accumulates: bool) -> None:

@@ -33,11 +33,11 @@ def group_of(setting: str) -> dist.ProcessGroup:
     return group
 
 
-def mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The group as a mesh of one dimension."""
+def mesh_of(group: dist.ProcessGroup, device_type: str, name: str | None = None) -> DeviceMesh:
+    """The group as a mesh of one dimension, which may have a name."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group, device_type)
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=None if name is None else (name,))
 
 
 def shard(

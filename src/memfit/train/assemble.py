@@ -20,7 +20,7 @@ from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.step.program import OptimizerFactory
-from memfit.train import readers, text
+from memfit.train import deepspeed_merge, readers, text
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
 from memfit.train.deepspeed_merge import TOTAL
@@ -115,7 +115,10 @@ def read_deepspeed(config: Config, total_steps: int | None = None) -> FromDeepSp
     said = (config.deepspeed.get("scheduler") or {}).get("params", {}).get("total_num_steps")
     auto = {TOTAL: total_steps} if said == "auto" and total_steps is not None else {}
     streamed = str(config.fit.fixed.get("streamed", ""))
-    return from_deepspeed(config.deepspeed, auto=auto, strict=config.deepspeed_strict, streamed=streamed)
+    number = deepspeed_merge.ranks_of(config.fit.devices)
+    return from_deepspeed(
+        config.deepspeed, auto=auto, strict=config.deepspeed_strict, world_size=number, streamed=streamed
+    )
 
 
 def _optimizer(

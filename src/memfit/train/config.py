@@ -304,12 +304,13 @@ class Config:
         }
 
 
-def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
+def load_config(path: str | Path, settings: Iterable[str] = (), ranks: int | None = None) -> Config:
     """Read a configuration file.
 
     Args:
         path: YAML, or JSON when its name ends so.
         settings: overrides such as "optim.lr=1e-4", as if they stood in the file.
+        ranks: that will train, where they are not started yet and the file names no devices: a DeepSpeed configuration is read for them.
 
     Raises:
         ConfigError: the file cannot be read, or says something that cannot be meant.
@@ -328,18 +329,18 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
     try:
         for setting in settings:
             override(data, setting)
-        return from_json(data, Path(path).resolve().parent)
+        return from_json(data, Path(path).resolve().parent, ranks)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def from_json(data: Mapping[str, Any], folder: Path) -> Config:
-    """A configuration from plain data; relative paths are read from `folder`."""
+def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -> Config:
+    """A configuration from plain data; relative paths are read from `folder`; `ranks` as for `load_config`."""
     where = data.get("folder") or "."
     if not isinstance(where, str):
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
-    return strict.read(Config, {**deepspeed_merge.merged(data, folder), "folder": str(folder)})
+    return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})
 
 
 def override(data: dict[str, Any], setting: str) -> None:

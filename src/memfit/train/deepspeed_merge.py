@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import ConfigError
+from memfit.hardware.machine import Machine
+from memfit.hardware.network import devices_of
 from memfit.integrations.deepspeed import AUTO, DeepSpeedConfig, Optimizer, read, source
+from memfit.ranks import place
 
 TOTAL: Final = (
     "scheduler.params.total_num_steps"  # "auto" is the run's number of steps, which is known when its data is
 )
 
 
-def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def merged(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -> dict[str, Any]:
     """The data of a run, with the DeepSpeed configuration that `deepspeed` names or holds worked into it.
 
     Args:
         data: as YAML or JSON gave it; sections that are no mappings are left for the reader to refuse.
         folder: from which a relative path is read.
+        ranks: that will train; None for as many as the run names devices, or as torchrun has started.
 
     Returns:
         The same where there is no such key. Else with the configuration itself under `deepspeed`, complete but for `TOTAL`, so that the run can be
@@ -42,7 +46,8 @@ def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
     fit = sections.setdefault("fit", {})
     source.fill(content, dict(_filled(content, sections)))
-    config = read(content, strict=data.get("deepspeed_strict", True) is not False)
+    ranks = ranks_of(fit.get("devices"), ranks)
+    config = read(content, strict=data.get("deepspeed_strict", True) is not False, world_size=ranks)
     _check_settled(config, sections)
     if isinstance(config.batch.train, int):
         _same(fit, "global_batch", config.batch.train, "fit", "train_batch_size")
@@ -50,11 +55,13 @@ def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         raise ConfigError('train_batch_size is "auto" in the DeepSpeed configuration: give fit.global_batch')
     _same(fit, "clip_norm", config.gradient_clipping or None, "fit", "gradient_clipping")
     fixed = fit["fixed"] = dict(fit.get("fixed") or {})
-    samples = fit["global_batch"] if isinstance(fit["global_batch"], int) else None
+    samples = fit["global_batch"] if isinstance(fit["global_batch"], int) and ranks == 1 else None
     arguments = config.arguments(streamed=fixed.get("streamed", ""), samples=samples)
     for name, key in (("micro_batches", "gradient_accumulation_steps"), ("precision", "fp16, bf16 and torch_autocast")):
         if name in arguments["fixed"]:
-            _same(fixed, name, arguments["fixed"][name], "fit.fixed", key)
+            # How many micro-batches a rank has depends on how many ranks there are, which may change when the run is resumed (`train.plans`).
+            lasting = ranks == 1 or name == "precision"
+            _same(fixed if lasting else dict(fixed), name, arguments["fixed"][name], "fit.fixed", key)
     allowed = tuple(fit.get("allow") or ())
     for name in {"bf16", "fp16"} & set(allowed):
         if fixed.get("precision", name) != name:
@@ -72,6 +79,14 @@ def merged(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if config.optimizer is None and "optim" in sections:
         kept["optim"] = sections["optim"]
     return {**rest, **kept, "deepspeed": content}
+
+
+def ranks_of(devices: Any, ranks: int | None = None) -> int:
+    """That share a batch; arguments as for `merged`."""
+    if isinstance(devices, (str, int)):
+        return len(devices_of(devices, Machine("", "cpu", 1, 1.0, 1.0, 1.0)).devices)  # what they are does not matter
+    there = place()
+    return ranks or (1 if there is None else there[1])
 
 
 def _is_section(part: Any) -> bool:

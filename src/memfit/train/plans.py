@@ -61,7 +61,7 @@ def plan_arguments(config: Config, assembly: Assembly, device: str | None = None
         device: name of the device that is planned for; None for the one that the data goes to.
 
     Raises:
-        ConfigError: the DeepSpeed configuration offloads the optimizer's state to another place.
+        ConfigError: the DeepSpeed configuration says otherwise.
     """
     fit = config.fit
     return {
@@ -75,20 +75,26 @@ def plan_arguments(config: Config, assembly: Assembly, device: str | None = None
 
 
 def _fixed(config: Config, assembly: Assembly, device: str | None) -> dict[str, Any]:
-    """The pinned choices. Where DeepSpeed's offloading goes depends on the device, so it is known here and not earlier."""
+    """The pinned choices. Where DeepSpeed's offloading goes depends on the device, and how a step is shared out on the ranks: known here and not earlier."""
     fixed = dict(config.fit.fixed)
     if assembly.deepspeed is None:
         return fixed
     kind = assembly.batches.device.type if device is None else known_machine(device).kind
     said = assembly.deepspeed.config.arguments(streamed=assembly.deepspeed.streamed, device=kind)["fixed"]
-    if "state_place" in said:
-        place = said["state_place"]
-        if fixed.get("state_place", place) != place:
+    settles = {
+        "state_place": "zero_optimization.offload_optimizer",
+        "micro_batches": "gradient_accumulation_steps",
+        "sharding": "zero_optimization.stage",
+    }
+    for name, key in settles.items():
+        value = said.get(name)
+        if value is None:
+            continue
+        if str(fixed.get(name, value)).partition("/")[0] != str(value):
             raise ConfigError(
-                f"fit.fixed.state_place: {fixed['state_place']!r} contradicts zero_optimization.offload_optimizer of the DeepSpeed configuration, "
-                f"which comes to {place!r} here: change one of them"
+                f"fit.fixed.{name}: {fixed[name]!r} contradicts {key} of the DeepSpeed configuration, which comes to {value!r} here: change one of them"
             )
-        fixed["state_place"] = place
+        fixed.setdefault(name, value)
     return fixed
 
 

@@ -38,11 +38,10 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
 
     Raises:
         InputError: they cannot be read, or are not alike.
-        ConfigError: the budget is more than a device has; or there is a DeepSpeed configuration, which says itself how to share the step out.
+        ConfigError: the budget is more than a device has.
     """
     if config.fit.devices is None:
         return None
-    _no_deepspeed(config)
     found = several_devices(devices_named(config), machine_of(assembly.model, device))
     each = found.devices[0].memory_bytes
     assert config.fit.budget is not None, "whoever plans has one"
@@ -98,7 +97,6 @@ def check(config: Config, ranks: int) -> None:
         raise ConfigError(
             f"fit.devices: {named!r} names {number_of(config)} devices, and the run has {ranks} ranks: make them equal"
         )
-    _no_deepspeed(config)
     if config.report.frontier:
         raise ConfigError("report.frontier: a frontier is of one device, and this run has several ranks: leave it out")
 
@@ -181,11 +179,6 @@ def _flat(data: Mapping[str, Any], front: str = "") -> dict[str, Any]:
 
 
 _ANY: Final = Machine("", "cpu", 1, 1.0, 1.0, 1.0)  # where only the number of devices matters
-
-
-def _no_deepspeed(config: Config) -> None:
-    if config.deepspeed:
-        raise ConfigError("several devices and a DeepSpeed configuration do not go together yet: leave out one of them")
 
 
 def one_device(config: Config, what: str) -> None:

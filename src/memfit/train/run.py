@@ -108,7 +108,7 @@ def _on_ranks(
     assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
     engine = fit_together(
         lambda: plan or make_plan(config, assembly, None, display),
-        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, progress=display.stage,
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, **lower_tier(assembly), progress=display.stage,
     )  # fmt: skip
     assert engine.sharded is not None
     agreement = engine.sharded.agreement

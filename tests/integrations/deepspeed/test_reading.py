@@ -237,11 +237,31 @@ def test_every_harmless_key_is_taken_and_told(key: str) -> None:
     assert any(notice.startswith(f"{key} has no effect") for notice in read(four(**{key: value})).notices)
 
 
-def test_what_speaks_of_one_rank_is_silent_on_more() -> None:
-    notices = read(zero(stage=2) | {"prescale_gradients": True}, world_size=4).notices
+def test_what_ranks_send_each_other_is_told_of_where_there_are_several() -> None:
+    notices = read(zero(stage=2, overlap_comm=True) | {"prescale_gradients": True}, world_size=4).notices
 
     assert not any("rank" in notice for notice in notices)
-    assert not any("prescale" in notice for notice in notices)
+    assert any(notice.startswith("prescale_gradients has no effect: gradients are averaged") for notice in notices)
+    assert any(notice.startswith("zero_optimization.overlap_comm has no effect: torch's engines") for notice in notices)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            {"gradient_allreduce_op": "sum"},
+            "gradient_allreduce_op: sum cannot be honoured: the gradients of all ranks are averaged",
+        ),
+        (
+            {"communication_data_type": "bf16"},
+            "communication_data_type: .* cannot be honoured: gradients are sent in the type",
+        ),
+        ({"use_data_before_expert_parallelism": True}, "memfit has no expert parallelism"),
+    ],
+)
+def test_what_would_make_gradients_others_than_the_mean_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(zero(stage=2) | said, world_size=4)
 
 
 @pytest.mark.parametrize("key", [*keys.REFUSED, *keys.REMOVED])
@@ -406,7 +426,7 @@ def test_moved_parameters_are_streamed_with_their_state() -> None:
 @pytest.mark.parametrize(
     ("said", "ranks", "streamed", "words"),
     [
-        (four(), 2, "", "world_size 2: memfit trains on one device for now"),
+        (zero(stage=3, offload_param={"device": "cpu"}), 2, "", "offload_param: cannot be honoured on several ranks"),
         (zero(stage=3, offload_param={"device": "cpu"}), 1, "", "which blocks are streamed?"),
         (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/d"}), 1, "layers", "nvme cannot be honoured"),
         (

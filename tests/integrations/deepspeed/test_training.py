@@ -270,11 +270,18 @@ def test_another_batch_is_refused() -> None:
         from_deepspeed({"train_batch_size": 64, "optimizer": SGD}).fit(trained.build(), trained.batches()[0], loss_fn)
 
 
-def test_several_ranks_are_read_and_not_trained() -> None:
-    found = from_deepspeed({"train_batch_size": 2 * TB, "optimizer": SGD}, world_size=2)
+@pytest.mark.parametrize(("stage", "way"), [(0, "data"), (1, "zero1"), (2, "zero2"), (3, "zero3")])
+def test_for_several_ranks_the_stage_says_how_the_step_is_shared_out(stage: int, way: str) -> None:
+    said = {"train_batch_size": 4 * TB, "gradient_accumulation_steps": 2, "optimizer": SGD}
+    found = from_deepspeed(said | {"zero_optimization": {"stage": stage}}, world_size=2)
 
     assert found.config.batch.micro == TB
-    with pytest.raises(ConfigError, match="world_size 2: memfit trains on one device for now"):
+    assert found.config.arguments()["fixed"]["sharding"] == way
+    if stage == 2:
+        plan = found.plan(trained.build(), tuple(torch.cat([t, t]) for t in trained.batches()[0]), loss_fn, 1 << 40)
+        assert (plan.choices.sharding, plan.choices.micro_batches) == ("zero2/2", 2)
+        assert len(plan.prediction.ranks) == 2
+    with pytest.raises(ConfigError, match="the sample holds 128 on each of 2 ranks: give a sample of a whole step"):
         found.plan(trained.build(), trained.batches()[0], loss_fn, 1 << 40)
 
 

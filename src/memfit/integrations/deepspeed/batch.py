@@ -117,19 +117,21 @@ def read_batch(given: Mapping[str, Any], reader: ConfigReader, world_size: int) 
     return sizes
 
 
-def micro_batches(sizes: BatchSizes, samples: int | None) -> int | None:
-    """Micro-batches in a step; None where the planner is to choose.
+def micro_batches(sizes: BatchSizes, samples: int | None, ranks: int = 1) -> int | None:
+    """Micro-batches in a step of one rank; None where the planner is to choose.
 
     Args:
         sizes: that the configuration gives.
-        samples: in the batch that is planned for; None where that is not known yet.
+        samples: in the batch that is planned for, that of one rank; None where that is not known yet.
+        ranks: that share a batch.
 
     Raises:
         ConfigError: the configuration is for a batch of another size.
     """
-    if samples is not None and isinstance(sizes.train, int) and samples != sizes.train:
+    if samples is not None and isinstance(sizes.train, int) and samples * ranks != sizes.train:
+        each = "" if ranks == 1 else f" on each of {ranks} ranks"
         raise ConfigError(
-            f"{TRAIN}: the configuration takes {sizes.train} samples a step and the sample holds {samples}: "
+            f"{TRAIN}: the configuration takes {sizes.train} samples a step and the sample holds {samples}{each}: "
             "give a sample of a whole step, or change the configuration"
         )
     if isinstance(sizes.accumulation, int):

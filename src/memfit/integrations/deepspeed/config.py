@@ -84,25 +84,34 @@ class DeepSpeedConfig:
 
         Args:
             streamed: path of the repeated blocks whose parameters are offloaded, where zero_optimization.offload_param asks for that.
-            samples: in the batch that is planned for; None where that is not known yet.
+            samples: in the batch that is planned for, that of one rank; None where that is not known yet.
             device: type of the device that trains. On "cpu", host memory is the device's own, so nothing is offloaded to it.
 
         Raises:
-            ConfigError: the configuration is for several ranks, for a batch of another size, or asks for what a plan cannot hold.
+            ConfigError: the configuration is for a batch of another size, or asks for what a plan cannot hold.
         """
-        if self.world_size != 1:
+        if self.world_size > 1 and self.zero_optimization.moves_parameters:
             raise ConfigError(
-                f"world_size {self.world_size}: memfit trains on one device for now; read the configuration with world_size=1"
+                "zero_optimization.offload_param: cannot be honoured on several ranks, which share parameters out instead of streaming layers: leave it out, "
+                "and let stage 3 and offload_optimizer make the room"
             )
         asked = mapping.asked(self._said)
         fixed: dict[str, Any] = dict(asked.fixed)
-        number = batch.micro_batches(self.batch, samples)
+        number = batch.micro_batches(self.batch, samples, self.world_size)
         if number is not None:
             fixed["micro_batches"] = number
+        if self.world_size > 1 and self.way is not None:
+            fixed["sharding"] = self.way
         places: dict[str, str] = {name: fixed.pop(name) for name in ("state_place", "streamed") if name in fixed}
         fixed.update(self._placed(places, streamed, device))
         clipping = GRADIENT_CLIPPING if isinstance(self.gradient_clipping, Auto) else self.gradient_clipping
         return {"clip_norm": clipping or None, "allow": asked.allow, "fixed": fixed}
+
+    @property
+    def way(self) -> str | None:
+        """How several ranks share the step out, as `techniques.sharding` names it; None where the stage is left open."""
+        stage = self.zero_optimization.stage
+        return None if isinstance(stage, Auto) else ("data", "zero1", "zero2", "zero3")[stage]
 
     @property
     def scaling(self) -> dict[str, Any] | None:
@@ -169,7 +178,7 @@ def read(
     Args:
         path_or_dict: path of a JSON or hjson file, or its content.
         strict: an unknown key is an error. False does as DeepSpeed does: where DeepSpeed ignores unknown keys they become notices.
-        world_size: ranks that share a batch. More than one are read and checked, and refused by `DeepSpeedConfig.arguments`.
+        world_size: ranks that share a batch.
         auto: values for keys that say "auto", by their paths: {"optimizer.params.lr": 1e-4}.
 
     Raises:

@@ -13,6 +13,9 @@ VERSION: Final = "0.19.8"
 
 _REPORTS: Final = "what is printed, and when, is memfit's own"
 ONE_RANK: Final = "it speaks of what ranks send each other, and there is one"
+_BUCKETS: Final = (
+    "torch's engines lay out buckets and messages in their own way, and what they hold is in the prediction"
+)
 _TRACKERS: Final = "memfit's own log has the figures"
 
 # Read and checked as far as DeepSpeed checks them; they change neither results nor what is held.
@@ -46,6 +49,31 @@ HARMLESS: Final[Mapping[str, str]] = {
     "vocabulary_size": "it only warns of sizes that are no multiple of 8",
     "zero_allow_untested_optimizer": "memfit plans with any optimizer of torch",
     "zero_force_ds_cpu_optimizer": "memfit takes the optimizer that the configuration or you name",
+}
+
+# Of these, what several ranks send each other: torch's engines average gradients in the parameters' own type.
+MESSAGES: Final[Mapping[str, str]] = {
+    "prescale_gradients": "gradients are averaged by torch's engines: the same up to rounding",
+    "gradient_predivide_factor": "gradients are averaged by torch's engines: the same up to rounding",
+    "disable_allgather": _BUCKETS,
+    "allgather_size": _BUCKETS,
+    "comms_logger": _REPORTS,
+}
+# Of zero_optimization, where several ranks train.
+ZERO_ON_RANKS: Final[Mapping[str, str]] = {
+    "overlap_comm": "torch's engines send gradients while backward runs; predicted seconds count none of that",
+    "contiguous_gradients": "data parallelism keeps gradients in its buckets, and fully_shard copies them into one before they are sent",
+    **dict.fromkeys(
+        (
+            *("reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions"),
+            *("allgather_bucket_size", "round_robin_gradients", "parameter_alignment", "sub_group_size"),
+            *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+            *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+            *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
+            "stage3_allgather_sequential",
+        ),
+        _BUCKETS,
+    ),
 }
 
 # Keys of sections that are not read value by value. Unknown ones DeepSpeed refuses in the first, ignores in the second, and into the sections that

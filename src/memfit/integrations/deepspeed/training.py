@@ -28,6 +28,7 @@ from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.optimizers.lion import Lion
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress
+from memfit.ranks import place
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.autocast.precision import ScaleRule
@@ -59,7 +60,7 @@ def from_deepspeed(
     *,
     auto: Mapping[str, Any] | None = None,
     strict: bool = True,
-    world_size: int = 1,
+    world_size: int | None = None,
     streamed: str = "",
 ) -> FromDeepSpeed:
     """What a DeepSpeed configuration describes, ready to be planned for and trained.
@@ -69,13 +70,17 @@ def from_deepspeed(
         auto: values for keys that say "auto" and are not the planner's, by their paths: {"optimizer.params.lr": 1e-4}. What is left "auto" of batch
             sizes, precision and placement the planner decides.
         strict: an unknown key is an error; False ignores it with a notice, where DeepSpeed ignores it.
-        world_size: ranks the configuration is for. More than one are read and checked, and refused when it comes to training.
+        world_size: ranks the configuration is for; None for as many as torchrun has started, 1 where this process is alone. With more than one the ZeRO stage
+            says how the step is shared out, samples are those of one rank, and `fit` is called on every rank, as `memfit.fit` with `devices`.
         streamed: path of the repeated blocks whose parameters are offloaded, where zero_optimization.offload_param asks for that.
 
     Raises:
         ConfigError: what DeepSpeed refuses, what memfit cannot honour, or an "auto" for which there is no value; the message starts with the key.
         InputError: the file needs the hjson package, which is not installed.
     """
+    if world_size is None:
+        there = place()
+        world_size = 1 if there is None else there[1]
     return FromDeepSpeed(read(path_or_dict, strict=strict, world_size=world_size, auto=auto), streamed)
 
 
@@ -134,7 +139,7 @@ class FromDeepSpeed:
         made = api.plan(
             model, sample, loss_fn, budget, factory,
             host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, device=device, progress=progress,
-            lower_tier=self.lower_tier, **said,
+            lower_tier=self.lower_tier, devices=self._devices, **said,
         )  # fmt: skip
         return changed(made, notes=(*made.notes, *self._told()))
 
@@ -163,7 +168,8 @@ class FromDeepSpeed:
         said = self._arguments(model, sample, allow, fixed)
         engine = api.fit(
             model, sample, loss_fn, budget, factory,
-            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, progress=progress, lower_tier=self.lower_tier, **said,
+            host_budget=host_budget, disk_budget=disk_budget, freeze=freeze, progress=progress, lower_tier=self.lower_tier,
+            devices=self._devices, **said,
         )  # fmt: skip
         told = changed(engine.plan, notes=(*engine.plan.notes, *self._told()))
         engine.plan = told
@@ -222,7 +228,7 @@ class FromDeepSpeed:
         """Keyword arguments for `memfit.plan` and `memfit.fit`: clip_norm, allow, fixed; for this model and batch.
 
         Args:
-            model, sample: that are planned for.
+            model, sample: that are planned for; of several ranks the sample is one's.
             device: name of the device that is planned for; None for the model's.
         """
         kind = device_of(model).type if device is None else known_machine(device).kind
@@ -259,6 +265,10 @@ class FromDeepSpeed:
         if trained:
             self.schedule(factory(trained))
         return factory
+
+    @property
+    def _devices(self) -> int | None:
+        return None if self.config.world_size == 1 else self.config.world_size
 
     def _told(self) -> tuple[str, ...]:
         return tuple(f"DeepSpeed configuration: {notice}" for notice in self.notices)

@@ -12,8 +12,10 @@ let go before forward), so for a divided batch an attribute of this one module m
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +26,11 @@ from torchmetrics import Metric
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.accumulation import weighted_micro_batches
-from memfit.errors import InfeasibleError, InputError
+from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.integrations.adapter import Adapter, TrainerStep
 from memfit.integrations.lightning.logged import Calls, unlogged
 from memfit.integrations.lightning.refused import refuse, why_not_divided
+from memfit.integrations.ranks import SharedStep, ranks_here
 from memfit.integrations.window import largest_batch
 from memfit.planner.solvers import doubled_up_to
 from memfit.progress import Progress
@@ -56,6 +59,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
     ENTRY = "FitToMemory"
     CHOICES = ("loss_chunks", "micro_batches")
     SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
+    ON_RANKS: ClassVar[Mapping[str, Any]] = {"sharding": "data"}
     ALLOWS = False
 
     def __init__(
@@ -86,12 +90,16 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             InfeasibleError, SplitError, BudgetError, CaptureError: as for `memfit.fit`.
         """
         refuse(trainer, pl_module)
+        if ranks_here() > 1:
+            # Lightning has wrapped the module; from here on memfit brings the gradients together, with the same engine of torch's.
+            trainer.strategy.model = pl_module
+            gc.collect()  # the wrapper's buckets, which are in cycles
         accumulated = trainer.accumulate_grad_batches
         with generators_kept(), unlogged(pl_module):
             self._plan_for(trainer, pl_module, self._batch(trainer), accumulated)
         self._planned.steps = trainer.global_step
 
-        own_step = trainer.strategy.training_step
+        own_step = self._own_step(trainer, pl_module)
 
         @functools.wraps(own_step)
         def followed(*args: Any, **named: Any) -> Any:
@@ -118,7 +126,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _plan_for(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> None:
-        own_step = trainer.strategy.training_step
+        own_step = self._own_step(trainer, module)
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise InputError(
@@ -148,9 +156,11 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         )
         asked = self._divisor_asked(accumulated, size, range(1, size + 1))  # any, as a batch is divided here
         try:
-            self._fit(step, asked)
+            engine = self._fit(step, asked)
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
+        if engine.sharded is not None:
+            engine.optimizer = trainer.optimizers[0]  # the rehearsal had one like it
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
@@ -168,18 +178,55 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             with unlogged(module, calls), self._following():
                 return own_step(part, *rest, **named)
 
-        output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls)
+        if self._shared is not None and counting is not None:
+            counting = self._as_many_on_all(counting)
+        output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls, self._shared)
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
             self._note_loss(_loss_in(output))
         return output
 
+    def _own_step(self, trainer: Any, module: Any) -> Callable[..., Any]:
+        """The strategy's `training_step`; on several ranks called as the module, in whose hooks gradients are made ready to be sent."""
+        own: Callable[..., Any] = trainer.strategy.training_step
+        if ranks_here() == 1:
+            return own
+
+        def called(*args: Any, **named: Any) -> Any:
+            def forward(*inside: Any, **more: Any) -> Any:
+                vars(module).pop("forward")  # what training_step calls is the module's own
+                return own(*inside, **more)
+
+            module.forward = forward
+            try:
+                return module(*args, **named)
+            finally:
+                vars(module).pop("forward", None)
+
+        return called
+
+    def _as_many_on_all(self, counting: Sequence[tuple[Batch, float]]) -> Sequence[tuple[Batch, float]]:
+        """Check that every rank divides its batch into as many parts, as they wait for each other."""
+        assert self._shared is not None
+        agreement = self._shared.sharded.agreement
+        most = agreement.largest(len(counting))
+        rank = agreement.first(concerned=len(counting) != most)
+        if rank is not None:
+            raise BatchError(
+                f"the batch of rank {rank} is divided into fewer parts than that of others, which would wait for it: drop_last=True in the DataLoader, or "
+                f'batches left whole, FitToMemory(..., fixed={{"micro_batches": 1}})'
+            )
+        return counting
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Let the gradients of the step before go: Lightning does it too, but only after the forward has run beside them."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        for parameter in pl_module.parameters():
-            parameter.grad = None
+        if self._shared is not None:
+            self._shared.sharded.clear(accumulates=self.plan.choices.micro_batches > 1)
+        else:
+            for parameter in pl_module.parameters():
+                parameter.grad = None
         self._new_step()
         self._start_step(batch)
 
@@ -205,7 +252,11 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
 
 
 def _added_up(
-    trainer: Any, counting: Sequence[tuple[Batch, float]], ran: Callable[[Batch], Any], calls: Calls
+    trainer: Any,
+    counting: Sequence[tuple[Batch, float]],
+    ran: Callable[[Batch], Any],
+    calls: Calls,
+    shared: SharedStep | None = None,
 ) -> torch.Tensor:
     """Forward of each part of a batch, and Lightning's backward of each but the last.
 
@@ -214,6 +265,7 @@ def _added_up(
         counting: parts, and the share of each in the batch's loss.
         ran: `training_step` on a part.
         calls: what a part logs.
+        shared: the step of several ranks, which send each other the gradients in the backward of the last part.
 
     Returns:
         The batch's loss, whose gradient is the last part's alone.
@@ -233,8 +285,9 @@ def _added_up(
     *first, last = counting
     before: list[torch.Tensor] = []
     for part, share in first:
-        loss = loss_of(part, share)
-        trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        with nullcontext() if shared is None else shared.micro_batch(last=False):
+            loss = loss_of(part, share)
+            trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
         before.append(loss.detach())
         del loss  # must not lie beside the next part's
     return sum(before, start=loss_of(*last))

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from memfit.errors import InputError
+from memfit.integrations.ranks import ranks_here
 
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 
@@ -24,10 +25,11 @@ def refuse(trainer: Any, module: Any) -> None:
             "automatic_optimization=False: in manual optimization training_step runs backward and the update itself, as often as it likes, so there is no "
             "step to plan for: use automatic optimization, or memfit.fit(..., fabric=fabric) in a loop of your own"
         )
-    if trainer.world_size > 1 or type(trainer.strategy).__name__ != "SingleDeviceStrategy":
+    _refuse_strategy(type(trainer.strategy).__name__, trainer.world_size)
+    if trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
         raise InputError(
-            f"the strategy is {type(trainer.strategy).__name__} on {trainer.world_size} devices: a plan is for one process on one device "
-            "(devices=1, strategy='auto')"
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} on {trainer.world_size} ranks: which of a step's batches is the last, whose gradients "
+            "are sent, is not planned for: take a DataLoader of batches as many times larger, which are divided as the plan says"
         )
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
@@ -46,6 +48,20 @@ def refuse(trainer: Any, module: Any) -> None:
         raise InputError(
             "a compiled module runs other operations than its own, so what is predicted here would not be what runs: leave torch.compile out"
         )
+
+
+def _refuse_strategy(name: str, ranks: int) -> None:
+    if name == "SingleDeviceStrategy" or (name == "DDPStrategy" and ranks > 1 and ranks_here() == ranks):
+        return
+    if name == "DDPStrategy":
+        raise InputError(
+            f"the strategy is DDPStrategy on {ranks} device{'s' if ranks > 1 else ''}: on one device take strategy='auto'; several are several processes of one "
+            "group (devices=2, or torchrun)"
+        )
+    raise InputError(
+        f"the strategy is {name} on {ranks} devices: what Lightning has shared out is not memfit's to plan for. There is strategy='auto' for one device and "
+        "strategy='ddp' for several; ZeRO 1 to 3 are planned for in a loop of your own (memfit.fit(..., devices=n)) and in Hugging Face's Trainer"
+    )
 
 
 def why_not_divided(module: Any, output: Any = None) -> str:

@@ -21,8 +21,10 @@ from memfit.batches import Batch
 from memfit.engine import Engine
 from memfit.errors import InputError
 from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.ranks import in_turns, own_of, ranks_here
 from memfit.integrations.transformers.refused import refuse
 from memfit.integrations.transformers.sample import ITEMS, largest_window, samples_of
+from memfit.integrations.transformers.several_ranks import TrainerOnRanks, check_saving, prepared
 from memfit.integrations.window import divisors_of, parts_weights
 from memfit.values.request import Budget
 
@@ -55,7 +57,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
 
     TRAINER = "Trainer"
     ENTRY = "memfit.transformers.fit"
-    CHOICES = ("loss_chunks", "micro_batches", "state_format")
+    CHOICES = ("loss_chunks", "micro_batches", "sharding", "state_format")
 
     notes: tuple[str, ...] = ()
     _divisor = 1  # micro-batches that one of the user's batches has become
@@ -84,7 +86,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             )
         refuse(trainer)
         args = trainer.args
-        model = trainer.accelerator.prepare_model(trainer.model)  # as train() does; once is enough. With bf16, autocast
+        # As train() does; once is enough. With bf16, autocast.
+        model = prepared(trainer) if ranks_here() > 1 else trainer.accelerator.prepare_model(trainer.model)
         model.train()
         given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
         self._own_loss: Callable[..., Any] = trainer.compute_loss
@@ -99,7 +102,11 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
         optimizer = trainer.create_optimizer()
         engine = self._fit(TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm), asked)
-        trainer.optimizer = engine.optimizer
+        if self._shared is None:
+            trainer.optimizer = engine.optimizer
+        else:
+            check_saving(trainer, engine)
+            TrainerOnRanks(trainer, engine, self._shared, lambda: self._micro_batches == len(self._window) - 1)
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
         if self.meter:
@@ -195,12 +202,20 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         counts: list[int | None] = [None] * len(window)
         if self._divisor > 1 and how != "sum":
             counts = [batches.counted(part, how) for part in window]
-        weights = parts_weights(counts, self._divisor)
+        weights = parts_weights(counts, self._divisor) if self._shared is None else self._on_ranks(counts)
         # Trainer divides by the number of micro-batches what is not divided by the number of items, and there were fewer.
         self._divides = self._trainer_divides(items)
         times = len(window) / -(-len(window) // self._divisor) if self._divides and window else 1.0
         self._weights = [weight * times for weight in weights]
         return window, items
+
+    def _on_ranks(self, counts: Sequence[int | None]) -> list[float]:
+        """The same where the parts of one of the user's batches are on several ranks: a sampler deals out micro-batches in turns."""
+        assert self._shared is not None
+        if self._divisor == 1:
+            return parts_weights(counts, 1)
+        sharded = self._shared.sharded
+        return own_of(sharded, parts_weights(in_turns(sharded, counts), self._divisor))
 
     def _trainer_divides(self, items: Any) -> bool:
         """Whether Trainer takes a mean over micro-batches, as its `training_step` decides it."""
@@ -228,7 +243,9 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
         if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0
-            loss = loss.new_zeros(loss.shape, requires_grad=True)
+            # Other ranks wait for the gradients of this one, which are zero.
+            empty = loss.new_zeros(loss.shape, requires_grad=True) if self._shared is None else loss.nan_to_num() * 0.0
+            loss = empty
         elif weight != 1.0:
             loss = loss * weight
         self._note_loss(loss)
@@ -238,8 +255,15 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         """Start the clock and the meter."""
         self._start_step(self._window)
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The update is over, and Trainer is about to clear gradients."""
+        if self._shared is not None:
+            self._shared.updated()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step is over: gradients are gone."""
+        if self._shared is not None:
+            self._shared.cleared()
         self._end_step(state.global_step, divided_by=len(self._window) if self._divides and self._window else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.errors import InputError
+from memfit.integrations.ranks import ranks_here
 
 
 def refuse(trainer: Any) -> None:
@@ -25,13 +26,17 @@ def refuse(trainer: Any) -> None:
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
         raise InputError(
-            "DeepSpeed and FSDP divide parameters among processes and keep buffers of their own, which no plan here counts: train in one process "
-            "without them"
+            f"{_shared_out(trainer)}. memfit shares the step out itself, by torch's own engines, and says what each rank will hold: leave the argument out and "
+            "start the ranks as ever"
         )
-    if args.world_size > 1 or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise InputError(
-            f"{max(args.world_size, args.n_gpu)} devices: a plan is for one process on one device. Launch one process (accelerate launch --num_processes 1) "
-            "and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+            f"{args.n_gpu} GPUs in one process (DataParallel): start one process for each (torchrun --nproc-per-node {args.n_gpu}, or accelerate launch "
+            f"--num_processes {args.n_gpu}), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if args.world_size > 1 and ranks_here() != args.world_size:
+        raise InputError(
+            f"{args.world_size} processes that are no group of torch.distributed: start them with torchrun or accelerate launch"
         )
     if args.activation_checkpointing or _recomputes(trainer.model):
         raise InputError(
@@ -54,6 +59,23 @@ def refuse(trainer: Any) -> None:
         raise InputError(
             f"optim={str(args.optim)!r} updates parameters inside backward in a way of its own, which is not in the prediction: take another optimizer"
         )
+
+
+def _shared_out(trainer: Any) -> str:
+    """How the trainer was told to share the step out, and what says the same to memfit."""
+    state = trainer.accelerator.state
+    if trainer.is_deepspeed_enabled:
+        stage = int(state.deepspeed_plugin.zero_stage)
+        return f"deepspeed= with ZeRO {stage} is {_fixed('zero' + str(stage) if stage else 'data')}"
+    plugin = getattr(state, "fsdp_plugin", None)
+    reshards = getattr(plugin, "reshard_after_forward", True)
+    words = str(getattr(reshards, "name", reshards)).lower()
+    way = {"shard_grad_op": "zero2", "false": "zero2", "no_shard": "data"}.get(words, "zero3")
+    return f"fsdp= is {_fixed(way)}"
+
+
+def _fixed(way: str) -> str:
+    return f'memfit.transformers.fit(trainer, ..., fixed={{"sharding": "{way}"}})'
 
 
 def _recomputes(model: Any) -> bool:

@@ -58,6 +58,26 @@ def check_harmless(given: Mapping[str, Any], reader: ConfigReader, world_size: i
     zero = given.get("zero_optimization")
     if summed == "sum" and isinstance(zero, Mapping) and zero.get("stage") == 3:
         raise ConfigError("gradient_allreduce_op: sum does not go with ZeRO stage 3")
+    if world_size > 1:
+        _check_messages(given, summed)
     for key in given:
-        if key in keys.HARMLESS and (world_size == 1 or keys.HARMLESS[key] != keys.ONE_RANK):
-            reader.notices.append(f"{key} has no effect: {keys.HARMLESS[key]}")
+        reason = keys.HARMLESS.get(key)
+        if world_size > 1 and reason == keys.ONE_RANK:
+            reason = keys.MESSAGES.get(key)
+        if reason is not None:
+            reader.notices.append(f"{key} has no effect: {reason}")
+
+
+def _check_messages(given: Mapping[str, Any], summed: str) -> None:
+    """Refuse what would make the ranks' gradients others than their mean in the parameters' own type."""
+    if summed == "sum":
+        raise ConfigError(
+            "gradient_allreduce_op: sum cannot be honoured: the gradients of all ranks are averaged; multiply the learning rate by the number of ranks"
+        )
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        if str(given.get(key) or "fp32").lower() != "fp32":
+            raise ConfigError(
+                f"{key}: {shown(given[key])} cannot be honoured: gradients are sent in the type that they have, as rounding them would change results"
+            )
+    if given.get("use_data_before_expert_parallelism"):
+        raise ConfigError("use_data_before_expert_parallelism: memfit has no expert parallelism: leave it out")

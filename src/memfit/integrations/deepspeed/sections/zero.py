@@ -62,7 +62,7 @@ class ZeroOptimization:
     """What ranks share out among themselves, and what is moved off the device.
 
     On one rank every stage holds as it is: what is shared out among one stays there. The sizes of buckets and the order of messages, which most
-    keys are about, have nothing to act on; they are read, checked and kept.
+    keys are about, are DeepSpeed's own way of doing it; they are read, checked and kept, and have no effect.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
@@ -183,6 +183,12 @@ def read_zero(given: Mapping[str, Any], reader: ConfigReader, world_size: int) -
     if isinstance(zero.stage, int) and zero.stage > 0 and world_size == 1:
         reader.notices.append(
             f"zero_optimization.stage {zero.stage} holds as it is on one rank: what is shared out among one stays there"
+        )
+    if world_size > 1 and isinstance(data, Mapping):
+        reader.notices.extend(
+            f"zero_optimization.{key} has no effect: {keys.ZERO_ON_RANKS[key]}"
+            for key in data
+            if key in keys.ZERO_ON_RANKS
         )
     return zero
 

@@ -1,0 +1,248 @@
+"""A Trainer on several ranks: what its loop, its evaluation, its saving and its resuming need of a model that memfit has shared out.
+
+Trainer would wrap the model itself (DistributedDataParallel), for which no plan could choose. So the model is marked as one that Accelerate has prepared, and
+Trainer's methods that look at gradients or tensors as a whole are attributes of this one trainer; no class is changed.
+
+What is saved is what Trainer saves of one process: whole weights, and the optimizer's whole state. So a run may go on in another number of ranks, shared out in
+another way, alone, or without memfit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from memfit.engine import Engine
+from memfit.errors import InputError
+from memfit.integrations.ranks import SharedStep
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.sharding.sharded import ShardedModel
+from memfit.step.program import own_optimizer
+
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+OPTIMIZER: Final = "optimizer.pt"
+
+
+def prepared(trainer: Any) -> Any:
+    """The trainer's model as Accelerate prepares it for evaluation: placed, with autocast, not wrapped, and left so."""
+    model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
+    model._is_accelerate_prepared = True  # noqa: SLF001 - Accelerate's own mark: it wraps nothing twice
+    return model
+
+
+def check_saving(trainer: Any, engine: Engine) -> None:
+    """Refuse what cannot be saved or loaded of a model that is shared out.
+
+    Raises:
+        InputError: there is such a setting; all ranks raise it.
+    """
+    assert engine.sharded is not None
+    way = engine.plan.choices.sharding.partition("/")[0]
+    if engine.sharded.shards_parameters and trainer.args.load_best_model_at_end:
+        raise InputError(
+            f"load_best_model_at_end=True loads whole weights into the model, of which a rank has a part under {way}: leave it out and load the best "
+            'checkpoint after training, or take fixed={"sharding": "zero1"}'
+        )
+    smooths = engine.sharded.shards_parameters and trainer.label_smoother is not None
+    if smooths and type(trainer.model).__name__.removeprefix("FSDP").endswith("ForCausalLM"):
+        raise InputError(
+            f"label_smoothing_factor of a causal language model: Trainer knows one by the name of its class, which torch's fully_shard ({way}) changes, so it "
+            'would smooth labels that are not shifted: take fixed={"sharding": "zero1"} or "data"'
+        )
+    saves = str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no"
+    if saves and not trainer.args.save_only_model and way != "data" and _packed(engine):
+        raise InputError(
+            f"the optimizer's state is packed in 8 bits within each rank's part ({way}), of which Trainer's checkpoints hold no whole: save_only_model=True, "
+            'save_strategy="no", or fixed={"sharding": "data"}'
+        )
+
+
+def _packed(engine: Engine) -> bool:
+    return isinstance(own_optimizer(engine.optimizer), ChunkedOptimizer)
+
+
+class TrainerOnRanks:
+    """Sets a trainer's methods for a model that is shared out.
+
+    Args:
+        trainer: whose methods.
+        engine: of the plan, on this rank.
+        shared: the step in progress.
+        is_last: whether the micro-batch that begins is the last of its step.
+    """
+
+    def __init__(self, trainer: Any, engine: Engine, shared: SharedStep, is_last: Callable[[], bool]) -> None:
+        assert engine.sharded is not None
+        self._trainer = trainer
+        self._engine = engine
+        self._shared = shared
+        self._sharded: ShardedModel = engine.sharded
+        self._is_last = is_last
+        optimizer = trainer.accelerator.prepare_optimizer(engine.optimizer, device_placement=False)
+        optimizer._is_accelerate_prepared = True  # noqa: SLF001 - as of the model: its state is where it belongs
+        trainer.optimizer = optimizer
+        trainer.training_step = self._around(trainer.training_step)
+        trainer._clip_grad_norm = lambda _: self._sharded.clip(trainer.args.max_grad_norm)  # noqa: SLF001 - there is no other way in
+        trainer._get_grad_norm = self._norm  # noqa: SLF001 - likewise
+        if trainer.args.device.type == "cpu":
+            # Of several ranks it is "cpu:0", to which Trainer would copy each batch inside the step, beside the loader's own.
+            trainer._prepare_input = _as_it_is  # noqa: SLF001 - likewise
+        if engine.plan.choices.sharding.startswith("data/"):
+            return
+        trainer._save_optimizer_and_scheduler = self._save_optimizer(trainer._save_optimizer_and_scheduler)  # noqa: SLF001 - likewise
+        trainer._load_optimizer_and_scheduler = self._load_optimizer(trainer._load_optimizer_and_scheduler)  # noqa: SLF001 - likewise
+        if self._sharded.shards_parameters:
+            trainer.evaluation_loop = self._evaluating(trainer.evaluation_loop)
+            trainer.save_model = self._save_model
+            trainer._load_from_checkpoint = self._load_model  # noqa: SLF001 - likewise
+
+    # -- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _around(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def training_step(*args: Any, **named: Any) -> Any:
+            with self._shared.micro_batch(last=self._is_last()):
+                return own(*args, **named)
+
+        return training_step
+
+    def _norm(self, model: Any, grad_norm: Any = None) -> Any:
+        del model
+        return self._sharded.clip(float("inf")) if grad_norm is None else grad_norm
+
+    def _evaluating(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def evaluation_loop(*args: Any, **named: Any) -> Any:
+            with self._sharded.evaluating():
+                return own(*args, **named)
+
+        return evaluation_loop
+
+    # -- the model -----------------------------------------------------------------------------------------------------------
+
+    def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - Trainer's own
+        """Whole weights, as Trainer saves them; all ranks come here."""
+        trainer = self._trainer
+        trainer._save(output_dir, state_dict=self._sharded.whole())  # noqa: SLF001 - what its `save_model` calls
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def _load_model(self, checkpoint: str, model: Any = None) -> None:
+        """This rank's part of whole weights."""
+        del model
+        whole = _weights(Path(checkpoint))
+        model = self._sharded.model
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)  # tied ones are saved once, under one of their names
+        with torch.no_grad():
+            for name, part in self._sharded.named().items():
+                known = next((n for n in names[id(model.get_parameter(name))] if n in whole), None)
+                if known is None:
+                    raise InputError(
+                        f"{checkpoint} has no weights for {name}: it is of another model, or of adapters alone, which cannot be loaded into a model whose "
+                        'parameters are shared out: take fixed={"sharding": "zero1"}, or load the weights before memfit.transformers.fit'
+                    )
+                part.copy_(self._sharded.part_of(name, whole[known]))
+            for name, buffer in model.named_buffers():
+                if name in whole:
+                    buffer.copy_(whole[name])
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------------
+
+    def _save_optimizer(self, own: Callable[[str], None]) -> Callable[[str], None]:
+        @functools.wraps(own)
+        def save(output_dir: str) -> None:
+            whole = self._whole_state()
+            trainer = self._trainer
+            if trainer.args.should_save:
+                torch.save(whole, Path(output_dir, OPTIMIZER))
+                torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+        return save
+
+    def _whole_state(self) -> dict[str, Any] | None:
+        """The state of all ranks, as the trainer's own optimizer would have it; on rank 0."""
+        optimizer = self._engine.optimizer
+        assert optimizer is not None
+        first = self._sharded.agreement.rank == 0
+        if _gathers_itself(optimizer):
+            gathers: Any = optimizer
+            gathers.consolidate_state_dict(to=0)
+            return optimizer.state_dict() if first else None
+        packed: dict[str, Any] = optimizer.state_dict()
+        names = {id(p): name for name, p in self._sharded.named().items()}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(order):
+            state = dict(packed["state"].get(number, {}))
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
+                    placed: Any = self._sharded.placed(names[id(parameter)], value)
+                    whole = placed.full_tensor()  # one after the other
+                    state[key] = whole.cpu() if first else None
+            packed["state"][number] = state
+        return packed if first else None
+
+    def _load_optimizer(self, own: Callable[[str | None], None]) -> Callable[[str | None], None]:
+        @functools.wraps(own)
+        def load(checkpoint: str | None) -> None:
+            if checkpoint is None or _gathers_itself(self._engine.optimizer):
+                own(checkpoint)  # torch's takes what it has of a whole state
+                return
+            with suppress(FileNotFoundError):  # saved with save_only_model: as Trainer, without
+                saved = torch.load(Path(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True, mmap=True)
+                self._set_state(saved)
+                scheduler = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
+                self._trainer.lr_scheduler.load_state_dict(scheduler)
+
+        return load
+
+    def _set_state(self, saved: dict[str, Any]) -> None:
+        """This rank's part of a whole state."""
+        optimizer = self._engine.optimizer
+        assert optimizer is not None
+        names = {id(p): name for name, p in self._sharded.named().items()}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(order):
+            name = names[id(parameter)]
+            shape = self._sharded.model.get_parameter(name).shape
+            state = dict(saved["state"].get(number, {}))
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape:
+                    state[key] = self._sharded.part_of(name, value).clone()
+            saved["state"][number] = state
+        optimizer.load_state_dict(saved)
+
+
+def _gathers_itself(optimizer: Any) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, whose module takes a while to import."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint's weights, mapped from its files.
+
+    Raises:
+        InputError: there are none.
+    """
+    from safetensors.torch import load_file
+
+    if (folder / WEIGHTS).is_file():
+        return load_file(folder / WEIGHTS)
+    if (folder / INDEX).is_file():
+        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return {name: value for file in sorted(files) for name, value in load_file(folder / file).items()}
+    raise InputError(
+        f"{folder} holds neither {WEIGHTS} nor {INDEX}, from which the ranks take their parts of the weights: name a checkpoint of Trainer's"
+    )

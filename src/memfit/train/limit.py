@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 from memfit.errors import ConfigError
+from memfit.train.limit_variable import VARIABLE
 
-VARIABLE: Final = "MEMFIT_MEMORY_LIMIT"
 # What the process may take beside the step: reading data, evaluation, snapshots, stacks of threads, what malloc keeps.
 SLACK_BYTES: Final = 192 << 20
 

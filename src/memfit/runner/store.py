@@ -92,6 +92,11 @@ class RunStore:
                 )
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA user_version={FORMAT}")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            raise InputError(
+                f"cannot write {file}: {error}; what it held before is intact: free space, then start again"
+            ) from error
         except sqlite3.DatabaseError as error:
             connection.close()
             raise InputError(

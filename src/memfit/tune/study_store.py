@@ -62,8 +62,9 @@ def open_study(search: Search) -> Study:
     file = Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _check(file)
     with store_errors(url), _alone(url, file):
+        if file is not None:
+            _check(file)
         storage = _storage(url, search)
         known = [each.study_name for each in optuna.get_all_study_summaries(storage)]
         begun = len(optuna.load_study(study_name=search.name, storage=storage).trials) if search.name in known else 0
@@ -146,7 +147,7 @@ def _compare(study: Study, search: Search, url: str) -> None:
 
 
 def _check(file: Path) -> None:
-    """SQLite's own check, before anything is written.
+    """SQLite's own check; what a killed process has left half written it takes back, as it is made for.
 
     Raises:
         InputError: the file is damaged, or no database.
@@ -154,8 +155,10 @@ def _check(file: Path) -> None:
     if not file.exists() or not file.stat().st_size:
         return
     try:
-        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as connection:
             (said,) = connection.execute("PRAGMA integrity_check").fetchone()
+    except sqlite3.OperationalError:
+        raise  # a full disk, or another process at work: not the file's fault
     except sqlite3.DatabaseError as error:
         said = str(error)
     if said != "ok":

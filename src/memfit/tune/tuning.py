@@ -88,6 +88,7 @@ class Tuning:
         self.launched = 0
         self._never: list[str] = []  # sentences about trials that never reported the objective
         self._last_beat = -math.inf
+        self._grid = _points_of_grid(search)
         # Before anything is written: what cannot be meant leaves no folder behind.
         self.study: Study = open_study(search)
         self.trials: Trials = trials or (CommandTrials(search) if search.is_command else MemfitTrials(search))
@@ -214,7 +215,11 @@ class Tuning:
             for each in every
             if each.state != TrialState.WAITING and each.number not in again and "memfit:from" not in each.user_attrs
         ]
-        return self.search.config.trials - len(counted)
+        left = self.search.config.trials - len(counted)
+        if self._grid is not None:
+            begun = {each.system_attrs.get("grid_id") for each in every} - {None}
+            left = min(left, self._grid - len(begun))
+        return left
 
     def _may_ask(self) -> bool:
         return len(self.live) < self._at_once() and not self.runner.waiting and self._left() > 0
@@ -414,7 +419,12 @@ class Tuning:
         if not frozen.state.is_finished():
             live.trial.set_user_attr(ENDED, words)
             live.trial.set_user_attr(STATE, kind)
-        self.study.tell(live.trial, values, state=state, skip_if_finished=True)
+        try:
+            self.study.tell(live.trial, values, state=state, skip_if_finished=True)
+        except RuntimeError as error:
+            # The grid is exhausted: the trial is told, and then the sampler stops a loop that is not Optuna's.
+            if "Study.stop" not in str(error):
+                raise
         if kind in {"failed", "out of memory"}:
             self.note(f"trial {live.trial.number} {kind}: {words}")
 
@@ -427,6 +437,14 @@ class Tuning:
             self.runner.close()
         finally:
             self.trials.close()
+
+
+def _points_of_grid(search: Search) -> int | None:
+    """How many trials a grid has; None for another sampler."""
+    sampler = search.config.sampler
+    if (sampler if isinstance(sampler, str) else sampler.name) != "grid":
+        return None
+    return math.prod(len(each.grid(name)) for name, each in search.space.items())
 
 
 def _known_fit(folder: Path) -> Fit | None:

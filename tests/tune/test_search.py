@@ -61,7 +61,7 @@ def test_a_space_that_cannot_be_meant_is_refused(tmp_path: Path, space: dict[str
         ({"at_once": 0}, "search.at_once: 0 is less than 1"),
         ({"timeout": -1}, "search.timeout: -1.0 is not positive"),
         ({"grace": -1}, "search.grace: -1.0 is less than 0"),
-        ({"budget": "8G"}, "search.budget: '8G' has a unit memfit does not read"),
+        ({"budget": "8G"}, "search.budget is no number of bytes: '8G' has a unit memfit does not read"),
         ({"start": [{"optim.lrr": 1}]}, "search.start[0].optim.lrr: no such parameter; did you mean optim.lr?"),
         ({"start": [{"optim.lr": 1.0}]}, "search.start[0].optim.lr: 1.0 is not between 1e-05 and 0.01"),
     ],

@@ -90,7 +90,7 @@ def test_metrics_are_read_from_a_file_too(tmp_path: Path) -> None:
     ("code", "why"),
     [
         ("print('value=nan')", "value is nan"),
-        ("print('valeu=1')", "value was never reported: it reported valeu; did you mean valeu?"),
+        ("print('vale=1')", "value was never reported: it reported vale; did you mean vale?"),
         ("pass", "value was never reported: it reported nothing"),
         ("print('value=good')", "value is reported as text, 'good': a number is needed"),
         ("raise SystemExit(3)", "failed (exit status 3)"),

@@ -124,7 +124,7 @@ class SearchConfig:
                 try:
                     parse_bytes(value, total_bytes=2**62)  # of what a share is taken is known later
                 except BudgetError as error:
-                    raise ConfigError(f"search.{name}: {error}") from None
+                    raise ConfigError(f"search.{name} is no number of bytes: {error}") from None
 
     @property
     def objectives(self) -> tuple[Objective, ...]:

@@ -113,6 +113,7 @@ class MemfitTrials:
         known = {
             "loss": answer.get("loss"),
             "validation_loss": answer.get("validation_loss"),
+            "validation_accuracy": answer.get("validation_accuracy"),
             "peak_bytes": answer.get("peak_bytes") or answer.get("predicted_peak_bytes"),
             "predicted_peak_bytes": answer.get("predicted_peak_bytes"),
             "step_seconds": None if fit is None else fit.step_seconds,

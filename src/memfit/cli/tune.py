@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status
+from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
     from memfit.tune.results import Results
@@ -29,6 +31,13 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one key, as if it stood in the file: --set search.at_once=2",
     )
+    parser.add_argument(
+        "--export",
+        choices=("katib", "trainjob"),
+        help="search nothing: write a Katib Experiment, or a TrainJob of the best trial so far",
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="file for --export")
+    parser.add_argument("--image", metavar="IMAGE", help="container image for --export, with command and data in it")
     parser.set_defaults(run=run)
 
 
@@ -38,6 +47,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from memfit.tune.live import display
 
     search = _search(arguments)
+    if arguments.export is not None:
+        return _exported(search, arguments)
     shown = display()
     try:
         found = search_all(search, shown)
@@ -58,6 +69,33 @@ def _search(arguments: argparse.Namespace) -> Search:
         if value is not None:
             settings.append(f"search.{name}={json.dumps(value)}")
     return load_search(arguments.config, settings)
+
+
+def _exported(search: Search, arguments: argparse.Namespace) -> Answer:
+    if arguments.output is None or arguments.image is None:
+        raise ConfigError("--export needs --output FILE and --image IMAGE")
+    import yaml
+
+    from memfit.tune import katib
+    from memfit.tune.results import results, values_of
+    from memfit.tune.study_store import open_study
+    from memfit.tune.train_job import train_job
+
+    notes: tuple[str, ...] = ("checked against the published schema, and never applied to a cluster",)
+    if arguments.export == "katib":
+        resource, more = katib.experiment(search, arguments.image)
+        notes += more
+    else:
+        best = results(search, open_study(search)).best
+        if not best:
+            raise ConfigError("--export trainjob is of the best trial, and no trial is done yet: search first")
+        resource = train_job(search, values_of(search, best[0].params), arguments.image)
+    try:
+        arguments.output.write_text(yaml.safe_dump(resource, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"cannot write the export {arguments.output}: {error.strerror or error}") from error
+    data = {"verb": "tune", "export": arguments.export, "output": str(arguments.output), "notes": list(notes)}
+    return Answer(data, "\n".join([f"Written: {arguments.output}", *(f"- {each}" for each in notes)]))
 
 
 def answer(found: Results) -> Answer:

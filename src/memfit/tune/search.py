@@ -194,7 +194,7 @@ def load_search(path: str | Path, settings: Iterable[str] = ()) -> Search:
     """Read a configuration file with a `search:` part.
 
     Args:
-        path: YAML, or JSON when its name ends so.
+        path: YAML, or JSON when its name ends so; or a Katib Experiment.
         settings: overrides such as "search.trials=50", as if they stood in the file.
 
     Raises:
@@ -210,6 +210,10 @@ def load_search(path: str | Path, settings: Iterable[str] = ()) -> Search:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections such as model, data, fit and search")
     try:
+        if data.get("kind") == "Experiment":
+            from memfit.tune import katib
+
+            data = katib.imported(data)
         for setting in settings:
             run_config.override(data, setting)
         return read_search(data, Path(path).resolve().parent, Path(path).stem)

@@ -242,7 +242,7 @@ class Tuning:
         beat(self.study, [trial._trial_id])  # noqa: SLF001 - as above
         name = name_of(trial.number)
         name = name + ALONE if self.runner.knows(name + ALONE) else name
-        folder = self._folder(trial.number)
+        folder = self._folder(trial.number, name)
         known = _known_fit(folder) if self.runner.knows(name) else None
         fit = known or self._fit(values, folder)
         live = Live(trial, values, fit, name, self.trials.watched(folder, self.runner.stdout(name)))
@@ -281,8 +281,9 @@ class Tuning:
             )
         return fit
 
-    def _folder(self, number: int) -> Path:
-        return self.search.out / "trials" / name_of(number)
+    def _folder(self, number: int, run: str = "") -> Path:
+        folder = self.search.out / "trials" / name_of(number)
+        return folder / "alone" if run.endswith(ALONE) else folder
 
     def _watch(self, live: Live) -> None:
         """Intermediate values: told, and the trial stopped where the pruner says so."""
@@ -304,7 +305,7 @@ class Tuning:
     def _over(self, live: Live, end: End) -> None:
         from optuna.trial import TrialState
 
-        folder = self._folder(live.trial.number)
+        folder = self._folder(live.trial.number, live.run)
         self.live.pop(live.run, None)
         live.metrics = self.trials.watched(folder, self.runner.stdout(live.run))
         if end.kind == "out_of_memory":
@@ -381,18 +382,18 @@ class Tuning:
 
         number = live.trial.number
         if not live.run.endswith(ALONE):
-            folder = self._folder(number)
+            alone = name_of(number) + ALONE
+            folder = self._folder(number, alone)
             fit = self._fit(live.values, folder, again=live.fit.peak_bytes)
             if fit.fits:
                 self.note(f"trial {number} ran out of memory; once more, alone")
-                alone = name_of(number) + ALONE
                 self._start(
                     replace(live, fit=fit, run=alone, metrics=self.trials.watched(folder, self.runner.stdout(alone))),
                     folder,
                 )
                 return
         live.trial.set_constraint(CONSTRAINT, max(1, live.fit.peak_bytes or 1))
-        self._tell(live, TrialState.PRUNED, end.text, "out of memory")
+        self._tell(live, TrialState.PRUNED, end.reason, "out of memory")
 
     def _infeasible(self, live: Live) -> None:
         """Recorded with its bytes, never launched."""

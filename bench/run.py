@@ -39,6 +39,7 @@ QUESTIONS = (
     "published_seconds",
     "stages",
     "sharding",
+    "tune",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 

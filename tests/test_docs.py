@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.cli.main import main, parser
+from memfit.train import yaml_reader
 from memfit.train.config import from_json
+from memfit.tune import read_search
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "memfit"
@@ -189,7 +190,11 @@ def test_there_are_no_blocks_that_nothing_runs_or_reads() -> None:
 @pytest.mark.parametrize("page", with_blocks("yaml"), ids=page_name)
 def test_configurations_are_read(page: Path) -> None:
     for code in blocks(page, "yaml"):
-        assert from_json(yaml.safe_load(code), ROOT / "examples" / "cli").fit.budget is not None
+        data, folder = yaml_reader.parse(code), ROOT / "examples" / "cli"
+        if "search" in data:
+            assert read_search(data, folder).space
+        if "model" in data:
+            assert from_json(data, folder).fit.budget is not None
 
 
 def commands(page: Path) -> list[list[str]]:

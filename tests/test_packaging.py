@@ -21,6 +21,8 @@ from memfit.integrations.deepspeed import source
 from memfit.train.assemble import assemble
 from memfit.train.config import Config, DataConfig, ModelConfig
 from memfit.train.text import FolderEncoder
+from memfit.tune import read_search
+from memfit.tune.study_store import open_study
 from memfit.views.png import png
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,11 @@ def hjson(folder: Path) -> None:
     source.load(folder / "ds.json")
 
 
+def searching(store: str) -> Callable[[Path], object]:
+    search = {"space": {"x": [1, 2]}, "command": "python3 {x}", "objective": "value", "store": store}
+    return lambda folder: open_study(read_search({"search": search}, folder))
+
+
 def tracked(kind: str) -> Callable[[Path], object]:
     return lambda folder: memfit.tracker(kind, folder)
 
@@ -136,6 +143,8 @@ EXTRAS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("bnb", "bitsandbytes", eight_bit),
     ("deepspeed", "hjson", hjson),
     ("pictures", "matplotlib.backends.backend_agg", lambda _: png(None)),  # type: ignore[arg-type]
+    ("tune", "optuna", searching("study.sqlite")),
+    ("postgresql", "psycopg2", searching("postgresql+psycopg2://me@127.0.0.1:9/none")),
     *((kind, kind, tracked(kind)) for kind in ("tensorboard", "mlflow", "wandb", "trackio")),
 ]
 

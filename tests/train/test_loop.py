@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from memfit.step import process_generators
 from memfit.train import log, snapshot_folders, snapshots
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import ArraySamples, Batches
-from memfit.train.evaluate import evaluate
+from memfit.train.evaluate import Accuracy, evaluate
 from memfit.train.loop import RunOutcome, RunOutput, Validation, total_steps, train
 from memfit.train.schedule import Rates, factor
 from memfit.values.report import StepRecord
@@ -281,6 +282,23 @@ def test_evaluation_weighs_every_sample_alike_and_disturbs_nothing(largest: int)
         expected = float(model.eval()(**everything))
     assert loss == pytest.approx(expected, rel=1e-6)
     assert torch.equal(before["torch"], torch.get_rng_state())
+
+
+def test_the_accuracy_of_a_classifier_is_counted_over_all_samples() -> None:
+    class Classifier(nn.Module):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=x.mean(), logits=torch.nn.functional.one_hot(x.long(), 3).float())
+
+    x, labels = np.array([0, 1, 2, 0, 1, 2, 0]), np.array([0, 1, 2, 1, 1, 0, 0])
+    batches = Batches(ArraySamples({"x": x.astype(np.float32), "labels": labels}), 4, None)
+    accuracy = Accuracy()
+    evaluate(Classifier(), batches, None, largest=3, accuracy=accuracy)
+    assert (accuracy.right, accuracy.samples, accuracy.share) == (5, 7, 5 / 7)
+
+    nothing = Accuracy()
+    model = Noisy()
+    evaluate(model, data(), None, largest=4, accuracy=nothing)
+    assert (nothing.share, len(model._forward_hooks)) == (None, 0)
 
 
 def test_evaluation_puts_every_modules_mode_back() -> None:

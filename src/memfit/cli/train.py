@@ -144,6 +144,7 @@ def answer(verb: str, result: Result) -> Answer:
         "total_steps": outcome.total_steps,
         "loss": outcome.loss,
         "validation_loss": outcome.validation_loss,
+        "validation_accuracy": outcome.validation_accuracy,
         "budget_bytes": result.plan.budget_bytes,
         "predicted_peak_bytes": predicted,
         "peak_bytes": outcome.peak_bytes,
@@ -162,6 +163,8 @@ def answer(verb: str, result: Result) -> Answer:
         lines[0] += f", loss {outcome.loss:.4f}"
     if outcome.validation_loss is not None:
         lines[0] += f", validation loss {outcome.validation_loss:.4f}"
+    if outcome.validation_accuracy is not None:
+        lines[0] += f", accuracy {100 * outcome.validation_accuracy:.1f} %"
     if outcome.peak_bytes is not None:
         lines.append(
             f"Peak: {format_bytes(outcome.peak_bytes)} measured, {format_bytes(predicted)} predicted, "

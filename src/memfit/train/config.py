@@ -340,6 +340,7 @@ def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -
     if not isinstance(where, str):
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
+    data = {key: value for key, value in data.items() if key != "search"}  # `memfit tune` reads that part
     return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +19,45 @@ from memfit.batches import Batch, LossFunction
 from memfit.step import process_generators
 from memfit.techniques.autocast.precision import autocast
 from memfit.train.data import Batches
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Of how many samples the highest logit is the label.
+
+    Counted where the model returns `logits` of shape (samples, classes) and the batch has `labels` of whole numbers, one for each sample.
+    """
+
+    right: int = 0
+    samples: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """0 to 1; None where nothing was counted."""
+        return self.right / self.samples if self.samples else None
+
+    def add(self, output: Any, batch: Batch) -> None:
+        """Count one micro-batch by what the model returned for it."""
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            return
+        if logits.ndim == 2 and labels.shape == logits.shape[:1] and not labels.is_floating_point():
+            self.right += int((logits.argmax(1) == labels).sum())
+            self.samples += len(labels)
+
+
+@contextmanager
+def _counted(model: torch.nn.Module, batch: Batch, accuracy: Accuracy | None) -> Iterator[None]:
+    """While the block runs, what the model returns is counted."""
+    if accuracy is None:
+        yield
+        return
+    hook = model.register_forward_hook(lambda _module, _inputs, output: accuracy.add(output, batch))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def evaluate(
@@ -28,6 +69,7 @@ def evaluate(
     weights: str = "samples",
     precision: str = "full",
     stop: Callable[[], bool] = lambda: False,
+    accuracy: Accuracy | None = None,
 ) -> float | None:
     """Mean loss over the data; the model's modes and all generators are as before.
 
@@ -39,6 +81,7 @@ def evaluate(
         weights: what a micro-batch's loss averages over, in the words of `batches.weightings`.
         precision: as in training, in the words of `Choices`.
         stop: asked before each micro-batch.
+        accuracy: counts what is told right, where the model classifies.
 
     Returns:
         The loss; None when stopped.
@@ -52,7 +95,7 @@ def evaluate(
                     return None
                 share = _count(part, weights)
                 if share:
-                    with autocast(precision, data.device.type):
+                    with autocast(precision, data.device.type), _counted(model, part, accuracy):
                         loss = _loss(model, part, loss_fn)
                     total += loss * (1 if weights == "sum" else share)
                     weight += share

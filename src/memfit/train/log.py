@@ -44,9 +44,10 @@ class Log:
         line = {key: value for key, value in line.items() if value is not None and value != () and value is not False}
         self._add({**line, "loss": record.loss if math.isfinite(record.loss) else None})
 
-    def validation(self, step: int, loss: float) -> None:
-        """A line for an evaluation."""
-        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None})
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """A line for an evaluation; with the accuracy of a classifier."""
+        right = {} if accuracy is None else {"validation_accuracy": accuracy}
+        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None, **right})
 
     def _add(self, line: dict[str, Any]) -> None:
         try:
@@ -80,7 +81,7 @@ class SilentLog:
     def step(self, record: StepRecord, *, epoch: int, learning_rate: float, predicted_peak_bytes: int) -> None:
         """Nothing."""
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """Nothing."""
 
     def sync(self) -> None:

@@ -26,7 +26,7 @@ from memfit.train import snapshots
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
-from memfit.train.evaluate import evaluate
+from memfit.train.evaluate import Accuracy, evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
@@ -102,6 +102,7 @@ class RunOutcome:
         snapshot: the last one written; None when nothing was left to do.
         signal: number of the signal that stopped it; None when it ran to its end.
         ranks: what each of several has shown since it was started; empty for one process.
+        validation_accuracy: of the last evaluation of a classifier; None where there was none.
     """
 
     step: int
@@ -112,6 +113,7 @@ class RunOutcome:
     snapshot: Path | None
     signal: int | None = None
     ranks: tuple[MeasuredRank, ...] = ()
+    validation_accuracy: float | None = None
 
 
 def total_steps(settings: TrainConfig, batches: Batches) -> int:
@@ -161,6 +163,7 @@ class _Run:
     position: Position = field(default_factory=Position)
     loss: float | None = None
     validation_loss: float | None = None
+    validation_accuracy: float | None = None
     evaluated: int = -1
     peak_bytes: int | None = None
     saved: Path | None = None
@@ -206,7 +209,15 @@ class _Run:
             rates.release()
             log.close()
         return RunOutcome(
-            self.step, total, self.loss, self.validation_loss, self.peak_bytes, self.saved, self.signal, self.ranks
+            self.step,
+            total,
+            self.loss,
+            self.validation_loss,
+            self.peak_bytes,
+            self.saved,
+            self.signal,
+            self.ranks,
+            self.validation_accuracy,
         )
 
     def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
@@ -256,6 +267,7 @@ class _Run:
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
+        self.validation_accuracy = loop.get("validation_accuracy")
 
     def _restored(self, snapshot: Snapshot) -> dict[str, Any]:
         """The loop's values, where everything else is put back."""
@@ -326,6 +338,7 @@ class _Run:
         loss_fn = (
             self.validation.loss_fn if sharded is None else sharded.loss_without_gradients(self.validation.loss_fn)
         )
+        accuracy = Accuracy()
         with self.engine.evaluating() as model:
             loss = evaluate(
                 model,
@@ -337,14 +350,17 @@ class _Run:
                 stop=lambda: (
                     self.output.together is None and bool(stop)
                 ),  # ranks evaluate to the end, or one would wait for the others
+                accuracy=accuracy,
             )
         if loss is None:
             return
         self.validation_loss, self.evaluated = loss, self.step
-        log.validation(self.step, loss)
+        self.validation_accuracy = accuracy.share
+        log.validation(self.step, loss, accuracy.share)
         for tracker in self.output.trackers:
             tracker.validation(self.step, loss)
-        self.output.display.note(f"step {self.step}: validation loss {loss:.4f}")
+        told = "" if accuracy.share is None else f", accuracy {100 * accuracy.share:.1f} %"
+        self.output.display.note(f"step {self.step}: validation loss {loss:.4f}{told}")
 
     def _save(self, log: Log | SilentLog) -> None:
         self._saved()  # the one before it: two are never under way
@@ -353,6 +369,7 @@ class _Run:
             "generators": process_generators.generators(),
             "loss": self.loss,
             "validation_loss": self.validation_loss,
+            "validation_accuracy": self.validation_accuracy,
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,

@@ -17,7 +17,7 @@ from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.ranks import check_plan, fit_together, place
 from memfit.trackers import Tracker
-from memfit.train import log, ranks, snapshot_folders, snapshots
+from memfit.train import limit, log, ranks, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, read_deepspeed, without_bars
 from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in
 from memfit.train.config import Config, ScheduleConfig
@@ -214,6 +214,9 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         _begin_folder(config, engine)
     if assembly.deepspeed is not None:
         assembly.deepspeed.scale(engine)
+    limit.enforce(
+        engine.model, assembly.batches.device, 0 if snapshot is None else snapshot_folders.size(snapshot.folder)
+    )
     with _tracked(config, engine.plan, snapshot, display) if writes else nullcontext(()) as opened:
         outcome = train(
             engine,

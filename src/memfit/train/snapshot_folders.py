@@ -26,3 +26,8 @@ def folders(out: Path) -> list[Path]:
         return []
     found = [(step, folder) for folder in out.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()]
     return [folder for _, folder in sorted(found)]
+
+
+def size(folder: Path) -> int:
+    """Bytes of the files of a snapshot."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,248 @@
+"""Watches one run, as its parent: a process of its own, so that a run's end is known even when the runner that started it is gone.
+
+It is started as a script without the package (`python -I -S guard.py FOLDER`), which takes a fiftieth of a second and 10 MB. It
+
+* claims the folder, so that no attempt is run twice: whoever creates the file `claim` first has it, and a guard that comes second ends at once;
+* runs the command in a session of its own, under a limit of memory, first in line when the kernel runs out of memory;
+* on SIGTERM passes the signal on and kills after the grace; kills at once on SIGUSR1, at the limits of time and silence, and (unless the run is to go on) when
+  the runner dies;
+* leaves no process of the run behind, whatever session it moved to: as a "subreaper" it becomes the parent of all that are orphaned;
+* writes how it ended into `end.json`, whose bytes it takes from the disk before it starts, so that a full disk loses no end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+TYPE_CHECKING = False  # without typing, whose import takes as long as all the others
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+CLAIM = "claim"
+END = "end.json"
+SPEC = "spec.json"
+_END_BYTES = 1024
+_DEATHSIG, _SUBREAPER = 1, 36  # of prctl
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None where there is no such process, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123 - no pathlib: it takes longer than the rest
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot() -> str:
+    """Which boot of the computer this is: ticks count from there."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:  # noqa: PTH123 - as above
+            return stream.read().strip()
+    except OSError:
+        return ""
+
+
+def claim(folder: str, content: dict[str, Any]) -> bool:
+    """Whether this process is the first to claim an attempt's folder; the claim appears whole or not at all."""
+    waiting = os.path.join(folder, f".claim-{os.getpid()}")  # noqa: PTH118 - as above
+    with open(waiting, "w", encoding="utf-8") as stream:  # noqa: PTH123
+        json.dump(content, stream)
+    try:
+        os.link(waiting, os.path.join(folder, CLAIM))  # noqa: PTH118
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(waiting)  # noqa: PTH108
+    return True
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed in this control group for want of memory; 0 where that cannot be read."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as stream:  # noqa: PTH123
+            path = stream.read().rpartition("0::")[2].strip()
+        with open(f"/sys/fs/cgroup{path.rstrip('/')}/memory.events", encoding="ascii") as stream:  # noqa: PTH123
+            return int(dict(line.split() for line in stream).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _children() -> list[int]:
+    """Processes whose parent this one is."""
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+                    fields = stream.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid() and fields[0] not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _kill_all() -> None:
+    """Kill every process of the run: each one's children become ours when it dies."""
+    while children := _children():
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        _reap(None)
+        time.sleep(0.002)
+    _reap(None)
+
+
+def _reap(keep: int | None) -> None:
+    """Collect what has ended, but for the command itself."""
+    while True:
+        try:
+            seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if seen is None or seen.si_pid == keep:
+            return
+        os.waitpid(seen.si_pid, os.WNOHANG)
+
+
+def _in_child(libc: ctypes.CDLL, limit: int | None, mask: set[Any]) -> Callable[[], None]:
+    """What the command's process is given before the command begins."""
+
+    def prepare() -> None:
+        libc.prctl(_DEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        try:
+            with open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
+                stream.write("500")
+        except OSError:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    return prepare
+
+
+def _sign_of_life(files: Iterable[str]) -> float:
+    times = [0.0]
+    for file in files:
+        try:
+            times.append(os.stat(file).st_mtime)  # noqa: PTH116
+        except OSError:
+            continue
+    return max(times)
+
+
+def main(folder: str) -> int:
+    """Run what `spec.json` in a folder says, and write `end.json` beside it."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    # The runner has blocked them already, so that none is lost that comes before this line.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) - set(SIGNALS)
+
+    def place(name: str) -> str:
+        return os.path.join(folder, name)  # noqa: PTH118
+
+    with open(place(SPEC), encoding="utf-8") as stream:  # noqa: PTH123
+        spec = json.load(stream)
+    if not spec["outlives_runner"]:
+        libc.prctl(_DEATHSIG, signal.SIGUSR2, 0, 0, 0)
+    with open(place(f".{END}"), "wb") as space:  # noqa: PTH123
+        space.write(b" " * _END_BYTES)
+        space.flush()
+        os.fsync(space.fileno())
+    if not claim(folder, {"pid": os.getpid(), "started": started(os.getpid()), "boot": boot()}):
+        return 3
+    begun, kills = time.time(), _oom_kills()
+    end: dict[str, Any] = {"status": None, "signal": None, "reason": "", "forced": False, "resident_bytes": 0}
+
+    def orphaned() -> bool:
+        return not spec["outlives_runner"] and os.getppid() != spec["runner"]
+
+    child = None
+    try:
+        with open(place("stdout"), "ab") as out, open(place("stderr"), "ab") as err:  # noqa: PTH123
+            child = subprocess.Popen(  # noqa: S603 - what the user asked to be run
+                spec["command"],
+                cwd=spec["folder"] or None,
+                env={**os.environ, **spec["environment"]},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=_in_child(libc, spec["memory_limit_bytes"], mask),  # noqa: PLW1509 - there are no threads
+            )
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        end["error"] = f"{spec['command'][0]}: {getattr(error, 'strerror', None) or error}"
+    kill_at = None
+    files = (place("stdout"), place("stderr"), spec["watched"])
+    while child is not None:
+        _reap(child.pid)
+        pid, status, used = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            end["status"] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            end["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            end["resident_bytes"] = used.ru_maxrss * 1024
+            break
+        now = time.time()
+        if kill_at is not None and now >= kill_at:
+            end["forced"] = end["forced"] or spec["grace_seconds"] > 0
+            os.kill(child.pid, signal.SIGKILL)
+        if not end["reason"]:
+            if spec["seconds"] is not None and now - begun > spec["seconds"]:
+                end["reason"] = "time"
+            elif spec["silent_seconds"] is not None and now - max(begun, _sign_of_life(files)) > spec["silent_seconds"]:
+                end["reason"] = "silence"
+            elif orphaned():
+                end["reason"], kill_at = "runner died", now
+                continue
+            if end["reason"]:
+                kill_at = now + spec["grace_seconds"]
+                _tell(child.pid)
+        limits = spec["seconds"] is not None or spec["silent_seconds"] is not None
+        wait = 0.05 if kill_at is not None else 0.5 if limits else 2.0
+        got = signal.sigtimedwait(SIGNALS, wait)
+        number = None if got is None else got.si_signo
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and kill_at is None:
+            end["reason"], kill_at = "asked", time.time() + spec["grace_seconds"]
+            _tell(child.pid)
+        elif number == signal.SIGUSR1:
+            end["reason"] = end["reason"] or "asked"
+            os.kill(child.pid, signal.SIGKILL)
+        elif number == signal.SIGUSR2 and orphaned():
+            end["reason"] = "runner died"
+            os.kill(child.pid, signal.SIGKILL)
+    _kill_all()
+    end["oom_kills"] = _oom_kills() - kills
+    end["seconds"] = time.time() - begun
+    with open(place(f".{END}"), "r+b") as taken:  # noqa: PTH123
+        taken.write(json.dumps(end).encode()[:_END_BYTES].ljust(_END_BYTES))
+        taken.flush()
+        os.fsync(taken.fileno())
+    os.rename(place(f".{END}"), place(END))  # noqa: PTH104
+    return 0
+
+
+def _tell(pid: int) -> None:
+    """The end signal, to the command and all of its group."""
+    try:
+        os.killpg(pid, signal.SIGTERM)
+        os.killpg(pid, signal.SIGCONT)  # one that is halted (SIGSTOP, Ctrl-Z) would not see it
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,7 @@
+"""The environment variable that limits the memory of a run that trains; read without torch by whoever sets it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+VARIABLE: Final = "MEMFIT_MEMORY_LIMIT"

@@ -1,0 +1,489 @@
+"""The search: asks Optuna for values, plans each trial, runs side by side what fits, tells what came of it, and goes on after any crash.
+
+A trial is Optuna's from the moment it is asked for: values, state and intermediate values are in the store before anything else happens. What runs is the
+runner's, under a name made of the trial's number. So a search that was killed finds both again and joins them: a trial is told once, whoever saw it end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from memfit.errors import ConfigError, InfeasibleError, InputError
+from memfit.runner import End, Runner
+from memfit.train import strict
+from memfit.tune.metrics import Metrics, MetricsFile
+from memfit.tune.plans import Fit
+from memfit.tune.sampling import quietly
+from memfit.tune.search import Search
+from memfit.tune.space import corners
+from memfit.tune.study_store import beat, open_study, store_errors, url_of
+from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, Trials, name_of
+from memfit.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+WORKER: Final = "memfit:worker"  # who runs a trial
+ENDED: Final = "memfit:end"  # how its run ended, in words
+STATE: Final = "memfit:state"  # "infeasible", "out of memory", ...; what Optuna's states do not tell
+BYTES: Final = "memfit:peak_bytes"
+MINIMUM: Final = "memfit:minimum_bytes"
+CONSTRAINT: Final = "bytes over the budget"
+_SILENT_TRIALS: Final = 3  # without the objective, after which the search ends
+_MOST_CORNERS: Final = 12
+_POLL_SECONDS: Final = 0.5
+_AUTO: Final = 64  # trials at once, where bytes alone decide
+
+
+@dataclass
+class Live:
+    """A trial that was asked for and not told yet.
+
+    Attributes:
+        trial: Optuna's.
+        values: of the parameters, as the run takes them.
+        fit: what was predicted.
+        run: name of its run.
+        reported: steps whose value Optuna knows.
+        stopping: whether it is being pruned.
+    """
+
+    trial: Trial
+    values: dict[str, Any]
+    fit: Fit
+    run: str
+    metrics: MetricsFile
+    reported: set[int] = field(default_factory=set)
+    stopping: bool = False
+
+
+class Tuning:
+    """One search, from its first call to its last trial.
+
+    Args:
+        search: that was read.
+        trials: how trials are run; made of the search where none are given.
+        note: told what is worth a line.
+
+    Raises:
+        InputError, ConfigError: as for `open_study`; another process works in the same folder.
+        InfeasibleError: nothing that is searched fits into the budget.
+    """
+
+    def __init__(
+        self, search: Search, *, trials: Trials | None = None, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.search = search
+        self.note = note
+        self.url = url_of(search)
+        self.live: dict[str, Live] = {}
+        self.launched = 0
+        self._never: list[str] = []  # sentences about trials that never reported the objective
+        self._last_beat = -math.inf
+        self._grid = _points_of_grid(search)
+        # Before anything is written: what cannot be meant leaves no folder behind.
+        self.study: Study = open_study(search)
+        self.trials: Trials = trials or (CommandTrials(search) if search.is_command else MemfitTrials(search))
+        try:
+            self.runner = Runner(search.out / "runner", self._capacity(), self._at_once())
+            self.worker = _worker(self.runner.folder)
+            try:
+                self._check_feasible()
+                with store_errors(self.url):
+                    self._found_again()
+            except BaseException:
+                self.runner.close()
+                raise
+        except BaseException:
+            self.trials.close()
+            raise
+
+    def _at_once(self) -> int:
+        return _AUTO if self.search.config.at_once == "auto" else self.search.config.at_once
+
+    def _capacity(self) -> dict[str, int]:
+        """Bytes of the device that all trials share."""
+        config, run = self.search.config, self.search.run
+        device = config.device if self.search.is_command else _device_of(run)
+        whole = _device_bytes(device)
+        budget = config.budget
+        if budget is None and not self.search.is_command:
+            each = (run.get("fit") or {}).get("budget")
+            if each is None:
+                raise ConfigError(
+                    'search.budget is missing: the bytes that all trials share, such as "24GiB" (or fit.budget, the bytes of each)'
+                )
+            number = 1 if config.at_once == "auto" else config.at_once
+            return {device: number * parse_bytes(each, total_bytes=whole)}
+        if budget is None:
+            if config.memory is not None:
+                raise ConfigError(
+                    "search.budget is missing: the bytes that all trials share, of which each takes search.memory"
+                )
+            return {}
+        return {device: parse_bytes(budget, total_bytes=whole)}
+
+    # ----------------------------------------------------------------------------------------------------------- before
+
+    def _check_feasible(self) -> None:
+        """Say before the first trial where no trial could fit.
+
+        Raises:
+            InfeasibleError: none of the extreme combinations does.
+        """
+        if self.search.is_command or self.study.trials:
+            return
+        smallest: Fit | None = None
+        at: dict[str, Any] = {}
+        for values in corners(self.search.space, _MOST_CORNERS):
+            fit = self._fit(values, self.search.out / "check")
+            if fit.fits or fit.error:
+                return
+            if smallest is None or (fit.minimum_bytes or math.inf) < (smallest.minimum_bytes or math.inf):
+                smallest, at = fit, values
+        if smallest is None:
+            return
+        words = ", ".join(f"{name}={_shown(value)}" for name, value in at.items())
+        least = smallest.minimum_bytes
+        told = (
+            "no budget was found that would do"
+            if least is None
+            else f"the smallest that would is {format_bytes(least)} ({least} bytes), with {words}"
+        )
+        capacity = next(iter(self.runner.ledger.capacity.values()), 0)
+        raise InfeasibleError(
+            f"nothing in search.space fits into its budget, so no trial was started: {told}",
+            budget_bytes=capacity,
+            minimum_bytes=least,
+        )
+
+    def _found_again(self) -> None:
+        """Trials that were begun before: those of this folder are joined with their runs, and others are left to their own processes."""
+        from optuna.trial import Trial, TrialState
+
+        for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
+            owner = frozen.user_attrs.get(WORKER)
+            own_store = self.search.config.store is None  # in this folder, which nobody else has open
+            if owner == self.worker or (owner is None and own_store):
+                self._prepare(Trial(self.study, frozen._trial_id))  # noqa: SLF001 - Optuna has no other way back to a trial
+
+    # ------------------------------------------------------------------------------------------------------------ while
+
+    def step(self, seconds: float = _POLL_SECONDS) -> bool:
+        """Ask, start, watch, tell.
+
+        Args:
+            seconds: to wait at most where nothing happens.
+
+        Returns:
+            Whether there is more to do.
+
+        Raises:
+            ConfigError: the first trials never reported the objective.
+            InputError: the store cannot be written; the same command goes on later.
+        """
+        with store_errors(self.url):
+            self._beat()
+            while self._may_ask():
+                with quietly():
+                    trial = self.study.ask()
+                self._prepare(trial)
+            for name, end in self.runner.poll(seconds if self.live else 0.0):
+                if name in self.live:
+                    self._over(self.live[name], end)
+            for live in list(self.live.values()):
+                self._watch(live)
+            return bool(self.live) or self._left() > 0
+
+    def _left(self) -> int:
+        from optuna.trial import TrialState
+
+        every = self.study.get_trials(deepcopy=False)
+        again = {
+            each.user_attrs.get("memfit:again") for each in every
+        }  # whose process was lost, and which were queued again
+        counted = [
+            each
+            for each in every
+            if each.state != TrialState.WAITING and each.number not in again and "memfit:from" not in each.user_attrs
+        ]
+        left = self.search.config.trials - len(counted)
+        if self._grid is not None:
+            begun = {each.system_attrs.get("grid_id") for each in every} - {None}
+            left = min(left, self._grid - len(begun))
+        return left
+
+    def _may_ask(self) -> bool:
+        return len(self.live) < self._at_once() and not self.runner.waiting and self._left() > 0
+
+    def _beat(self) -> None:
+        import optuna
+
+        now = time.monotonic()
+        if now - self._last_beat < self.search.config.heartbeat:
+            return
+        self._last_beat = now
+        beat(self.study, [live.trial._trial_id for live in self.live.values()])  # noqa: SLF001 - as above
+        with quietly():
+            optuna.storages.fail_stale_trials(self.study)
+
+    def _prepare(self, trial: Trial) -> None:
+        """Values, a plan, a run. Done again for a trial that was begun before, it finds what is there."""
+        trial.set_user_attr(WORKER, self.worker)
+        values = {name: each.suggest(trial, name) for name, each in self.search.space.items()}
+        beat(self.study, [trial._trial_id])  # noqa: SLF001 - as above
+        name = name_of(trial.number)
+        name = name + ALONE if self.runner.knows(name + ALONE) else name
+        folder = self._folder(trial.number, name)
+        known = _known_fit(folder) if self.runner.knows(name) else None
+        fit = known or self._fit(values, folder)
+        live = Live(trial, values, fit, name, self.trials.watched(folder, self.runner.stdout(name)))
+        live.reported = set(self._stored(trial).intermediate_values) if self.runner.knows(name) else set()
+        if fit.error:
+            self._failed(live, f"could not be planned: {fit.message}")
+            return
+        if not fit.fits:
+            self._infeasible(live)
+            return
+        self._start(live, folder)
+
+    def _start(self, live: Live, folder: Path) -> None:
+        if not self.runner.knows(live.run):
+            _write_fit(folder, live.fit)
+            live.trial.set_user_attr(BYTES, live.fit.peak_bytes)
+            request = self.trials.request(live.run, live.trial.number, live.values, folder, live.fit)
+            try:
+                self.runner.ledger.check(request)
+            except InputError:
+                self._infeasible(live)
+                return
+            self.runner.submit(request)
+            self.launched += 1
+        self.live[live.run] = live
+        end = self.runner.end_of(live.run)
+        if end is not None:  # it was over before the last process died, and not told
+            self._over(live, end)
+
+    def _fit(self, values: dict[str, Any], folder: Path, again: int | None = None) -> Fit:
+        fit = self.trials.fit(values, folder, again=again)
+        capacity = next(iter(self.runner.ledger.capacity.values()), None)
+        if fit.fits and capacity is not None and fit.peak_bytes > capacity:
+            return replace(
+                fit, fits=False, minimum_bytes=fit.peak_bytes, message="more than all trials together may take"
+            )
+        return fit
+
+    def _folder(self, number: int, run: str = "") -> Path:
+        folder = self.search.out / "trials" / name_of(number)
+        return folder / "alone" if run.endswith(ALONE) else folder
+
+    def _watch(self, live: Live) -> None:
+        """Intermediate values: told, and the trial stopped where the pruner says so."""
+        if len(self.search.config.objectives) > 1 or live.stopping or live.run in self.runner.waiting:
+            return
+        for step, value in live.metrics.read().values.get(self.search.config.objectives[0].name, ()):
+            if step in live.reported or not math.isfinite(value):
+                continue
+            live.reported.add(step)
+            live.trial.report(value, step)
+            if live.trial.should_prune():
+                live.stopping = True
+                # A run of ours has nothing to save: its bytes are wanted.
+                self.runner.stop(live.run, at_once=not self.search.is_command)
+                return
+
+    # ------------------------------------------------------------------------------------------------------------ after
+
+    def _over(self, live: Live, end: End) -> None:
+        from optuna.trial import TrialState
+
+        folder = self._folder(live.trial.number, live.run)
+        self.live.pop(live.run, None)
+        live.metrics = self.trials.watched(folder, self.runner.stdout(live.run))
+        if end.kind == "out_of_memory":
+            self._out_of_memory(live, end)
+        elif end.kind == "stopped" and (live.stopping or end.reason == "asked"):
+            self._tell(live, TrialState.PRUNED, end.text, "pruned")
+        elif end.kind == "done":
+            self._done(
+                live,
+                end,
+                self.trials.final(folder, self.runner.stdout(live.run), live.fit, end.seconds, live.metrics.finished()),
+            )
+        else:
+            self._failed(live, end.text)
+
+    def _done(self, live: Live, end: End, metrics: Metrics) -> None:
+        """Every objective was reported as a number, or the trial has failed with the reason."""
+        from optuna.trial import TrialState
+
+        values = []
+        for objective in self.search.config.objectives:
+            series = [value for _, value in metrics.values.get(objective.name, ())]
+            if not series:
+                self._failed(live, self._unreported(objective.name, metrics), never=True)
+                return
+            good = [value for value in series if math.isfinite(value)]
+            best = (min if objective.direction == "minimize" else max)(good) if good else math.nan
+            value = best if objective.take == "best" else series[-1]
+            if not math.isfinite(value):
+                self._failed(live, f"{objective.name} is {value}")
+                return
+            values.append(value)
+        if len(values) == 1:
+            self._report_rest(live, metrics)
+        for name in metrics.values:
+            if (last := metrics.last(name)) is not None and math.isfinite(last):
+                live.trial.set_user_attr(f"metric:{name}", last)
+        if not self.search.is_command:
+            live.trial.set_constraint(CONSTRAINT, live.fit.peak_bytes - live.fit.budget_bytes)
+        self._tell(live, TrialState.COMPLETE, end.text, "done", values)
+
+    def _report_rest(self, live: Live, metrics: Metrics) -> None:
+        """What came between the last look and the end."""
+        for step, value in metrics.values.get(self.search.config.objectives[0].name, ()):
+            if step not in live.reported and math.isfinite(value):
+                live.reported.add(step)
+                live.trial.report(value, step)
+
+    def _unreported(self, name: str, metrics: Metrics) -> str:
+        if name in metrics.texts:
+            return f"{name} is reported as text, {metrics.texts[name]!r}: a number is needed"
+        there = sorted(each for each in metrics.values if each != "seconds")
+        known = (
+            f"it reported {', '.join(there)}; {strict.nearest(name, dict.fromkeys(there))}"
+            if there
+            else "it reported nothing"
+        )
+        return f"{name} was never reported: {known}"
+
+    def _failed(self, live: Live, why: str, *, never: bool = False) -> None:
+        from optuna.trial import TrialState
+
+        self._tell(live, TrialState.FAIL, why, "failed")
+        if not never:
+            return
+        self._never.append(why)
+        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if len(self._never) >= _SILENT_TRIALS and not done:
+            raise ConfigError(f"search.objective: {len(self._never)} trials have ended, and in each {why}")
+
+    def _out_of_memory(self, live: Live, end: End) -> None:
+        """Once more, alone and with less; after that it is a constraint that the trial violates, and never the end of the search."""
+        from optuna.trial import TrialState
+
+        number = live.trial.number
+        if not live.run.endswith(ALONE):
+            alone = name_of(number) + ALONE
+            folder = self._folder(number, alone)
+            fit = self._fit(live.values, folder, again=live.fit.peak_bytes)
+            if fit.fits:
+                self.note(f"trial {number} ran out of memory; once more, alone")
+                self._start(
+                    replace(live, fit=fit, run=alone, metrics=self.trials.watched(folder, self.runner.stdout(alone))),
+                    folder,
+                )
+                return
+        live.trial.set_constraint(CONSTRAINT, max(1, live.fit.peak_bytes or 1))
+        self._tell(live, TrialState.PRUNED, end.reason, "out of memory")
+
+    def _infeasible(self, live: Live) -> None:
+        """Recorded with its bytes, never launched."""
+        from optuna.trial import TrialState
+
+        fit = live.fit
+        least = fit.minimum_bytes or fit.peak_bytes
+        budget = fit.budget_bytes or self._budget(live.values)
+        if least:
+            live.trial.set_user_attr(MINIMUM, least)
+        live.trial.set_constraint(CONSTRAINT, max(1, least - budget) if least else 1)
+        why = f"needs {format_bytes(least)}, and there are {format_bytes(budget)}" if least else fit.message
+        self._tell(live, TrialState.PRUNED, why, "infeasible")
+
+    def _budget(self, values: dict[str, Any]) -> int:
+        capacity = next(iter(self.runner.ledger.capacity.values()), 0)
+        given = (self.search.run_with(values).get("fit") or {}).get("budget")
+        if given is None:
+            return capacity
+        return min(capacity, parse_bytes(given, total_bytes=_device_bytes(_device_of(self.search.run))))
+
+    def _tell(self, live: Live, state: Any, words: str, kind: str, values: list[float] | None = None) -> None:
+        frozen = self._stored(live.trial)
+        if not frozen.state.is_finished():
+            live.trial.set_user_attr(ENDED, words)
+            live.trial.set_user_attr(STATE, kind)
+        try:
+            self.study.tell(live.trial, values, state=state, skip_if_finished=True)
+        except RuntimeError as error:
+            # The grid is exhausted: the trial is told, and then the sampler stops a loop that is not Optuna's.
+            if "Study.stop" not in str(error):
+                raise
+        if kind in {"failed", "out of memory"}:
+            self.note(f"trial {live.trial.number} {kind}: {words}")
+
+    def _stored(self, trial: Trial) -> FrozenTrial:
+        return self.study._storage.get_trial(trial._trial_id)  # noqa: SLF001 - `study.trials` copies all of them
+
+    def close(self) -> None:
+        """Stop what runs; the same command goes on with it."""
+        try:
+            self.runner.close()
+        finally:
+            self.trials.close()
+
+
+def _points_of_grid(search: Search) -> int | None:
+    """How many trials a grid has; None for another sampler."""
+    sampler = search.config.sampler
+    if (sampler if isinstance(sampler, str) else sampler.name) != "grid":
+        return None
+    return math.prod(len(each.grid(name)) for name, each in search.space.items())
+
+
+def _known_fit(folder: Path) -> Fit | None:
+    try:
+        return Fit(**json.loads((folder / "fit.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write_fit(folder: Path, fit: Fit) -> None:
+    (folder / "fit.json").write_text(json.dumps(asdict(fit)) + "\n", encoding="utf-8")
+
+
+def _worker(folder: Path) -> str:
+    """A name for who runs trials in this folder, the same whenever it comes back."""
+    import socket
+
+    return f"{socket.gethostname()}:{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+def _device_of(run: Any) -> str:
+    device = str((run.get("fit") or {}).get("device", "auto"))
+    if device == "auto":
+        return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
+    return "cuda:0" if device == "cuda" else device
+
+
+def _device_bytes(device: str) -> int | None:
+    """All bytes of a device, of which a budget may be a share; None where that is not known here."""
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device == "cpu" else None
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def finished(study: Study) -> list[FrozenTrial]:
+    """The trials of a study that are over, in order."""
+    return [each for each in study.get_trials(deepcopy=False) if each.state.is_finished()]

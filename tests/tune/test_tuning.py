@@ -1,0 +1,476 @@
+"""Searches as a whole: what Optuna would suggest, what never starts, what is told once, and what goes on after a crash."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from optuna.trial import TrialState
+
+from memfit.errors import ConfigError, InfeasibleError, InputError
+from memfit.runner import guard
+from memfit.tune import Results, Search, run
+from memfit.tune.sampling import quietly
+from memfit.tune.study_store import beat, open_study
+from memfit.tune.tuning import Tuning
+from tune import searches
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def states(found: Results) -> list[str]:
+    return [row.state for row in found.rows]
+
+
+# ----------------------------------------------------------------------------------------------------- as Optuna by itself
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "gp", "cmaes", "qmc", "nsga2"))],
+)
+def test_the_suggestions_are_those_of_optuna(tmp_path: Path, sampler: str) -> None:
+    """Optuna's quadratic of the tutorial, with a categorical parameter; TPE begins to model after ten trials."""
+    space: dict[str, Any] = {"x": {"low": -5.0, "high": 5.0}, "n": {"low": 1, "high": 9}}
+    code = "import sys; x, n = float(sys.argv[1]), int(sys.argv[2]); print(f'value={(x - 2) ** 2 + n!r}')"
+    found = run(searches.command(tmp_path, code, space, sampler=sampler, seed=7, trials=12))
+
+    from memfit.tune.sampling import sampler_of
+
+    alone = optuna.create_study(sampler=sampler_of(found.search, 7))
+    alone.optimize(lambda t: (t.suggest_float("x", -5.0, 5.0) - 2) ** 2 + t.suggest_int("n", 1, 9), n_trials=12)
+    assert [row.params for row in found.rows] == [trial.params for trial in alone.trials]
+    assert [row.values for row in found.rows] == [tuple(trial.values) for trial in alone.trials]
+    assert found.best[0].number == alone.best_trial.number
+
+
+def test_several_objectives_have_several_best(tmp_path: Path) -> None:
+    code = "import sys; x = float(sys.argv[1]); print(f'near={abs(x)!r} far={abs(x - 4)!r}')"
+    space = {"x": [-1, 0, 1, 2, 4, 5]}
+    objective = [{"name": "near"}, {"name": "far"}]
+    found = run(searches.command(tmp_path, code, space, objective=objective, trials=6, sampler="grid"))
+    assert {row.params["x"] for row in found.best} == {0, 1, 2, 4}
+
+
+def test_what_is_to_be_tried_first_is_tried_first(tmp_path: Path) -> None:
+    found = run(searches.command(tmp_path, trials=2, start=({"x": 1.0, "y": -2.0},)))
+    assert (found.rows[0].params, found.rows[0].values) == ({"x": 1.0, "y": -2.0}, (0.0,))
+    warm = run(
+        searches.command(
+            tmp_path, trials=1, study="second", warm_start=["search"], out="out2", store="out/study.sqlite"
+        )
+    )
+    assert [row.values for row in warm.rows[:2]] == [row.values for row in found.rows]
+    with pytest.raises(ConfigError, match="search.warm_start: the store has no study 'third'"):
+        run(searches.command(tmp_path, study="fourth", warm_start=["third"], store="out/study.sqlite"))
+
+
+def test_metrics_are_read_from_a_file_too(tmp_path: Path) -> None:
+    code = "import os, sys, json; open(os.environ['MEMFIT_TRIAL_DIR'] + '/m.jsonl', 'w').write(json.dumps({'step': 3, 'value': float(sys.argv[1])}))"
+    found = run(searches.command(tmp_path, code, {"x": [1, 2]}, metrics="m.jsonl", trials=2, sampler="grid"))
+    assert sorted(row.values or () for row in found.rows) == [(1.0,), (2.0,)]
+
+
+# ---------------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("print('value=nan')", "value is nan"),
+        ("print('vale=1')", "value was never reported: it reported vale; did you mean vale?"),
+        ("pass", "value was never reported: it reported nothing"),
+        ("print('value=good')", "value is reported as text, 'good': a number is needed"),
+        ("raise SystemExit(3)", "failed (exit status 3)"),
+    ],
+)
+def test_a_trial_without_its_objective_has_failed_with_the_reason(tmp_path: Path, code: str, why: str) -> None:
+    found = run(searches.command(tmp_path, code + "  # ", trials=2, at_once=2))
+    assert states(found) == ["failed", "failed"]
+    assert {row.why for row in found.rows} == {why}
+    assert not found.best
+
+
+def test_a_search_whose_objective_never_comes_ends_soon(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="search.objective: 3 trials have ended, and in each value was never reported"
+    ):
+        run(searches.command(tmp_path, "print('loss=1')", trials=50))
+
+
+def test_an_ignored_end_signal_does_not_hold_the_search_up(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    found = run(searches.command(tmp_path, code, trials=1, timeout=1.0, grace=0.2))
+    assert states(found) == ["failed"]
+    assert found.rows[0].why == "stopped (time), by force: it ignored its end signal"
+
+
+def test_out_of_memory_is_a_constraint_and_never_the_end(tmp_path: Path) -> None:
+    code = "import sys; x = bytearray(int(sys.argv[1]) << 20); print('value=1')"
+    found = run(
+        searches.command(tmp_path, code, {"x": [1, 500]}, trials=2, sampler="grid", memory="100MiB", budget="200MiB")
+    )
+    by_size = {row.params["x"]: row for row in found.rows}
+    assert (by_size[1].state, by_size[500].state) == ("done", "out of memory")
+    assert by_size[500].why == "MemoryError"
+    study = optuna.load_study(study_name="search", storage=found.store)
+    (trial,) = [each for each in study.trials if each.params["x"] == 500]
+    assert list(trial.constraints.values()) == [float(100 << 20)]
+    runs = [each.name for each in (tmp_path / "out" / "runner" / "runs").iterdir()]
+    assert [name for name in runs if name.endswith("-alone")] == [f"trial-{by_size[500].number:05d}-alone"]
+
+
+def test_pruned_trials_end_at_once(tmp_path: Path) -> None:
+    code = """
+import sys, time
+x = int(sys.argv[1])
+for step in range(6):
+    print('step=%d value=%d' % (step, x), flush=True)
+    time.sleep(0.02 if x < 3 else 0.5)
+"""
+    space = {"x": {"low": 0, "high": 9}}
+    start = [{"x": 0}, {"x": 1}, {"x": 9}]
+    pruner = {"name": "median", "options": {"n_startup_trials": 2}}
+    found = run(searches.command(tmp_path, code, space, trials=3, start=start, pruner=pruner))
+    assert states(found) == ["done", "done", "pruned"]
+    study = optuna.load_study(study_name="search", storage=found.store)
+    assert len(study.trials[2].intermediate_values) < 6
+    assert study.trials[0].intermediate_values == dict.fromkeys(range(6), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------- bytes: runs of memfit
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Three widths, of which one fits in no plan; two runs side by side."""
+    folder = tmp_path_factory.mktemp("searched")
+    space = {"model.args.width": [32, 64, 256], "fit.global_batch": [64]}
+    return run(searches.toy(folder, space, sampler="grid", at_once=2))
+
+
+def test_what_cannot_fit_is_never_launched(searched: Results) -> None:
+    by_width = {row.params["model.args.width"]: row for row in searched.rows}
+    assert {width: row.state for width, row in by_width.items()} == {32: "done", 64: "done", 256: "infeasible"}
+    assert searched.launched == 2
+    runs = searched.search.out / "runner" / "runs"
+    assert sorted(each.name for each in runs.iterdir()) == sorted(
+        f"trial-{by_width[width].number:05d}" for width in (32, 64)
+    )
+    assert by_width[256].why.endswith("and there are 400 KiB")
+    assert (by_width[256].peak_bytes or 0) > 400 << 10
+
+
+def test_the_peak_of_a_trial_is_the_predicted_one(searched: Results) -> None:
+    study = optuna.load_study(study_name="search", storage=searched.store)
+    for trial in study.trials:
+        if trial.state == TrialState.COMPLETE:
+            assert trial.user_attrs["metric:peak_bytes"] == trial.user_attrs["memfit:peak_bytes"]
+            assert max(trial.constraints.values()) <= 0
+        else:
+            assert max(trial.constraints.values()) > 0
+
+
+def test_the_results_are_files_that_others_read(searched: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    out = searched.search.out
+    rows = list(csv.DictReader((out / "trials.csv").read_text().splitlines()))
+    assert [row["state"] for row in rows] == states(searched)
+    best = yaml.safe_load((out / "best.yaml").read_text())
+    assert best["model"]["args"]["width"] == searched.best[0].params["model.args.width"]
+    page = (out / "report.html").read_text()
+    assert "validation_loss against predicted peak" in page
+    assert "<script" not in page
+    from cli.commands import Ran
+
+    trained = Ran(capsys, "train", out / "best.yaml", "--json")
+    assert trained.status == 0
+    assert trained.data["validation_loss"] == pytest.approx((searched.best[0].values or (0,))[0], rel=1e-6)
+
+
+def test_a_finished_search_has_nothing_left_to_do(searched: Results) -> None:
+    again = run(searched.search)
+    assert (again.launched, again.rows) == (0, searched.rows)
+
+
+@pytest.fixture
+def planned_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made in this process, which has imported torch already."""
+    from memfit.train.plan_server import PlanServer
+    from memfit.tune.plans import Fit, Planner
+
+    server = PlanServer()
+
+    def ask(_: Planner, config: dict[str, Any], plan: Path | None = None) -> Fit:
+        return Fit(**{"fits": False, **server.answer({"config": config, "plan": None if plan is None else str(plan)})})
+
+    monkeypatch.setattr(Planner, "ask", ask)
+
+
+@pytest.mark.usefixtures("planned_here")
+def test_where_nothing_fits_it_is_said_before_the_first_trial(tmp_path: Path) -> None:
+    search = searches.toy(tmp_path, {"model.args.width": [64, 128]}, {"budget": "20KiB"})
+    with pytest.raises(
+        InfeasibleError,
+        match="nothing in search.space fits into its budget, so no trial was started: the smallest that would is .* with model.args.width=64",
+    ) as caught:
+        run(search)
+    assert caught.value.minimum_bytes
+    assert not (search.out / "trials").exists()
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{search.out}/study.sqlite")
+    assert study.trials == []
+
+
+def test_one_bundle_of_traces_serves_what_differs_in_budget_and_rate(tmp_path: Path) -> None:
+    from memfit.train.plan_server import PlanServer
+
+    search = searches.toy(tmp_path, {"optim.lr": [0.1, 0.01], "fit.budget": ["300KiB", "400KiB"]})
+    server = PlanServer()
+    answers = [
+        server.answer({"config": search.run_with({"optim.lr": lr, "fit.budget": budget})})
+        for lr in (0.1, 0.01)
+        for budget in ("300KiB", "400KiB", "1KiB")
+    ]
+    assert [each["fits"] for each in answers] == [True, True, False] * 2
+    assert answers[:3] == answers[3:]
+    assert (server.captures, len(next(iter(server._known.values())).plannings)) == (1, 1)
+    assert answers[2]["minimum_bytes"] <= answers[0]["peak_bytes"] <= 300 << 10
+    wrong = server.answer({"config": {**search.run_with({}), "model": {"python": "toy:absent"}}})
+    assert (wrong["error"], wrong["message"].startswith("model.python")) == ("ConfigError", True)
+
+
+# --------------------------------------------------------------------------------------------------------------- the store
+
+
+def test_two_searches_do_not_mix_in_one_study(tmp_path: Path) -> None:
+    run(searches.command(tmp_path, trials=1))
+    with pytest.raises(
+        ConfigError,
+        match="has a study 'search' that searches something else \\(space differ\\): give search.study another name",
+    ):
+        run(searches.command(tmp_path, space={"x": [1, 2], "y": [1]}))
+    found = run(
+        searches.command(
+            tmp_path, space={"x": [1, 2], "y": [1]}, study="other", store="out/study.sqlite", out="out2", trials=1
+        )
+    )
+    assert len(found.rows) == 1
+
+
+def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, trials=1)
+    run(search)
+    connection = sqlite3.connect(search.out / "study.sqlite")
+    connection.execute("UPDATE version_info SET schema_version = 99")
+    connection.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(InputError, match="was written by another version of Optuna: `optuna storage upgrade"):
+        run(search)
+
+
+def test_a_damaged_store_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, trials=1)
+    run(search)
+    file = search.out / "study.sqlite"
+    content = bytearray(file.read_bytes())
+    content[4096:12288] = b"\xff" * 8192
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="study.sqlite is damaged .*put a copy back"):
+        run(search)
+    assert file.read_bytes() == content
+
+
+def test_an_unreachable_server_is_said_without_the_password(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, store="postgresql+psycopg2://me:secret@127.0.0.1:9/none")
+    with pytest.raises(InputError, match="postgresql.psycopg2://me@127.0.0.1:9/none cannot be used") as caught:
+        run(search)
+    assert "secret" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------- killed, and taken up again
+
+CALL = """
+import sys, yaml
+from memfit.tune import read_search, run
+run(read_search(yaml.safe_load(open(sys.argv[1])), sys.argv[2]))
+"""
+
+
+def started(folder: Path, search: Search) -> subprocess.Popen[bytes]:
+    """The same search in a process of its own."""
+    from dataclasses import asdict
+
+    told = {name: value for name, value in asdict(search.config).items() if value is not None}
+    file = folder / f"{search.out.name}.yaml"
+    file.write_text(json.dumps({"search": {**told, "command": list(told["command"])}}), encoding="utf-8")
+    return subprocess.Popen([sys.executable, "-c", CALL, file, folder], stderr=subprocess.PIPE)
+
+
+SLOW = "import sys, time; x, y = map(float, sys.argv[1:]); time.sleep(0.15); print(f'value={x + y!r}')"
+
+
+def check_whole(found: Results, trials: int) -> None:
+    """Every trial is told once, with the value of its own parameters, and none runs any more."""
+    assert [row.number for row in found.rows] == list(range(len(found.rows)))
+    done = [row for row in found.rows if row.state == "done"]
+    assert len(done) == trials
+    for row in done:
+        assert row.values == (row.params["x"] + row.params["y"],)
+    connection = sqlite3.connect(found.search.out / "study.sqlite")
+    (twice,) = connection.execute(
+        "SELECT COUNT(*) FROM (SELECT trial_id FROM trial_values GROUP BY trial_id HAVING COUNT(*) > 1)"
+    ).fetchone()
+    connection.close()
+    assert twice == 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("moment", [0.4, pytest.param(range(100), marks=pytest.mark.slow)], ids=["one", "many"])
+def test_a_killed_search_goes_on_and_no_trial_is_lost_or_told_twice(tmp_path: Path, moment: Any) -> None:
+    import random
+
+    draw = random.Random(0)
+    for number, seconds in enumerate([moment] if isinstance(moment, float) else [draw.uniform(0, 2.5) for _ in moment]):
+        search = searches.command(tmp_path, SLOW, trials=6, at_once=2, out=f"out-{number}", sampler="random")
+        process = started(tmp_path, search)
+        until(lambda search=search: (search.out / "runner" / "runner.lock").exists())  # type: ignore[misc]
+        time.sleep(seconds)
+        process.kill()
+        _, _ = process.communicate()
+        check_whole(run(search), 6)
+
+
+def test_the_runs_of_a_killed_search_end_with_it(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)", trials=1)
+    process = started(tmp_path, search)
+    output = search.out / "runner" / "runs" / "trial-00000" / "1" / "stdout"
+    until(lambda: output.exists() and output.read_text().endswith("\n"))
+    process.kill()
+    process.communicate()
+    until(lambda: guard.started(int(output.read_text())) is None, 10)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_trial_is_run_once_more_and_no_other_is_touched(tmp_path: Path, kills: int) -> None:
+    import random
+
+    draw = random.Random(1)
+    search = searches.command(tmp_path, SLOW, trials=max(4, kills), at_once=2, sampler="random")
+    tuning = Tuning(search)
+    killed: dict[str, int] = {}
+    try:
+        while tuning.step(0.02):
+            for name in tuning.runner.running:
+                if name not in killed and len(killed) < kills and draw.random() < 0.5:
+                    children = _child(tuning.runner._running[name].pid)
+                    if children:
+                        os.kill(children[0], signal.SIGKILL)
+                        killed[name] = children[0]
+    finally:
+        tuning.close()
+    from memfit.tune.results import results
+
+    found = results(search, tuning.study)
+    check_whole(found, max(4, kills))
+    again = [name for name in killed if (search.out / "runner" / "runs" / name / "2").exists()]
+    assert sorted(again) == sorted(killed)
+
+
+def _child(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@pytest.mark.slow
+def test_a_run_of_memfit_that_is_killed_goes_on_from_its_snapshot(tmp_path: Path) -> None:
+    search = searches.toy(tmp_path, {"optim.lr": [0.01]}, trials=1)
+    search.run["train"]["steps"] = 400  # type: ignore[index]
+    search.run["train"]["save_every"] = 10  # type: ignore[index]
+    tuning = Tuning(search)
+    out = search.out / "trials" / "trial-00000" / "run"
+    killed = False
+    try:
+        while tuning.step(0.05):
+            if not killed and any(out.glob("step-*")):
+                (pid,) = _child(tuning.runner._running["trial-00000"].pid)
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+        from memfit.tune.results import results
+
+        (row,) = results(search, tuning.study).rows
+        assert row.state == "done"
+        said = (search.out / "runner" / "runs" / "trial-00000" / "2" / "stdout").read_text()
+        assert json.loads(said)["verb"] == "resume"
+    finally:
+        tuning.close()
+
+
+@pytest.mark.slow
+def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -> None:
+    """Four processes, one store; making its tables is where they fell over each other."""
+    searched = [
+        searches.command(tmp_path, SLOW, trials=8, out=f"worker-{number}", store="shared/study.sqlite", study="shared", sampler="random")
+        for number in range(4)
+    ]  # fmt: skip
+    processes = [started(tmp_path, search) for search in searched]
+    told = [process.communicate()[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, told
+    study = open_study(searched[0])
+    numbers = [trial.number for trial in study.trials]
+    assert numbers == list(range(len(numbers)))
+    assert 8 <= len(numbers) <= 11  # each may have asked for one before it saw the others'
+    assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+
+
+def test_a_trial_of_a_lost_worker_is_tried_once_more(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, trials=2, heartbeat=1)
+    study = open_study(search)
+    with quietly():
+        lost = study.ask()
+    lost.set_user_attr("memfit:worker", "elsewhere")
+    lost.suggest_float("x", -5.0, 5.0)
+    lost.suggest_float("y", -5.0, 5.0)
+    beat(study, [lost._trial_id])
+    time.sleep(4.5)  # three heartbeats of a second are missed
+    found = run(search)
+    assert states(found) == ["failed", "done", "done"]
+    assert found.rows[1].params == lost.params
+
+
+def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
+    """The kernel lets no file of this process grow past what it has; then it does again."""
+    import resource
+
+    search = searches.command(tmp_path, trials=6)
+    run(searches.command(tmp_path, trials=2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+        with pytest.raises(InputError, match="cannot be used|cannot write"):
+            run(search)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    found = run(search)
+    assert found.count("done") == 6

@@ -209,10 +209,8 @@ def _rehearsed(
         if number == REPAIR_ROUNDS:
             raise still_above(most, budget_bytes, where)
         target = less_by(target, most, budget_bytes)
-        made_here: Plan | InfeasibleError | None = None
-        if agreement.rank == 0:
-            made_here = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
-        again: Plan | InfeasibleError = agreement.told(made_here)
+        fullest = replace(engine.rehearsal, measured_peak_bytes=most)
+        again = agreement.told(_smaller(known, target, made, fullest, where) if agreement.rank == 0 else None)
         if isinstance(again, InfeasibleError):
             raise again
         engine.replace_plan(repaired(made, again, most - budget_bytes, target))

@@ -13,10 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import batches, dispatch
+from memfit.capture.capture import capture
+from memfit.capture.source import StepSource
 from memfit.planner.head import head_of, sets_peak
 from memfit.planner.timeline import Timeline
+from memfit.techniques.choices import Choices
 from memfit.techniques.chunked_loss import worth_weighing
 from memfit.techniques.chunked_loss.head import Logits, chunked_head
+from memfit.techniques.freezing.freeze import frozen
 from models import build_gpt
 from models.outcome import measured_peak
 from small import adamw, chain, rows, squared_error
@@ -232,6 +236,27 @@ def test_the_output_holds_the_logits_for_whoever_looks() -> None:
     assert torch.equal(logits + 0, plain)
     assert logits.grad_fn is not None
     assert (logits.argmax(-1) == plain.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_asking_whether_logits_are_a_leaf_makes_none(trained: bool) -> None:  # noqa: FBT001
+    model, sample = llama()
+    model.requires_grad_(trained)
+    with chunked_head(model, 4):
+        logits = model(**{**sample, "labels": None}).logits
+        assert isinstance(logits, Logits)
+        assert logits.is_leaf is not trained
+        assert logits.whole is None
+    assert model(**sample).logits.is_leaf is not trained
+
+
+def test_beside_frozen_parts_the_head_is_in_chunks_from_the_first_forward_on() -> None:
+    """Where the first forward made the logits whole, later ones were captured too, to see which way the model goes."""
+    model, sample = gpt()
+    choices = Choices(loss_chunks=4, frozen=("blocks.0",))
+    with frozen(model, choices.frozen):
+        captured = capture(StepSource(model, sample, mean, adamw), choices)
+    assert captured.repeats
 
 
 def test_without_gradients_only_the_loss_is_computed() -> None:

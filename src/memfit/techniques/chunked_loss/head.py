@@ -130,6 +130,9 @@ class Logits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's own way to ask a subclass
                 return func(*args, **kwargs)
         known = args[0] if args and type(args[0]) is Logits else None
+        # Asked of the logits, which a product makes; the stand-in itself always is one.
+        if known is not None and func == _IS_LEAF:
+            return not known.requires_grad
         if known is not None and known.whole is None:
             if func is functional.cross_entropy:
                 loss = _cross_entropy(*args, **kwargs)
@@ -266,6 +269,9 @@ _ABOUT: Final = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested")),
     }
 )
+
+
+_IS_LEAF: Final = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------------------

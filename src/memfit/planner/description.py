@@ -33,8 +33,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     """The plan in full, except for its savings, which need other candidates."""
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
-    fullest = solver.fullest(solution)  # of several ranks
-    timeline, evaluation = fullest.worst(solution)
+    fullest, there = solver.fullest(solution)  # of several ranks
+    timeline, evaluation = fullest.worst(there)
     nothing_dropped = fullest.worst(fullest.plain)[1].levels
     phase, module, operation = where(fullest.trace, evaluation.peak_event)
     bands = timeline.by_category(solution.recomputations)
@@ -142,7 +142,7 @@ def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
 def plain_step(solvers: Solvers) -> PlainStep:
     """The baseline with nothing dropped."""
     plain = solvers.baseline
-    full = plain.fullest(plain.plain)
+    full, _ = plain.fullest(plain.plain)
     peak = max(full.worst(full.plain)[1].peak_bytes, *_on_paths(full, full.plain))
     return PlainStep(peak + solvers.extra_bytes, plain.trace.plain_step_seconds, _fixed_for(plain.trace.choices))
 

@@ -143,23 +143,26 @@ class Solver:
 
     def needed(self, solution: Solution) -> int:
         """Bytes that a plan needs, on the fullest of several ranks."""
-        return max(role.needed_here(solution) for role in self.roles())
+        return max(role.needed_here(there) for role, there in self.by_role(solution))
 
     def needed_here(self, solution: Solution) -> int:
-        """Bytes that a plan of this solver, or of another role's, needs on this rank.
-
-        That is its peak, and more for other draws where random numbers decide sizes; no fewer than the first step needs.
-        """
-        under_a_plan = self.draws.needed if self.draws.several else self.timeline.peak
-        return max(under_a_plan(solution.recomputations), self._first_needs)
+        """Bytes that it needs on this rank: its peak, more for other draws where random numbers decide sizes, and no fewer than the first step needs."""
+        own = self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
+        return max(own, self._first_needs)
 
     def roles(self) -> tuple[Solver, ...]:
         """This solver, and those of the ranks whose steps take other bytes."""
         return self, *self.other_roles()
 
-    def fullest(self, solution: Solution) -> Solver:
-        """The solver of the rank on which a plan needs most."""
-        return max(self.roles(), key=lambda role: role.needed_here(solution))
+    def by_role(self, solution: Solution) -> list[tuple[Solver, Solution]]:
+        """A plan of this rank, and what it comes to on those whose steps take other bytes."""
+        others = self.other_roles()
+        carried = [replace(solution, evaluation=role.timeline.evaluate(solution.recomputations)) for role in others]
+        return [(self, solution), *zip(others, carried, strict=True)]
+
+    def fullest(self, solution: Solution) -> tuple[Solver, Solution]:
+        """The solver of the rank on which a plan needs most, and what it comes to there."""
+        return max(self.by_role(solution), key=lambda each: each[0].needed_here(each[1]))
 
     def fitting(self, budget_bytes: int) -> Solution | None:
         """`solve`, with what a plan needs on every rank, not only its peak on this one under the first draw, inside the budget."""
@@ -243,7 +246,9 @@ class Solver:
 
     def worst(self, solution: Solution) -> tuple[Timeline, Evaluation]:
         """The draw under which a plan takes most, and what it comes to there."""
-        timeline = self.draws.largest(solution.recomputations) if self.trace.drawn_bytes else self.timeline
+        if not self.trace.drawn_bytes:
+            return self.timeline, solution.evaluation
+        timeline = self.draws.largest(solution.recomputations)
         return timeline, timeline.evaluate(solution.recomputations)
 
     def least(self) -> Solution:

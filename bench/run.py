@@ -38,6 +38,7 @@ QUESTIONS = (
     "published",
     "published_seconds",
     "stages",
+    "clusters",
     "sharding",
     "tune",
 )

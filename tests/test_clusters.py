@@ -20,9 +20,9 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
 
-def predicted(**asked: str) -> tuple[ClusterPrediction, ...]:
+def predicted(way: str) -> tuple[ClusterPrediction, ...]:
     model, sample, loss_fn = build_gpt(layers=LAYERS, hidden=32, heads=4, batch=2, tokens=16, vocab=60)
-    return predict_cluster(model, sample, loss_fn, devices="2x2xh100", optimizer=adamw, **asked)
+    return predict_cluster(model, sample, loss_fn, devices="2x2xh100", optimizer=adamw, way=way)
 
 
 def test_the_bytes_of_all_blocks_are_those_of_a_capture_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The U-Net of torchgpipe's benchmarks, built from its description: depth 5, 5 convolutions in each cell, 64 channels.
 
-Source: Kim et al. 2020, arXiv:2004.09910, and the repository's benchmarks/models/unet. An encoder cell halves height and width and hands what it made to the decoder cell of the same size, past all between.
+An encoder cell halves height and width and hands what it made to the decoder cell of the same size, past all between. Source: Kim et al. 2020,
+arXiv:2004.09910, and the repository's benchmarks/models/unet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The step of a model with many repeated blocks on many devices, from captures of the same model with a few of them: for shapes and clusters that are not at hand.
+"""The step of a model with many repeated blocks on many devices, from captures of it with a few of them: for shapes and clusters not at hand.
 
 A step of 126 blocks on 4,096 devices can be captured like any other, on fake tensors under the fake process group, but takes its time. Blocks that are alike do
 the same, so bytes at corresponding moments grow by the same number with each block: the peak of each *section* of the step (forward, the beginning of backward,
@@ -86,7 +86,7 @@ def predict_cluster(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[ClusterPrediction, ...]:
-    """Predict bytes and seconds of a step on many devices, without capturing all of the model's blocks. Nothing is trained; the model may be on the meta device.
+    """Predict bytes and seconds of a step on many devices, from captures of a few of the model's blocks. Nothing is trained; it may be on the meta device.
 
     Args:
         model: with repeated blocks in a `ModuleList` or `Sequential`; left as it is.
@@ -146,14 +146,14 @@ def shortened(model: nn.Module, count: int) -> Iterator[None]:
     """
     paths = _blocks_of(model)
     holder = model.get_submodule(paths[0].rpartition(".")[0])
-    kept = dict(holder._modules)
+    left_out = list(holder.named_children())[count:]
+    for name, _ in left_out:
+        delattr(holder, name)
     try:
-        for name in list(kept)[count:]:
-            del holder._modules[name]
         yield
     finally:
-        holder._modules.clear()
-        holder._modules.update(kept)
+        for name, block in left_out:
+            holder.add_module(name, block)
 
 
 def _blocks_of(model: nn.Module) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ def _extended(steps: Sequence[_Step], total: int, ranks: int, way: str, recomput
     def extended(here: Any, one_less: Any) -> Any:
         return here + (here - one_less) * (total - last.blocks)
 
-    seconds = [extended(here, one_less) for here, one_less in zip(last.seconds, before.seconds, strict=True)]
+    serial, beside, sending = map(extended, last.seconds, before.seconds)
     return ClusterPrediction(
         ranks,
         total,
@@ -228,7 +228,9 @@ def _extended(steps: Sequence[_Step], total: int, ranks: int, way: str, recomput
         recompute,
         max(map(extended, last.peaks, before.peaks)),
         extended(last.state_bytes, before.state_bytes),
-        *seconds,
+        serial,
+        beside,
+        sending,
         last.seconds_are,
         _straight(steps),
     )

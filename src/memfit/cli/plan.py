@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config
+from memfit.cli.answer import Answer, Status, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
+from memfit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from memfit.clusters import ClusterPrediction
     from memfit.integrations.deepspeed import Written
     from memfit.train.config import Config
     from memfit.values.plan import Plan
@@ -41,6 +44,12 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "file, machines.yaml (sets fit.devices); the budget is that of each",
     )
     parser.add_argument(
+        "--few-blocks",
+        action="store_true",
+        help="with --devices: predict bytes and seconds from captures of a few of the model's blocks, with nothing and with every block recomputed; for models "
+        "and clusters of any size",
+    )
+    parser.add_argument(
         "--save-trace",
         metavar="FILE",
         type=Path,
@@ -63,25 +72,54 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.plans import assembled, check_budget, make_bundle, make_plan
+    from memfit.train.plans import assembled, check_budget, make_bundle, make_plan, predict_few_blocks
+    from memfit.train.ranks import elsewhere
 
     check_budget(config)
     display = progress.display()
+    device = arguments.device or elsewhere(config)
     try:
-        assembly = assembled(config, display, arguments.device)
+        assembly = assembled(config, display, device)
+        if arguments.few_blocks:
+            return _few_blocks(predict_few_blocks(config, assembly, device, display), config)
         if arguments.save_trace is not None:
-            bundle = make_bundle(config, assembly, arguments.device, display)
+            bundle = make_bundle(config, assembly, device, display)
             _written(bundle.save, arguments.save_trace, "trace")
-        plan = make_plan(config, assembly, arguments.device, display)
+        plan = make_plan(config, assembly, device, display)
     finally:
         display.close()
     return _answer(plan, arguments, config)
 
 
+def _few_blocks(found: Sequence[ClusterPrediction], config: Config) -> Answer:
+    """What a step takes on each device, way by way."""
+    budget_bytes = (
+        parse_bytes(config.fit.budget) if config.fit.budget is not None and "%" not in str(config.fit.budget) else None
+    )
+    lines = [
+        f"{found[0].blocks} blocks on {found[0].ranks} devices; seconds of a step with no collective beside computing, and with all that can be"
+    ]
+    rows = []
+    for each in found:
+        fits = budget_bytes is None or each.peak_bytes <= budget_bytes
+        rows.append({**asdict(each), "fits": fits})
+        lines.append(
+            f"{each.way:<6} {'every block recomputed' if each.recompute == 'blocks' else 'nothing recomputed':<22} {format_bytes(each.peak_bytes):>10} on each"
+            f"{'' if each.exact else ', about'}{'' if fits else ', more than the budget'}; "
+            f"{format_seconds(each.step_seconds)}, {format_seconds(each.overlapped_seconds)} ({each.seconds_are})"
+        )
+    fits_some = any(row["fits"] for row in rows)
+    return Answer(
+        {"verb": "plan", "fits": fits_some, "predictions": rows},
+        "\n".join(lines),
+        Status.FITS if fits_some else Status.DOES_NOT_FIT,
+    )
+
+
 def _from_trace(arguments: argparse.Namespace) -> Answer:
     from memfit.values.bundle import TraceBundle
 
-    for name in ("settings", "device", "devices", "save_trace", "deepspeed"):
+    for name in ("settings", "device", "devices", "few_blocks", "save_trace", "deepspeed"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from memfit import api
+from memfit.clusters import ClusterPrediction, predict_cluster
 from memfit.errors import ConfigError
 from memfit.hardware.machine import known_machine
+from memfit.techniques.sharding import WAYS
 from memfit.train import ranks
 from memfit.train.assemble import Assembly, assemble
 from memfit.train.config import Config
@@ -113,6 +115,31 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
         assembly.model, batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
         **plan_arguments(config, assembly, device), **lower_tier(assembly), device=device, devices=several, progress=display.stage,
     )  # fmt: skip
+
+
+def predict_few_blocks(
+    config: Config, assembly: Assembly, device: str | None, display: Display
+) -> tuple[ClusterPrediction, ...]:
+    """Steps on many devices, of each way to share them out, from captures of a few of the model's blocks.
+
+    Raises:
+        ConfigError: the configuration names no devices.
+        InputError: as for `predict_cluster`.
+    """
+    if config.fit.devices is None:
+        raise ConfigError("--few-blocks is of several devices: name them, --devices 64x8xh100")
+    several = ranks.devices(config, assembly, device)
+    assert several is not None
+    asked = str(config.fit.fixed.get("sharding", "")).partition("/")[0]
+    halves = [name for name in ("bf16", "fp16") if name in config.fit.allow]
+    sample = assembly.batches.of_rank(0, len(several.devices)).sample()
+    found: list[ClusterPrediction] = []
+    for way in (asked,) if asked else WAYS:
+        found += predict_cluster(
+            assembly.model, sample, assembly.loss_fn, devices=several, optimizer=assembly.optimizer, way=way,
+            precision=halves[0] if halves else "full", clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
+        )  # fmt: skip
+    return tuple(found)
 
 
 def make_bundle(config: Config, assembly: Assembly, device: str | None, display: Display) -> TraceBundle:

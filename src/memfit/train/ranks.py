@@ -116,6 +116,13 @@ def devices_named(config: Config) -> str | int | Path:
     return devices
 
 
+def elsewhere(config: Config) -> str | None:
+    """The GPU that its devices are, by the name in the table of machines; None where they are such as this computer's, or there is one."""
+    if config.fit.devices is None:
+        return None
+    return named_devices(devices_named(config), _ANY).devices[0].name or None
+
+
 def for_number(config: Config, number: int) -> Config:
     """With so many of its devices; without any, and without a way to share the step out, where it is one."""
     devices = config.fit.devices

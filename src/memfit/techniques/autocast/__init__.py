@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -57,11 +58,19 @@ class Autocast(Technique):
         return Offer(("bf16", "fp16")) if reason is None else Offer(("bf16",), why_not=reason)
 
     def region(self, model: Any, setting: str, device_type: str) -> AbstractContextManager[object]:
-        """`torch.autocast`, one region for each micro-batch."""
-        del model
+        """`torch.autocast`, one region for each micro-batch.
+
+        Where `fully_shard` gathers weights, their casts are not kept for a second use: to the end of forward they would be the whole model in 16 bits.
+        """
         from memfit.techniques.autocast.precision import autocast
 
-        return autocast(setting, device_type)
+        return autocast(setting, device_type, cache=not _gathers(model))
+
+
+def _gathers(model: Any) -> bool:
+    """Whether the model's weights are gathered block by block."""
+    engine = sys.modules.get("torch.distributed.fsdp")
+    return engine is not None and isinstance(model, engine.FSDPModule)
 
 
 AUTOCAST = Autocast()

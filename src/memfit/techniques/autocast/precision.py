@@ -21,14 +21,17 @@ FORMATS: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": tor
 MOST_SKIPPED: Final = 30
 
 
-def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:
+def autocast(precision: str, device_type: str, *, cache: bool = True) -> AbstractContextManager[object]:
     """The region in which forward and loss run; one for each micro-batch.
 
     Args:
         precision: "full" for none, or a name in `FORMATS`.
         device_type: "cpu" or "cuda".
+        cache: casts of weights are kept for a second use in the region.
     """
-    return nullcontext() if precision == "full" else torch.autocast(device_type, FORMATS[precision])
+    return (
+        nullcontext() if precision == "full" else torch.autocast(device_type, FORMATS[precision], cache_enabled=cache)
+    )
 
 
 def why_not_scaled(model: torch.nn.Module) -> str | None:

@@ -91,9 +91,9 @@ def test_metrics_are_read_from_a_file_too(tmp_path: Path) -> None:
     [
         ("print('value=nan')", "value is nan"),
         ("print('vale=1')", "value was never reported: it reported vale; did you mean vale?"),
-        ("pass", "value was never reported: it reported nothing"),
+        pytest.param("pass", "value was never reported: it reported nothing", marks=pytest.mark.slow),
         ("print('value=good')", "value is reported as text, 'good': a number is needed"),
-        ("raise SystemExit(3)", "failed (exit status 3)"),
+        pytest.param("raise SystemExit(3)", "failed (exit status 3)", marks=pytest.mark.slow),
     ],
 )
 def test_a_trial_without_its_objective_has_failed_with_the_reason(tmp_path: Path, code: str, why: str) -> None:
@@ -358,6 +358,7 @@ def test_a_killed_search_goes_on_and_no_trial_is_lost_or_told_twice(tmp_path: Pa
         check_whole(run(search), 6)
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_killed_search_end_with_it(tmp_path: Path) -> None:
     search = searches.command(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)", trials=1)
     process = started(tmp_path, search)
@@ -442,6 +443,7 @@ def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -
     assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_lost_worker_is_tried_once_more(tmp_path: Path) -> None:
     search = searches.command(tmp_path, trials=2, heartbeat=1)
     study = open_study(search)

@@ -14,8 +14,8 @@ import torch
 from memfit.errors import ConfigError
 from memfit.train.limit_variable import VARIABLE
 
-# What a process takes beside the step: reading data, evaluation, snapshots, what the meter notes, buffers of the math library, stacks of threads; and what malloc
-# keeps of freed memory, which grows with the step. MiniLM, with a peak of 422 MiB, has 257 MiB of it.
+# What a process takes beside the step: reading data, evaluation, snapshots, what the meter notes, buffers of the math library, stacks of threads; and what
+# malloc keeps of freed memory, which grows with the step. MiniLM, with a peak of 422 MiB, takes 257 MiB so.
 SLACK_BYTES: Final = 512 << 20
 SLACK_SHARE: Final = 8  # an eighth of the limit
 

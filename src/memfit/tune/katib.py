@@ -1,7 +1,7 @@
 """A search as a Katib Experiment (kubeflow.org/v1beta1), and an Experiment as a search.
 
-What one side cannot say is refused with a sentence, or told among the notes, and never guessed. The cluster's own schema accepts any fields; Katib's Python types
-are what a test reads an Experiment with. None has been applied to a cluster.
+What one side cannot say is refused with a sentence, or told among the notes, and never guessed. The cluster's own schema accepts any fields; Katib's Python
+types are what a test reads an Experiment with. None has been applied to a cluster.
 Source: https://www.kubeflow.org/docs/components/katib/user-guides/hp-tuning/configure-experiment/
 """
 

@@ -137,7 +137,15 @@ def _row(trial: FrozenTrial) -> TrialRow:
     seconds = None if trial.duration is None else trial.duration.total_seconds()
     values = tuple(trial.values) if trial.state.name == "COMPLETE" and trial.values else None
     peak = said.get(MINIMUM) if state == "infeasible" else said.get(BYTES)
-    return TrialRow(trial.number, state, values, dict(trial.params), peak or None, seconds, said.get(ENDED, ""))
+    return TrialRow(
+        trial.number,
+        state,
+        values,
+        dict(trial.params),
+        peak or None,
+        seconds,
+        said.get(ENDED) or (state if state == "done" else ""),
+    )
 
 
 def as_csv(found: Results) -> str:

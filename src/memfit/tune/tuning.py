@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.runner import End, Runner
 from memfit.train import strict
+from memfit.tune.capacity import budget_of, capacity_of
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
@@ -25,7 +26,7 @@ from memfit.tune.search import Search
 from memfit.tune.space import corners
 from memfit.tune.study_store import beat, open_study, store_errors, url_of
 from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, Trials, name_of
-from memfit.units import format_bytes, parse_bytes
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -93,7 +94,7 @@ class Tuning:
         self.study: Study = open_study(search)
         self.trials: Trials = trials or (CommandTrials(search) if search.is_command else MemfitTrials(search))
         try:
-            self.runner = Runner(search.out / "runner", self._capacity(), self._at_once())
+            self.runner = Runner(search.out / "runner", capacity_of(search), self._at_once())
             self.worker = _worker(self.runner.folder)
             try:
                 self._check_feasible()
@@ -108,28 +109,6 @@ class Tuning:
 
     def _at_once(self) -> int:
         return _AUTO if self.search.config.at_once == "auto" else self.search.config.at_once
-
-    def _capacity(self) -> dict[str, int]:
-        """Bytes of the device that all trials share."""
-        config, run = self.search.config, self.search.run
-        device = config.device if self.search.is_command else _device_of(run)
-        whole = _device_bytes(device)
-        budget = config.budget
-        if budget is None and not self.search.is_command:
-            each = (run.get("fit") or {}).get("budget")
-            if each is None:
-                raise ConfigError(
-                    'search.budget is missing: the bytes that all trials share, such as "24GiB" (or fit.budget, the bytes of each)'
-                )
-            number = 1 if config.at_once == "auto" else config.at_once
-            return {device: number * parse_bytes(each, total_bytes=whole)}
-        if budget is None:
-            if config.memory is not None:
-                raise ConfigError(
-                    "search.budget is missing: the bytes that all trials share, of which each takes search.memory"
-                )
-            return {}
-        return {device: parse_bytes(budget, total_bytes=whole)}
 
     # ----------------------------------------------------------------------------------------------------------- before
 
@@ -258,7 +237,8 @@ class Tuning:
     def _start(self, live: Live, folder: Path) -> None:
         if not self.runner.knows(live.run):
             _write_fit(folder, live.fit)
-            live.trial.set_user_attr(BYTES, live.fit.peak_bytes)
+            if live.fit.peak_bytes:
+                live.trial.set_user_attr(BYTES, live.fit.peak_bytes)
             request = self.trials.request(live.run, live.trial.number, live.values, folder, live.fit)
             try:
                 self.runner.ledger.check(request)
@@ -340,7 +320,7 @@ class Tuning:
             values.append(value)
         if len(values) == 1:
             self._report_rest(live, metrics)
-        for name in metrics.values:
+        for name in metrics.values.keys() - {each.name for each in self.search.config.objectives}:
             if (last := metrics.last(name)) is not None and math.isfinite(last):
                 live.trial.set_user_attr(f"metric:{name}", last)
         if not self.search.is_command:
@@ -401,23 +381,17 @@ class Tuning:
 
         fit = live.fit
         least = fit.minimum_bytes or fit.peak_bytes
-        budget = fit.budget_bytes or self._budget(live.values)
+        budget = fit.budget_bytes or budget_of(self.search, live.values, self.runner.ledger.capacity)
         if least:
             live.trial.set_user_attr(MINIMUM, least)
         live.trial.set_constraint(CONSTRAINT, max(1, least - budget) if least else 1)
         why = f"needs {format_bytes(least)}, and there are {format_bytes(budget)}" if least else fit.message
         self._tell(live, TrialState.PRUNED, why, "infeasible")
 
-    def _budget(self, values: dict[str, Any]) -> int:
-        capacity = next(iter(self.runner.ledger.capacity.values()), 0)
-        given = (self.search.run_with(values).get("fit") or {}).get("budget")
-        if given is None:
-            return capacity
-        return min(capacity, parse_bytes(given, total_bytes=_device_bytes(_device_of(self.search.run))))
-
     def _tell(self, live: Live, state: Any, words: str, kind: str, values: list[float] | None = None) -> None:
         frozen = self._stored(live.trial)
-        if not frozen.state.is_finished():
+        # What Optuna's own state does not tell; each is a write to the disk.
+        if kind != "done" and not frozen.state.is_finished():
             live.trial.set_user_attr(ENDED, words)
             live.trial.set_user_attr(STATE, kind)
         try:
@@ -464,20 +438,6 @@ def _worker(folder: Path) -> str:
     import socket
 
     return f"{socket.gethostname()}:{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-
-
-def _device_of(run: Any) -> str:
-    device = str((run.get("fit") or {}).get("device", "auto"))
-    if device == "auto":
-        return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
-    return "cuda:0" if device == "cuda" else device
-
-
-def _device_bytes(device: str) -> int | None:
-    """All bytes of a device, of which a budget may be a share; None where that is not known here."""
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device == "cpu" else None
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,102 @@
+"""What a person sees of a search: lines, a table, a page; and how metrics are read from whatever is printed."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from memfit.tune.live import PlainDisplay, table
+from memfit.tune.metrics import Metrics, MetricsFile
+from memfit.tune.page import page
+from memfit.tune.results import results
+from memfit.tune.tuning import Tuning
+from memfit.views.document import document
+from memfit.views.trials_picture import TrialPoint, trials_picture
+from tune import searches
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("accuracy=0.93", {"accuracy": 0.93}),
+        ("epoch 3: loss: 1e-3, val_loss=.5", {"loss": 1e-3, "val_loss": 0.5}),
+        ('{"step": 3, "accuracy": 0.9, "name": "x", "ok": true}', {"accuracy": 0.9}),
+        ('{"validation_loss": null}', {"validation_loss": math.nan}),
+        ("loss=nan", {"loss": math.nan}),
+        ("loss=-inf", {"loss": -math.inf}),
+        ("no numbers here", {}),
+        ("{broken", {}),
+    ],
+)
+def test_metrics_are_read_from_what_is_printed(line: str, values: dict[str, float]) -> None:
+    metrics = Metrics()
+    metrics.add(line)
+    found = {name: metrics.last(name) for name in metrics.values}
+    assert found.keys() == values.keys()
+    assert all(found[name] == pytest.approx(value, nan_ok=True) for name, value in values.items())
+
+
+def test_steps_are_those_reported_or_counted() -> None:
+    metrics = Metrics()
+    for line in ("loss=3", "loss=2", '{"step": 7, "loss": 1}', '{"step": 7, "loss": 0.5}'):
+        metrics.add(line)
+    assert metrics.values["loss"] == [(0, 3.0), (1, 2.0), (7, 0.5)]
+
+
+def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    read = MetricsFile(file)
+    assert read.read().values == {}
+    file.write_text("loss=1\nloss=", encoding="utf-8")
+    assert read.read().values == {"loss": [(0, 1.0)]}
+    file.write_text("loss=1\nloss=2\nloss=3", encoding="utf-8")
+    assert read.read().values["loss"] == [(0, 1.0), (1, 2.0)]
+    assert read.finished().values["loss"][-1] == (2, 3.0)
+    file.write_text("loss=9\n", encoding="utf-8")  # a run that starts again from a snapshot
+    assert read.read().values == {"loss": [(0, 9.0)]}
+
+
+def test_a_search_is_shown_as_lines_as_a_table_and_as_a_page(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, trials=3, memory="1GiB", budget="2GiB", at_once="auto")
+    tuning = Tuning(search)
+    said = io.StringIO()
+    shown = PlainDisplay(said)
+    try:
+        while True:
+            shown.show(tuning, results(search, tuning.study, tuning.launched, tuning.url))
+            if not tuning.step():
+                break
+        found = results(search, tuning.study, tuning.launched, tuning.url)
+        shown.show(tuning, found)
+        drawn = io.StringIO()
+        Console(file=drawn, width=160).print(table(tuning, found))
+    finally:
+        tuning.close()
+    lines = said.getvalue().splitlines()
+    assert [line.split(" (")[0] for line in lines] == ["trial 0", "trial 1", "trial 2"]
+    assert "3 of 3 trials, best" in lines[-1]
+    assert "of 2.00 GiB in use on cpu" in lines[-1]
+    assert "0 B of 2.00 GiB in use" in drawn.getvalue()
+    assert drawn.getvalue().count("done") == 3
+    written = page(found, {"cpu": 2 << 30})
+    assert f"trial {found.best[0].number} is best: value" in written
+    assert written.count("<circle") >= 3 or written.count("trial ") > 3
+    again = PlainDisplay(said)
+    again.show(tuning, found)
+    assert said.getvalue().splitlines()[-1].startswith("going on after 3 trials in sqlite:///")
+
+
+def test_a_picture_needs_two_trials() -> None:
+    points = [TrialPoint(n, (n + 1) << 20, float(n), "x 1") for n in range(3)]
+    assert trials_picture(points[:1], "loss", []) is None
+    drawing = trials_picture(points, "loss", [2])
+    assert drawing is not None
+    assert drawing.label == "3 trials: loss from 0 to 2, peaks from 1.00 MiB to 3.00 MiB."
+
+
+def test_what_users_wrote_is_no_markup_on_a_page() -> None:
+    assert "<b>" not in document("<b>", "<b>", "fits", [])

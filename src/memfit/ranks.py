@@ -213,6 +213,7 @@ def _rehearsed(
         again = agreement.told(_smaller(known, target, made, fullest, where) if agreement.rank == 0 else None)
         if isinstance(again, InfeasibleError):
             raise again
+        assert isinstance(again, Plan)
         engine.replace_plan(repaired(made, again, most - budget_bytes, target))
 
 

@@ -53,7 +53,7 @@ def repaired(rank: int, ranks: int, budget: int, extra: int) -> tuple[str, int, 
         unforeseen = extra if rank == ranks - 1 else 0
         return replace(found, measured_peak_bytes=found.predicted_peak_bytes + unforeseen)
 
-    memfit.ranks.rehearse = more  # type: ignore[assignment]
+    memfit.ranks.rehearse = more  # type: ignore[assignment, attr-defined]
     fixed = {"sharding": "zero1", "micro_batches": 1}
     try:
         engine = memfit.fit(

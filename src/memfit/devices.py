@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -33,21 +34,26 @@ def several_devices(devices: Devices, here: Machine) -> Topology:
 
     Raises:
         ConfigError: the machine file cannot be read.
-        InputError: they cannot be read, or are not alike.
+        InputError: they cannot be read.
     """
-    topology = named_devices(devices, here)
-    if len(set(topology.devices)) > 1:
-        smallest = min(machine.memory_bytes for machine in topology.devices)
+    return named_devices(devices, here)
+
+
+def share_of(topology: Topology, budget: Budget) -> int:
+    """A budget in bytes, also where it is a share of a device's memory.
+
+    Raises:
+        BudgetError: it cannot be read.
+        InputError: it is a share, and the devices have more and less memory.
+    """
+    sizes = {machine.memory_bytes for machine in topology.devices}
+    asked = {parse_bytes(budget, total_bytes=size) for size in sizes}
+    if len(asked) > 1:
         raise InputError(
-            "sharding deals out equal parts, so its devices have to be alike: give those of one kind, with the memory of the smallest "
-            f'(devices="{len(topology.devices)}x{smallest}B")'
+            f"budget={budget!r} is a share, and the devices have from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}: give bytes; of a device that "
+            "has less, no more than it has is taken"
         )
-    return topology
-
-
-def share_of(topology: Topology, budget: Budget) -> Budget:
-    """A budget in bytes where it is a share of a device's memory."""
-    return parse_bytes(budget, total_bytes=topology.devices[0].memory_bytes)
+    return asked.pop()
 
 
 def plan_sharded(
@@ -57,7 +63,7 @@ def plan_sharded(
 
     Args:
         source: of the traces; its sample is the batch of one rank.
-        request: whose budget is that of each device.
+        request: whose budget is that of each device, or all of its memory where that is less.
         topology: the devices.
         make: the plan for a request in which one way is settled; None for that of the source's step.
 
@@ -111,8 +117,13 @@ def plan_sharded(
             remedies=least.remedies,
             weighed=tuple(turned_down),
         )
-    kind = topology.devices[0]
-    assumed = f"each of the {ranks} devices is taken to be such as {kind.name}, with {format_bytes(kind.memory_bytes)}"
+    kinds = Counter((kind.name, kind.memory_bytes) for kind in topology.devices)
+    such = [f"{name}, with {format_bytes(size)}" for name, size in kinds]
+    if len(kinds) == 1:
+        assumed = f"each of the {ranks} devices is taken to be such as {such[0]}"
+    else:
+        counted = "; ".join(f"{number} such as {kind}" for kind, number in zip(such, kinds.values(), strict=True))
+        assumed = f"the {ranks} devices are taken to be: {counted}"
     note = (
         f"seconds of collectives are estimated for {_links(topology)}, and counted as if none of them overlapped with computing: "
         "a step may be faster by what does"
@@ -159,6 +170,8 @@ def _planned(
         if make is not None:
             raise InputError("a trainer runs the whole model in every process, so it trains no stages")
         return plan_pipelines(source, request, topology, setting)
+    if not topology.alike:
+        raise InputError("it deals out equal parts, and these devices are not alike")
     way, ranks, _ = way_of(setting)
     with frozen(source.model, request.freeze):
         setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import memfit
+from memfit.capture.present_machine import present_machine
+from memfit.hardware.topology import Topology
 from memfit.techniques.sharding import pipeline_setting, stages_of, way_of
+from memfit.units import format_bytes
 from memfit.values.stages import Schedule
 from pipelining import running
 from sharding import steps
@@ -76,6 +81,25 @@ def test_all_of_a_pipeline_may_be_fixed() -> None:
     # With fewer micro-batches than stages there is nothing to alternate.
     few = planned({"sharding": "1f1b/4", "micro_batches": 2})
     assert few.choices.sharding == "gpipe/4"
+
+
+def test_a_device_with_less_memory_gets_a_stage_that_fits_it() -> None:
+    model, sample, loss_fn = running.decoder()
+    own = steps.part_of(sample, 0, 2)
+    here = replace(present_machine(torch.device("cpu")), memory_bytes=1 << 40)
+
+    def of(*sizes: int) -> memfit.Plan:
+        unequal = Topology(tuple(replace(here, memory_bytes=size) for size in sizes))
+        fixed = {"micro_batches": 4} if len(set(sizes)) > 1 else {"micro_batches": 4, "sharding": "pipeline"}
+        return memfit.plan(model, own, loss_fn, 1 << 40, steps.adamw, devices=unequal, fixed=fixed)
+
+    equal = of(1 << 40, 1 << 40)
+    lacking = int(0.8 * equal.prediction.ranks[1].peak_bytes)
+    made = of(1 << 40, lacking)
+    assert made.prediction.ranks[1].peak_bytes <= lacking < made.prediction.ranks[0].peak_bytes
+    assert made.prediction.step_seconds > 0.0
+    assert any(each.endswith("it deals out equal parts, and these devices are not alike") for each in made.rejected)
+    assert f"1 such as {here.name}, with {format_bytes(lacking)}" in made.explain()
 
 
 def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> None:

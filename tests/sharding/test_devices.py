@@ -120,8 +120,10 @@ def test_collectives_take_the_time_of_a_ring() -> None:
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="devices names one device"):
         planned(1)
-    with pytest.raises(memfit.InputError, match="its devices have to be alike"):
-        planned(Topology((HERE, known_machine("h100"))))
+    with pytest.raises(memfit.InputError, match="it deals out equal parts, and these devices are not alike"):
+        planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
+    with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):
+        planned(Topology((HERE, known_machine("h100"))), budget="50%")
     with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
         planned(2, fixed={"sharding": "zero4"})
     with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):

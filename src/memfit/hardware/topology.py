@@ -102,6 +102,11 @@ class Topology:
         """One device and its links to lower tiers."""
         return cls((machine,), (links,))
 
+    @property
+    def alike(self) -> bool:
+        """Whether all devices are of one kind, with as much memory."""
+        return len(set(self.devices)) == 1
+
     def link_to(self, tier: str, device: int = 0) -> Link:
         """From a device to where something is offloaded: the tier of this name, else the nearest one.
 

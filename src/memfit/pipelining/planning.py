@@ -77,12 +77,16 @@ def plan_pipelines(source: TraceSource, request: Request, topology: Topology, se
     assert request.budget is not None, "whoever plans has one"
     schedule, _, shape = setting.partition("/")
     stages = int(shape.partition("x")[0])
-    replicas = len(topology.devices) // stages
     weighting = source.weighting(())
     if weighting.weights is None and not _on_meta(source):
         raise InputError(f"its micro-batches would not add up to the batch: {weighting.reason}")
     weights = weighting.weights or "samples"
     batch = _of_pipeline(source.sample, stages)
+    for other in range(stages, len(topology.devices)):
+        if topology.devices[other] != topology.devices[other % stages]:
+            raise InputError(
+                f"pipelines beside each other have the same stages, and devices {other % stages} and {other} are not alike"
+            )
     line = _line(topology, stages, request.budget.bytes)
     best: Plan | None = None
     lacking: InfeasibleError | InputError | None = None
@@ -95,7 +99,7 @@ def plan_pipelines(source: TraceSource, request: Request, topology: Topology, se
             if lacking is None or isinstance(error, InfeasibleError):
                 lacking = error
             continue
-        made = _plan(source, request, topology, found, replicas, weights, weighting.reason)
+        made = _plan(source, request, topology, line, found, weights, weighting.reason)
         if best is not None and made.prediction.step_seconds >= best.prediction.step_seconds:
             break
         best = made
@@ -153,8 +157,8 @@ def _line(topology: Topology, stages: int, budget_bytes: int) -> Line:
     for first in range(stages - 1):
         between = [p for p in topology.peers if {p.first, p.second} == {first, first + 1}]
         peers.append(between[0] if between else replace(slowest, first=first, second=first + 1))
-    speeds = Line.of(topology).devices[:stages]
-    return Line(tuple(StageDevice(budget_bytes, device.speed) for device in speeds), tuple(peers))
+    devices = Line.of(topology).devices[:stages]
+    return Line(tuple(StageDevice(min(budget_bytes, d.bytes), d.speed) for d in devices), tuple(peers))
 
 
 def _slowest(topology: Topology) -> PeerLink:
@@ -179,14 +183,15 @@ def _plan(
     source: TraceSource,
     request: Request,
     topology: Topology,
+    line: Line,
     found: StagesFound,
-    replicas: int,
     weights: str,
     unsure: str,
 ) -> Plan:
     assert request.budget is not None
     cut = found.pipeline.cut
     stages, number, ranks = len(cut.stages), cut.micro_batches, len(topology.devices)
+    replicas = ranks // stages
     setting = pipeline_setting(cut.schedule, stages, replicas)
     size = stages * batches.size(source.sample) // number
     choices = Choices(number, size, weights, sharding=setting)
@@ -204,13 +209,14 @@ def _plan(
     )
     fullest = max(range(stages), key=lambda stage: found.peak_bytes[stage])
     peak = found.peak_bytes[fullest]
-    if peak > request.budget.bytes:
-        raise InfeasibleError(
-            f"the best cut found needs {format_bytes(peak)} on device {fullest}, which has {format_bytes(request.budget.bytes)}: "
-            "give it more, or take more micro-batches",
-            budget_bytes=request.budget.bytes,
-            minimum_bytes=peak,
-        )
+    for stage, (needed, device) in enumerate(zip(found.peak_bytes, line.devices, strict=True)):
+        if needed > device.bytes:
+            raise InfeasibleError(
+                f"the best cut found needs {format_bytes(needed)} on device {stage}, which has {format_bytes(device.bytes)}: "
+                "give it more, or take more micro-batches",
+                budget_bytes=device.bytes,
+                minimum_bytes=needed,
+            )
     pipeline: PipelinePlan = replace(found.pipeline, replicas=replicas)
     average = sum(rank.waiting for rank in predicted) / ranks
     told = (

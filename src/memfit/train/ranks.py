@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from memfit.capture.trace_source import machine_of
-from memfit.devices import several_devices
+from memfit.devices import several_devices, share_of
 from memfit.errors import ConfigError
 from memfit.hardware.machine import Machine
 from memfit.hardware.machine_file import SUFFIXES, named_devices
@@ -24,7 +24,7 @@ from memfit.sharding.agreement import Agreement
 from memfit.techniques.sharding import is_pipeline
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
-from memfit.units import format_bytes, parse_bytes
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
 
@@ -37,15 +37,15 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
         device: as for `memfit.plan`.
 
     Raises:
-        InputError: they cannot be read, or are not alike.
+        InputError: they cannot be read, or the budget is a share of unequal ones.
         ConfigError: the budget is more than a device has.
     """
     if config.fit.devices is None:
         return None
     found = several_devices(devices_named(config), machine_of(assembly.model, device))
-    each = found.devices[0].memory_bytes
+    each = max(machine.memory_bytes for machine in found.devices)
     assert config.fit.budget is not None, "whoever plans has one"
-    asked = parse_bytes(config.fit.budget, total_bytes=each)
+    asked = share_of(found, config.fit.budget)
     if asked > each:
         raise ConfigError(
             f"fit.budget: {format_bytes(asked)} is more than the {format_bytes(each)} that each of the {len(found.devices)} devices has: lower it, or name "

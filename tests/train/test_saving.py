@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import SnapshotError
-from memfit.train import durable, snapshots
+from memfit.train import durable, snapshot_folders, snapshots
 from memfit.train.config import TrainConfig
 from memfit.train.snapshots import Staged
 from train.test_loop import Crash, crash_at, engine, losses, run, same_state
@@ -88,7 +88,7 @@ def test_files_that_do_not_reach_the_disk_end_training_at_the_next_step(
     with pytest.raises(SnapshotError, match="no space for a snapshot in .*step-000002 is as it was"):
         run(tmp_path, engine(on_step), settings=BESIDE)
     assert max(taken) == 5
-    assert [folder.name for folder in snapshots.folders(tmp_path)] == ["step-000002"]
+    assert [folder.name for folder in snapshot_folders.folders(tmp_path)] == ["step-000002"]
     assert not list(tmp_path.glob(".step-*"))
 
 

@@ -209,15 +209,19 @@ def _rehearsed(
         if number == REPAIR_ROUNDS:
             raise still_above(most, budget_bytes, where)
         target = less_by(target, most, budget_bytes)
-        fullest = replace(engine.rehearsal, measured_peak_bytes=most)
-        again = agreement.told(_smaller(known, target, made, fullest, where) if agreement.rank == 0 else None)
-        if isinstance(again, InfeasibleError):
-            raise again
-        assert isinstance(again, Plan)
-        engine.replace_plan(repaired(made, again, most - budget_bytes, target))
+        again: tuple[Plan | None, InfeasibleError | None] | None = None
+        if agreement.rank == 0:
+            again = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
+        smaller, error = agreement.told(again)
+        if error is not None:
+            raise error
+        assert smaller is not None, "one of the two"
+        engine.replace_plan(repaired(made, smaller, most - budget_bytes, target))
 
 
-def _smaller(known: Planning | None, target: int, made: Plan, fullest: Rehearsal, where: str) -> Plan | InfeasibleError:
+def _smaller(
+    known: Planning | None, target: int, made: Plan, fullest: Rehearsal, where: str
+) -> tuple[Plan | None, InfeasibleError | None]:
     """A plan that takes so much less, or why there is none.
 
     Args:
@@ -228,14 +232,14 @@ def _smaller(known: Planning | None, target: int, made: Plan, fullest: Rehearsal
     """
     budget_bytes, peak = made.budget_bytes, fullest.measured_peak_bytes
     if made.pipeline is not None:
-        return InfeasibleError(
+        return None, InfeasibleError(
             f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "
             f"{format_bytes(budget_bytes)}, and stages are not cut anew here: no rank has begun. Plan again for that much less, or give a larger budget",
             budget_bytes=budget_bytes,
             minimum_bytes=peak,
         )
     if known is None:
-        return InfeasibleError(
+        return None, InfeasibleError(
             f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "
             f"{format_bytes(budget_bytes)}, and the plan was made by another process, so no smaller one can be made here: no rank has begun. Leave the plan "
             "out (--plan), so that it is made here and again for less, or give a larger budget",
@@ -243,6 +247,6 @@ def _smaller(known: Planning | None, target: int, made: Plan, fullest: Rehearsal
             minimum_bytes=peak,
         )
     try:
-        return known.plan(target)
+        return known.plan(target), None
     except InfeasibleError as error:
-        return no_smaller_plan(error, fullest, budget_bytes, where)
+        return None, no_smaller_plan(error, fullest, budget_bytes, where)

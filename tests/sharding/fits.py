@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import memfit
@@ -53,7 +54,7 @@ def repaired(rank: int, ranks: int, budget: int, extra: int) -> tuple[str, int, 
         unforeseen = extra if rank == ranks - 1 else 0
         return replace(found, measured_peak_bytes=found.predicted_peak_bytes + unforeseen)
 
-    memfit.ranks.rehearse = more  # type: ignore[assignment, attr-defined]
+    pytest.MonkeyPatch().setattr(memfit.ranks, "rehearse", more)
     fixed = {"sharding": "zero1", "micro_batches": 1}
     try:
         engine = memfit.fit(

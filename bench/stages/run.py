@@ -296,9 +296,9 @@ def main() -> None:
     makers = {"gpipe_transformer": of_gpipe, "torchgpipe": of_torchgpipe, "unequal": of_unequal}
     wanted = [name for name in makers if name in sys.argv[1:]] or list(makers)
     rows: list[Row] = []
-    for name in makers:
+    for name, make in makers.items():
         if name in wanted:
-            rows += makers[name]()
+            rows += make()
         else:
             rows += [row for row in measuring.kept(QUESTION) if row.get("source", row["kind"]).startswith(name)]
     measuring.keep(QUESTION, measuring.machine(), rows)

@@ -71,8 +71,8 @@ def test_what_cannot_be_planned_for_is_one_sentence(
     [
         ("devices:\n- {memory: 1GiB, number: 2}\n- {memory: 2GiB}\n", 'of the smallest (devices="3x1073741824B")'),
         (
-            "devices:\n- number: 2\n  memor: 1GiB\n",
-            "line 3: devices[0].memor: no such key; did you mean devices[0].memory?",
+            "devices:\n- number: 2\n  memory_bytes: 1GiB\n",
+            "line 3: devices[0].memory_bytes: no such key; did you mean devices[0].memory?",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """Cuts into stages: published pipelines beside what cut and schedule predict; and unequal models and devices, against cuts of equal parameters.
 
-python bench/stages/run.py
+python bench/stages/run.py [gpipe_transformer] [torchgpipe] [unequal]    # results of parts that are not named are kept
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 [
                     row["name"],
                     row["line"],
-                    row["schedule"],
+                    row.get("schedule", "1f1b"),
                     f"{1000 * row['by_hand']:.0f} ms ({100 * row['by_hand_bubble']:.0f} % waiting)",
                     f"{1000 * row['cut']:.0f} ms",
                     f"{row['by_hand'] / row['cut']:.2f}",
@@ -293,7 +293,14 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    rows = [*of_gpipe(), *of_torchgpipe(), *of_unequal()]
+    makers = {"gpipe_transformer": of_gpipe, "torchgpipe": of_torchgpipe, "unequal": of_unequal}
+    wanted = [name for name in makers if name in sys.argv[1:]] or list(makers)
+    rows: list[Row] = []
+    for name, make in makers.items():
+        if name in wanted:
+            rows += make()
+        else:
+            rows += [row for row in measuring.kept(QUESTION) if row.get("source", row["kind"]).startswith(name)]
     measuring.keep(QUESTION, measuring.machine(), rows)
     print(table(rows))
 

@@ -53,6 +53,7 @@ def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
         (["--devices", "4x512KiB"], 3, "fit.budget: 1.00 MiB is more than the 512 KiB that each of the 4 devices has"),
         (["--devices", "9x1GiB"], 3, "a batch has 8 samples for 9 ranks"),
         (["--devices", "4x1GiB", "--budget", "10KiB"], 1, "no way of sharing the step out among 4 devices fits"),
+        (["--devices", "4xh100", "--few-blocks"], 3, "the model has no list of repeated blocks that are alike"),
         (["--devices", "4x1GiB", "--save-trace", "t.json"], 3, "fit.devices: a trace is of one device"),
     ],
 )
@@ -64,6 +65,49 @@ def test_what_cannot_be_planned_for_is_one_sentence(
     assert ran.status == status, ran.err
     assert says in ran.err.splitlines()[-1]
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("devices:\n- {memory: 1GiB, number: 2}\n- {memory: 2GiB}\n", 'of the smallest (devices="3x1073741824B")'),
+        (
+            "devices:\n- number: 2\n  memory_bytes: 1GiB\n",
+            "line 3: devices[0].memory_bytes: no such key; did you mean devices[0].memory?",
+        ),
+    ],
+)
+def test_a_machine_file_that_does_not_do_is_told_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], run_file: Path, text: str, says: str
+) -> None:
+    Path("machines.yaml").write_text(text, encoding="utf-8")
+    ran = Ran(capsys, "plan", run_file, "--devices", "machines.yaml")
+
+    assert (ran.status, "Traceback" in ran.err) == (3, False)
+    assert says in ran.err.splitlines()[-1]
+
+
+DEEP = """
+from ranks_toy import *
+
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)))
+
+def build():
+    return Deep()
+"""
+
+
+@pytest.mark.slow
+def test_a_few_blocks_tell_the_step_of_many_devices(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    Path("deep_toy.py").write_text(DEEP, encoding="utf-8")
+    settings = ("--devices", "4xh100", "--few-blocks", "--set", "fit.fixed.sharding=zero3", "--json")
+    ran = Ran(capsys, "plan", run_file, "--set", "model.python=deep_toy:build", "--set", "fit.budget=1GiB", *settings)
+
+    assert ran.status == 0, ran.err
+    assert [(each["recompute"], each["fits"]) for each in ran.data["predictions"]] == [("none", True), ("blocks", True)]
 
 
 def test_a_frontier_is_of_one_device(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

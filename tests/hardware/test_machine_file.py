@@ -77,9 +77,9 @@ def test_only_named_links_join_where_no_others_are_told(tmp_path: Path) -> None:
     [
         ("devices:\n- {gpu: h1000}", 2, r"devices\[0\].gpu: no device called 'h1000' is known; did you mean"),
         (
-            "devices:\n- gpu: h100\n  memoryy: 24GiB",
+            "devices:\n- gpu: h100\n  memory_bytes: 24GiB",
             3,
-            r"devices\[0\].memoryy: no such key; did you mean devices\[0\].memory\?",
+            r"devices\[0\].memory_bytes: no such key; did you mean devices\[0\].memory\?",
         ),
         ("devices:\n- {memory: 24 lots}", 2, r"devices\[0\].memory: '24 lots' has a unit memfit does not read"),
         ("devices:\n- {number: 0}", 2, r"devices\[0\].number: 0 is less than 1"),

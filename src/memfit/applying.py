@@ -59,7 +59,8 @@ def apply(
     Args:
         plan: made in this process or loaded from a file.
         model: of the structure that the plan was made for; this very object is trained.
-        loss_fn, optimizer: needed for a loaded plan, and for one with stages; any other plan from this process remembers its own. The optimizer may be an object or a function that makes it.
+        loss_fn, optimizer: needed for a loaded plan, and for one with stages; any other plan from this process remembers its own. The optimizer may be an
+            object or a function that makes it.
         fill: for a plan that streams layers of a model on the meta device: gives the modules their values one by one, so the model is never in memory as a
             whole.
         lower_tier: folder for everything that the plan offloads to disk; with a GPU also for streamed layers, which are in host memory otherwise. None for

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memfit
 from memfit.techniques.sharding import pipeline_setting, stages_of, way_of
+from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
+from memfit.views import write_report
 from pipelining import running
 from sharding import steps
 
@@ -116,3 +119,14 @@ def test_settings_are_written_in_a_few_letters() -> None:
     for wrong in ("1f1b", "1f1b/1", "1f1b/2x0", "gpipe/x"):
         with pytest.raises(memfit.InputError, match="of pipelines the stages of one and how many there are"):
             way_of(wrong)
+
+
+def test_its_report_is_a_page(plan: memfit.Plan, tmp_path: Path) -> None:
+    ranks = tuple(MeasuredRank(rank.peak_bytes, rank.peak_bytes, rank.waiting) for rank in plan.prediction.ranks)
+    peak = plan.prediction.peak_bytes
+    rehearsal = Rehearsal(peak, peak, 0.1, curve=(1, peak), ranks=ranks, waiting=0.2)
+    report = Report("decoder", plan, rehearsal, tuple(StepRecord(n, 1.0 / n, 0.1, 4, peak) for n in range(1, 4)))
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    write_report(report, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "stage 0" in page

@@ -71,6 +71,7 @@ def test_every_parameter_is_in_a_stage_and_what_crosses_is_named(plan: memfit.Pl
         assert all(message.shape[0] == plan.choices.micro_batch_size for message in behind)
 
 
+@pytest.mark.slow
 def test_all_of_a_pipeline_may_be_fixed() -> None:
     fixed = planned({"sharding": "gpipe/2x2", "micro_batches": 2})
     assert (fixed.choices.sharding, fixed.choices.micro_batches) == ("gpipe/2x2", 2)
@@ -81,6 +82,7 @@ def test_all_of_a_pipeline_may_be_fixed() -> None:
     assert few.choices.sharding == "gpipe/4"
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> None:
     fixed = {"sharding": plan.choices.sharding, "micro_batches": 4}
     tight = planned(fixed, int(0.85 * plan.prediction.peak_bytes))

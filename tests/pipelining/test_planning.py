@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
 from memfit.techniques.sharding import pipeline_setting, stages_of, way_of
 from memfit.units import format_bytes
+from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
+from memfit.views import write_report
 from pipelining import running
 from sharding import steps
 
@@ -73,6 +76,7 @@ def test_every_parameter_is_in_a_stage_and_what_crosses_is_named(plan: memfit.Pl
         assert all(message.shape[0] == plan.choices.micro_batch_size for message in behind)
 
 
+@pytest.mark.slow
 def test_all_of_a_pipeline_may_be_fixed() -> None:
     fixed = planned({"sharding": "gpipe/2x2", "micro_batches": 2})
     assert (fixed.choices.sharding, fixed.choices.micro_batches) == ("gpipe/2x2", 2)
@@ -102,6 +106,7 @@ def test_a_device_with_less_memory_gets_a_stage_that_fits_it() -> None:
     assert f"1 such as {here.name}, with {format_bytes(lacking)}" in made.explain()
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> None:
     fixed = {"sharding": plan.choices.sharding, "micro_batches": 4}
     tight = planned(fixed, int(0.85 * plan.prediction.peak_bytes))
@@ -140,3 +145,14 @@ def test_settings_are_written_in_a_few_letters() -> None:
     for wrong in ("1f1b", "1f1b/1", "1f1b/2x0", "gpipe/x"):
         with pytest.raises(memfit.InputError, match="of pipelines the stages of one and how many there are"):
             way_of(wrong)
+
+
+def test_its_report_is_a_page(plan: memfit.Plan, tmp_path: Path) -> None:
+    ranks = tuple(MeasuredRank(rank.peak_bytes, rank.peak_bytes, rank.waiting) for rank in plan.prediction.ranks)
+    peak = plan.prediction.peak_bytes
+    rehearsal = Rehearsal(peak, peak, 0.1, curve=(1, peak), ranks=ranks, waiting=0.2)
+    report = Report("decoder", plan, rehearsal, tuple(StepRecord(n, 1.0 / n, 0.1, 4, peak) for n in range(1, 4)))
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    write_report(report, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "stage 0" in page

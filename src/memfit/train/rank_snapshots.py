@@ -193,9 +193,12 @@ def _from_one(snapshot: Snapshot, trained: Trained, sharded: ShardedModel) -> di
 
 def _buffers(trained: Trained, kept: Mapping[int, Mapping[str, Any]], own: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's own of before; of stages that it did not have, those of the first rank that had them."""
-    names = dict(trained.model.named_buffers(remove_duplicate=False))
     of_all = {n: v for rank in sorted(kept, reverse=True) for n, v in kept[rank]["buffers"].items()}
-    return {n: v for n, v in {**of_all, **own["buffers"]}.items() if n in names}
+    found = {**of_all, **own["buffers"]}
+    if trained.sharded is None or not trained.sharded.lacks_parameters:
+        return found
+    names = dict(trained.model.named_buffers(remove_duplicate=False))
+    return {n: v for n, v in found.items() if n in names}
 
 
 def _own(rank: int) -> str:

@@ -347,9 +347,10 @@ def fit(
         make: Any = partial(plan, model, sample, loss_fn, budget, optimizer, **arguments)
         make = partial(make, lower_tier=lower_tier, loader_batches=loader_batches, devices=devices, progress=progress)
         return fit_together(make, model, sample, loss_fn, optimizer, lower_tier=lower_tier, progress=progress)
-    refuse_one_device()
     if fabric is not None:
         through_fabric.refuse(fabric, model, allow, fixed)
+    refuse_one_device()
+    if fabric is not None:
         model, sample = model.to(fabric.device), fabric.to_device(sample)
         fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
     request = requested(

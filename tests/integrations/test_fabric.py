@@ -131,5 +131,5 @@ def test_what_fabric_and_a_plan_both_decide_is_refused(monkeypatch: pytest.Monke
         fit(fabric="fabric")
     two = fabric()
     monkeypatch.setattr(type(two), "world_size", 2)
-    with pytest.raises(InputError, match="on 2 devices: a plan is for one process"):
+    with pytest.raises(InputError, match=r"on 2 devices, and fabric= is for one: after fabric.launch\(\) leave it out"):
         fit(fabric=two)

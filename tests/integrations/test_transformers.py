@@ -438,11 +438,11 @@ def test_settings_that_a_plan_cannot_stand_beside_are_refused(trainer: Make, cas
         memfit.transformers.fit(trainer(classifier(), **settings), "1GiB")
 
 
-def test_more_than_one_process_is_refused(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_a_group_are_refused(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(classifier())
     monkeypatch.setattr(type(made.args), "world_size", 2)
 
-    with pytest.raises(InputError, match="2 devices: a plan is for one process"):
+    with pytest.raises(InputError, match="2 processes that are no group of torch.distributed"):
         memfit.transformers.fit(made, "1GiB")
 
 
@@ -451,7 +451,7 @@ def test_sharded_training_is_refused(trainer: Make, flag: str) -> None:
     made = trainer(classifier())
     setattr(made, flag, True)
 
-    with pytest.raises(InputError, match="DeepSpeed and FSDP divide parameters"):
+    with pytest.raises(InputError, match=r"deepspeed= with ZeRO 0 is .*\"data\"|fsdp= is .*\"zero3\""):
         memfit.transformers.fit(made, "1GiB")
 
 

@@ -131,7 +131,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "bf16": {"more": {"precision": "bf16"}},
     "frozen": {"freeze": ["0", "2"]},
     "state offloaded": {"more": {"state_place": "disk"}},
-    "activations offloaded": {"more": {"state_place": "device"}, "host_budget": "1MiB"},
 }
 
 
@@ -142,8 +141,6 @@ def with_techniques(wanted: Iterable[tuple[str, str]]) -> None:
         planned(half_of_chain, "adamw", setting_of(way, 2), 1, least="offloaded" in how, **TECHNIQUES[how])
         for how, way in wanted
     ]
-    for (how, _), plan in zip(wanted, plans, strict=True):
-        assert (how == "activations offloaded") == any(plan.script.lower_bytes.values()), plan.choices
     for of_one in on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.chain, "adamw"):
         first: dict[str, tuple[list[float], list[torch.Tensor], int]] = {}
         for (how, _), plan, result in zip(wanted, plans, of_one, strict=True):
@@ -155,8 +152,8 @@ def with_techniques(wanted: Iterable[tuple[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_state_and_activations_are_offloaded_beside_sharding() -> None:
-    with_techniques([("state offloaded", "zero2"), ("activations offloaded", "zero3")])
+def test_shards_of_state_are_offloaded() -> None:
+    with_techniques([("state offloaded", "zero1"), ("state offloaded", "zero3")])
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from memfit.integrations.deepspeed import read
 from memfit.train import log
 from memfit.train.assemble import assemble, read_deepspeed
 from memfit.train.config import Config, from_json
+from memfit.train.plans import plan_arguments
 
 Data = dict[str, Any]
 WARMUP: Data = {
@@ -161,6 +162,21 @@ def test_state_on_the_cpu_does_not_go_with_state_on_the_disk(folder: Path, capsy
 
     assert main(["plan", "run.json"]) == 3
     assert "fit.fixed.state_place: 'disk' contradicts zero_optimization.offload_optimizer" in capsys.readouterr().err
+
+
+def test_for_several_ranks_batch_and_stage_are_those_of_as_many(folder: Path) -> None:
+    """However many there are when it is planned: a run may be resumed on others."""
+    said = {**SAID, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    run = config(said, folder, fit={"device": "cpu", "devices": "2x1GiB"})
+
+    assert "micro_batches" not in run.fit.fixed
+    fixed = plan_arguments(run, assemble(run))["fixed"]
+    assert (fixed["sharding"], fixed["micro_batches"]) == ("zero2", 2)
+    with pytest.raises(ConfigError, match=r"train_batch_size: 8 is not 2 \* 2 \* 1"):
+        config(said, folder, fit={"device": "cpu"})
+    with pytest.raises(ConfigError, match="fit.fixed.sharding: 'zero3' contradicts zero_optimization.stage"):
+        fixing = config(said, folder, fit={"device": "cpu", "devices": 2, "fixed": {"sharding": "zero3"}})
+        plan_arguments(fixing, assemble(fixing))
 
 
 def plainly(steps: int) -> list[float]:

@@ -44,9 +44,7 @@ def alike(
         ]
         if not isinstance(optimizer, ChunkedOptimizer):
             return _with_groups(optimizer, groups)
-        inner = _with_groups(optimizer.inner, groups)
-        form, place_of_state = type(optimizer.format)(), optimizer.state_place
-        return ChunkedOptimizer(inner, state_format=form, state_place=place_of_state, in_32bit=optimizer.in_32bit)
+        return optimizer.around(_with_groups(optimizer.inner, groups))
 
     return made
 

@@ -115,6 +115,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._folder = self._folder if self._folder is not None else folder
         self._arrange(state_format, state_place)
 
+    def around(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
+        """One that keeps another optimizer's state as this one does."""
+        return ChunkedOptimizer(
+            optimizer,
+            state_format=type(self.format)(),
+            state_place=self.state_place,
+            in_32bit=self.in_32bit,
+            folder=self._folder,
+        )
+
     @property
     def state_format(self) -> str:
         """Name of the format that its state is in."""

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import dispatch
+from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
 
 
@@ -99,11 +100,13 @@ class DataParallel(ShardedModel):
         made = make(iter(self.trainable()))
         if not self._shards_state:
             return arrange(made)
-        kind, defaults = type(made), made.defaults
+        chunked = made if isinstance(made, ChunkedOptimizer) else None
+        kind, defaults = type(made) if chunked is None else chunked.kind, made.defaults
 
         def local(groups: Any, **_: Any) -> torch.optim.Optimizer:
             own = [{k: v for k, v in group.items() if k != "params"} | {"params": group["params"]} for group in groups]
-            return arrange(kind(own, **_accepted(kind, defaults)))
+            plain = kind(own, **_accepted(kind, defaults))
+            return arrange(plain if chunked is None else chunked.around(plain))
 
         groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
         with warnings.catch_warnings():

@@ -52,7 +52,7 @@ Trained = tuple[list[float], list[float], list[int], list[int], str]
 
 
 def by_memfit(rank: int, ranks: int, configs: list[dict[str, Any]]) -> list[Trained]:
-    """Of each configuration losses of the whole batch, rates, measured peaks of this rank from the second step on, predicted ones of all, the way."""
+    """Of each configuration losses of the whole batch, rates, peaks of this rank from the second step on, those predicted of all, and the choices."""
     found: list[Trained] = []
     for config in configs:
         own = _own(rank, ranks)

@@ -179,7 +179,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
                 return own_step(part, *rest, **named)
 
         if self._shared is not None and counting is not None:
-            self._check_as_many_on_all(counting)
+            self._check_as_many_on_all(len(counting))
         output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls, self._shared)
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
@@ -205,12 +205,12 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
 
         return called
 
-    def _check_as_many_on_all(self, counting: Sequence[tuple[Batch, float]]) -> None:
+    def _check_as_many_on_all(self, parts: int) -> None:
         """Check that every rank divides its batch into as many parts, as they wait for each other."""
         assert self._shared is not None
         agreement = self._shared.sharded.agreement
-        most = agreement.largest(len(counting))
-        rank = agreement.first(concerned=len(counting) != most)
+        most = agreement.largest(parts)
+        rank = agreement.first(concerned=parts != most)
         if rank is not None:
             raise BatchError(
                 f"the batch of rank {rank} is divided into fewer parts than that of others, which would wait for it: drop_last=True in the DataLoader, or "

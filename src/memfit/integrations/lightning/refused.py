@@ -55,8 +55,8 @@ def _refuse_strategy(name: str, ranks: int) -> None:
         return
     if name == "DDPStrategy":
         raise InputError(
-            f"the strategy is DDPStrategy on {ranks} device{'s' if ranks > 1 else ''}: on one device take strategy='auto'; several are several processes "
-            "of one group (devices=2, or torchrun)"
+            f"the strategy is DDPStrategy on {ranks} device{'s' if ranks > 1 else ''}: on one device take strategy='auto'; several are as many processes "
+            "(devices=2, or torchrun)"
         )
     raise InputError(
         f"the strategy is {name} on {ranks} devices: what Lightning has shared out is not memfit's to plan for. There is strategy='auto' for one device and "

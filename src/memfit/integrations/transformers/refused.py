@@ -65,7 +65,7 @@ def _shared_out(trainer: Any) -> str:
     """How the trainer was told to share the step out, and what says the same to memfit."""
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
-        stage = int(state.deepspeed_plugin.zero_stage)
+        stage = int(getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0))
         return f"deepspeed= with ZeRO {stage} is {_fixed('zero' + str(stage) if stage else 'data')}"
     plugin = getattr(state, "fsdp_plugin", None)
     reshards = getattr(plugin, "reshard_after_forward", True)

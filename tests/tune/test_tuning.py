@@ -232,6 +232,35 @@ def test_where_nothing_fits_it_is_said_before_the_first_trial(tmp_path: Path) ->
     assert study.trials == []
 
 
+def test_trials_are_watched_while_another_is_planned(tmp_path: Path) -> None:
+    """A server that takes its time, and another that dies: the first question is asked again."""
+    from memfit.tune.plans import Planner
+
+    (tmp_path / "slow.py").write_text(
+        "import sys, time; sys.stdin.readline(); time.sleep(1.5); print('{\"fits\": true}', flush=True)"
+    )
+    planner = Planner(tmp_path / "log")
+    looks: list[int] = []
+    planner.idle = lambda: looks.append(1)
+    commands = iter(
+        ["raise SystemExit(1)", (tmp_path / "slow.py").read_text(), "raise SystemExit(1)", "raise SystemExit(1)"]
+    )
+    begin = subprocess.Popen
+
+    def popen(_: list[str], **named: Any) -> Any:
+        return begin([sys.executable, "-S", "-c", next(commands)], **named)
+
+    with pytest.MonkeyPatch.context() as patch, planner:
+        patch.setattr(subprocess, "Popen", popen)
+        assert planner.ask({}).fits
+        assert looks
+        planner.close()
+        with pytest.raises(
+            InputError, match="the process that plans has died twice over one trial: what it said is in"
+        ):
+            planner.ask({})
+
+
 def test_one_bundle_of_traces_serves_what_differs_in_budget_and_rate(tmp_path: Path) -> None:
     from memfit.train.plan_server import PlanServer
 

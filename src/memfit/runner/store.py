@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from memfit.runner.request import RunRequest
 FORMAT: Final = 1  # of the file
 NAME: Final = "runs.sqlite"
 _LOCK: Final = "runner.lock"
+_LOCK_SECONDS: Final = 2.0
 _TABLE: Final = """
 CREATE TABLE IF NOT EXISTS runs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -50,6 +52,20 @@ class Row:
     end: dict[str, Any] | None
 
 
+def _locked(file: int) -> bool:
+    """Whether the lock could be had. A runner that was killed in the middle of starting a process leaves it to that process for a moment."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
 class RunStore:
     """The runs of one folder; one process at a time has it open.
 
@@ -64,13 +80,11 @@ class RunStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(self._lock):
             os.close(self._lock)
             raise InputError(
                 f"another process runs what is in {folder}: wait for it, or give this one a folder of its own"
-            ) from None
+            )
         try:
             self._connection = self._opened(folder / NAME)
         except BaseException:

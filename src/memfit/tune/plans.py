@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from memfit.errors import InputError
+
+_IDLE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Planner:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
         self.questions = 0
+        self.idle: Callable[[], None] = lambda: None  # called while an answer is awaited
 
     def ask(self, config: Mapping[str, Any], plan: Path | None = None) -> Fit:
         """Whether a run fits.
@@ -67,6 +71,8 @@ class Planner:
             try:
                 process.stdin.write(question)
                 process.stdin.flush()
+                while not select.select([process.stdout], [], [], _IDLE_SECONDS)[0]:
+                    self.idle()
                 answer = process.stdout.readline()
             except OSError:
                 answer = ""

@@ -93,6 +93,8 @@ class Tuning:
         # Before anything is written: what cannot be meant leaves no folder behind.
         self.study: Study = open_study(search)
         self.trials: Trials = trials or (CommandTrials(search) if search.is_command else MemfitTrials(search))
+        if isinstance(self.trials, MemfitTrials):
+            self.trials.planner.idle = self._meanwhile
         try:
             self.runner = Runner(search.out / "runner", capacity_of(search), self._at_once())
             self.worker = _worker(self.runner.folder)
@@ -213,6 +215,12 @@ class Tuning:
         beat(self.study, [live.trial._trial_id for live in self.live.values()])  # noqa: SLF001 - as above
         with quietly():
             optuna.storages.fail_stale_trials(self.study)
+
+    def _meanwhile(self) -> None:
+        """While a trial is planned: what runs is watched, and stopped where the pruner says so; ends wait until it is planned."""
+        self._beat()
+        for live in list(self.live.values()):
+            self._watch(live)
 
     def _prepare(self, trial: Trial) -> None:
         """Values, a plan, a run. Done again for a trial that was begun before, it finds what is there."""

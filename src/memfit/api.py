@@ -362,7 +362,8 @@ def fit(
         folder=lower_tier,
     )
     made, each = _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)
-    engine = apply(made, model, lower_tier=lower_tier)
+    own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None  # the user's object, to which a schedule may be tied
+    engine = apply(made, model, optimizer=own, lower_tier=lower_tier)
     if fabric is not None:
         through_fabric.set_up(engine, fabric)
     try:

@@ -250,6 +250,11 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         where = "loss_fn(model, batch)" if loss_fn is not None else "model(**sample).loss"
+        if isinstance(loss, (tuple, list, Mapping)):
+            raise InputError(
+                f"{where} gave a {type(loss).__name__} of {len(loss)}; memfit needs one scalar tensor: several losses are added up, "
+                "loss_fn=lambda model, batch: sum(losses)"
+            )
         raise InputError(f"{where} gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...")
     if not loss.requires_grad:
         raise InputError(

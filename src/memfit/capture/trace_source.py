@@ -26,6 +26,7 @@ from memfit.hardware.machine import Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
+from memfit.step.given import check_sample, loss_function, optimizer_factory
 from memfit.step.process_generators import outside_torch_kept
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, in_words, sizing_state
@@ -78,6 +79,9 @@ class TraceSource:
     network: Topology | None = None
 
     def __post_init__(self) -> None:
+        check_sample(self.sample)
+        self.loss_fn = loss_function(self.loss_fn)
+        self.optimizer = optimizer_factory(self.optimizer, self.model)
         made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)

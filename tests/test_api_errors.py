@@ -74,6 +74,8 @@ def engine_for(model: nn.Module, loss_fn: Any = squared_error, optimizer: Any = 
         (None, "None is not a whole number of bytes"),
         ("120%", "'120%' is more than the device has"),
         (1 << 70, "is more bytes than can be counted"),
+        (24, 'budget=24 is 24 bytes: write the unit, too, as "24GiB"'),
+        ("24", "budget='24' is 24 bytes"),
     ],
 )
 def test_a_budget_that_cannot_be_read_is_refused(budget: Any, sentence: str) -> None:
@@ -186,6 +188,7 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
             {"disk_budget": 100, "host_budget": "1GiB", "device": "rtx4090", "fixed": {"state_place": "disk"}},
             "disk_budget=100 is less than the optimizer state to be offloaded",
         ),
+        ({"host_budget": "lots"}, "host_budget: 'lots' is not a number of bytes"),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"allow": None}, "allow=None is no list of words"),
         ({"freeze": None}, "freeze=None is no list of words"),

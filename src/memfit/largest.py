@@ -62,7 +62,9 @@ def largest_batch(
     Raises:
         InputError, BudgetError, CaptureError: as for `memfit.plan`.
     """
-    return _largest(_Sized(model, loss_fn, optimizer, budget, constraints, progress, "batch"), sample, batches.repeated, most)
+    return _largest(
+        _Sized(model, loss_fn, optimizer, budget, constraints, progress, "batch"), sample, batches.repeated, most
+    )
 
 
 def largest_length(
@@ -159,7 +161,7 @@ def _largest(sized: _Sized, sample: Batch, resized: Callable[[Batch, int], Batch
 
 
 def search_largest(needed: Callable[[int], int], capacity: int, start: int, most: int, *, every: int = 1) -> Largest:
-    """The largest size whose bytes fit, where more never takes less: by the line through the two nearest sizes known, between one that fits and one that does not.
+    """The largest size whose bytes fit, where more never takes less: guessed by the line through the two nearest sizes known.
 
     Args:
         needed: bytes of a size; a CaptureError stands for one that the model does not take.

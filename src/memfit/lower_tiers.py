@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace_source import machine_of
-from memfit.errors import InputError
+from memfit.errors import BudgetError, InputError
 from memfit.hardware.machine import Link, Machine
 from memfit.hardware.topology import Topology
 from memfit.storage.folders import free_bytes, offload_folder
@@ -21,6 +21,7 @@ from memfit.storage.staging import STAGES_BYTES
 from memfit.units import format_bytes, parse_bytes
 from memfit.values.request import Request
 
+LEAST_BUDGET: Final = 256  # a bare number below it is one of GiB whose unit was left out
 LINK_LATENCY_SECONDS: Final = 10e-6  # assumed for a copy between a GPU that is not in this computer and its host
 
 
@@ -33,7 +34,10 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
     machine = machine_of(model, arguments.get("device"))
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
-        parse_bytes(arguments["budget"], total_bytes=machine.memory_bytes)
+        given = arguments["budget"]
+        asked = parse_bytes(given, total_bytes=machine.memory_bytes)
+        if asked < LEAST_BUDGET and str(given).isdecimal():
+            raise BudgetError(f'budget={given!r} is {asked} bytes: write the unit, too, as "{asked}GiB"')
     return Request.of(partial(capacity, machine, folder=arguments.get("folder")), **arguments)
 
 

@@ -17,6 +17,7 @@ from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import library_bytes
+from memfit.capture.filling import filled
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
@@ -35,6 +36,7 @@ from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
 from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
 
+LARGEST_FILLED_BYTES: Final = 1 << 30  # of a model on the meta device that gets values for a look at them
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 # What the engine takes, in multiples of what a dispatch mode that does nothing adds to an operation (`bench/overhead`): for each operation of forward that it
 # follows, and for each that it runs again, which it notes, runs, and gives autograd the results of.
@@ -244,13 +246,20 @@ class TraceSource:
         """How the losses of micro-batches add up to the batch's, with these patterns frozen."""
         patterns = tuple(freeze)
         if patterns not in self._splitting:
-            if any(p.device.type == "meta" for p in self.model.parameters()):
-                return Weighting(
-                    None, "the model is on the meta device, so it cannot be checked whether its batch splits"
-                )
+            model = self.model
+            if any(t.device.type == "meta" for t in batches.leaves(self.compared())):
+                return Weighting(None, "the sample is on the meta device, so it cannot be checked whether it splits")
+            if any(p.device.type == "meta" for p in model.parameters()):
+                if sum(p.nbytes for p in model.parameters()) > LARGEST_FILLED_BYTES:
+                    return Weighting(
+                        None,
+                        "the model is on the meta device and too large to be filled with random values, so it cannot be checked whether its batch splits: "
+                        "plan for a sample of one micro-batch, or with a model that has weights",
+                    )
+                model = filled(model)
             tell(self.progress, "checking whether the batch splits", 0.5)
-            with outside_torch_kept(), frozen(self.model, patterns):
-                self._splitting[patterns] = find_splitting(self.model, self.compared(), self.loss_fn)
+            with outside_torch_kept(), frozen(model, patterns):
+                self._splitting[patterns] = find_splitting(model, self.compared(), self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
 

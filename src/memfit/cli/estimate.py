@@ -30,20 +30,32 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         epilog=f"GPUs: {', '.join(machine.name for machine in KNOWN)}; cuda for the one that is here",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="folder of a transformers model, its config.json, or python:package.module:function"
+        "model",
+        metavar="MODEL",
+        help="folder of a transformers model, its config.json, or python:package.module:function",
     )
-    parser.add_argument("--gpu", required=True, metavar="NAME", help='the GPU, which need not be here: "4090", "a100-80", "cuda"')
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help='the GPU, which need not be here: "4090", "a100-80", "cuda"'
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,
         help="full: all weights; lora: adapters beside frozen 16-bit weights; qlora: beside 4-bit ones. Left out: the first that has room for its weights",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a step (1)")
-    parser.add_argument("--length", type=int, metavar="N", help="tokens of a sample (1024, or what the model has positions for)")
-    parser.add_argument("--longest", action="store_true", help="look for the longest samples that fit, too (takes longer)")
-    parser.add_argument("--budget", default="90%", metavar="BYTES", help="what a step may take (90%% of the GPU's memory)")
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a sample (1024, or what the model has positions for)"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="look for the longest samples that fit, too (takes longer)"
+    )
+    parser.add_argument(
+        "--budget", default="90%", metavar="BYTES", help="what a step may take (90%% of the GPU's memory)"
+    )
     parser.add_argument("--task", choices=TASKS, help="what the model learns; left out: what its configuration says")
-    parser.add_argument("--data", metavar="package.module:function", help="dataset for a python: model that does not take tokens")
+    parser.add_argument(
+        "--data", metavar="package.module:function", help="dataset for a python: model that does not take tokens"
+    )
     parser.set_defaults(run=run)
 
 
@@ -76,17 +88,35 @@ def run(arguments: argparse.Namespace) -> Answer:
     finally:
         display.close()
     status = Status.FITS if found.plan is not None else Status.DOES_NOT_FIT
-    return Answer({"verb": "estimate", **found.to_json()}, told(found, shutil.get_terminal_size((100, 24)).columns), status)
+    return Answer(
+        {"verb": "estimate", **found.to_json()}, told(found, shutil.get_terminal_size((100, 24)).columns), status
+    )
 
 
 def told(found: Estimate, columns: int) -> str:
     """The answer for a person, in lines of so many columns; the Python is left as it is."""
-    said = [_headline(found), "", _verdict(found), *_seconds(found), *_techniques(found), *_sizes(found), _places(found)]
+    said = [
+        _headline(found),
+        "",
+        _verdict(found),
+        *_seconds(found),
+        *_techniques(found),
+        *_sizes(found),
+        _places(found),
+    ]
     said += [f"Note: {note}." for note in found.notes]
     wrapped = [textwrap.fill(line, max(20, columns), break_on_hyphens=False) for line in said]
     if found.plan is None:
         return "\n".join(wrapped)
-    return "\n".join([*wrapped, "", "To train so (it runs as it stands, on random tokens until you put your batches in):", "", found.lines])
+    return "\n".join(
+        [
+            *wrapped,
+            "",
+            "To train so (it runs as it stands, on random tokens until you put your batches in):",
+            "",
+            found.lines,
+        ]
+    )
 
 
 def _headline(found: Estimate) -> str:
@@ -130,7 +160,9 @@ def _sizes(found: Estimate) -> list[str]:
     said = []
     if found.largest_batch is not None:
         at = f" of {found.length} tokens" if found.length else ""
-        said.append(f"Largest batch{at}: {found.largest_batch.size or 'not even 1'}{' or more' if found.largest_batch.limited else ''}.")
+        said.append(
+            f"Largest batch{at}: {found.largest_batch.size or 'not even 1'}{' or more' if found.largest_batch.limited else ''}."
+        )
     if found.largest_length is not None:
         more = " (all that the model has positions for)" if found.largest_length.limited else ""
         said.append(f"Longest samples in a batch of {found.batch}: {found.largest_length.size or 'none'} tokens{more}.")

@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import BatchError, CaptureError, InfeasibleError, InputError
@@ -122,7 +121,9 @@ def gpu_of(name: str) -> Machine:
     if name.partition(":")[0] != "cuda":
         return known_machine(name)
     if not torch.cuda.is_available():
-        raise InputError('--gpu cuda: torch sees no GPU here; name one, such as --gpu 4090 ("memfit estimate --help" lists them)')
+        raise InputError(
+            '--gpu cuda: torch sees no GPU here; name one, such as --gpu 4090 ("memfit estimate --help" lists them)'
+        )
     index = torch.device(name)
     found = known_machine(torch.cuda.get_device_name(index))
     return replace(found, memory_bytes=torch.cuda.get_device_properties(index).total_memory)
@@ -157,7 +158,9 @@ def estimate(
         if value < 1:
             raise InputError(f"{name} {value}: a whole number of at least 1 is needed")
     if named.has_length and named.longest is not None and length > named.longest:
-        raise InputError(f"--length {length}: this model has positions for {named.longest} tokens (max_position_embeddings)")
+        raise InputError(
+            f"--length {length}: this model has positions for {named.longest} tokens (max_position_embeddings)"
+        )
     tell(progress, "building the model without its weights", 0.0)
     chosen, bare = _chosen(named, machine, method, budget)
     weights_bytes = sum(p.nbytes for p in bare.parameters())
@@ -183,7 +186,7 @@ def estimate(
     own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if weights_bytes > step.budget_bytes and plan is not None:
         notes.append(
-            f"the weights take {format_bytes(weights_bytes)} before they are packed, more than the GPU has to spare: they have to be packed on the host, part by part"
+            f"the weights take {format_bytes(weights_bytes)} before they are packed, more than the GPU has to spare: these lines cannot read them onto it"
         )
     tell(progress, "estimated", 1.0)
     return Estimate(
@@ -242,7 +245,9 @@ class _Step:
     def at(self, batch: int, length: int) -> Planning:
         """The step of this size, captured."""
         sample = self.named.sample(batch, length)
-        source = TraceSource(self.model, sample, self.named.loss_fn, default_optimizer, None, self.machine.name, self.progress)
+        source = TraceSource(
+            self.model, sample, self.named.loss_fn, default_optimizer, None, self.machine.name, self.progress
+        )
         if self.settings is None:
             self.settings = dict(self.method.settings)
             words = getattr(getattr(self.model, "config", None), "vocab_size", 0)
@@ -310,7 +315,13 @@ class _Step:
 
 
 def _lines(
-    named: Named, method: Method, plan: Plan | None, settings: dict[str, Any] | None, batch: int, length: int, budget_bytes: int
+    named: Named,
+    method: Method,
+    plan: Plan | None,
+    settings: dict[str, Any] | None,
+    batch: int,
+    length: int,
+    budget_bytes: int,
 ) -> str:
     """The Python that trains so; it runs as it stands where the GPU is."""
     imports = ["import torch", *method.lines[:1], "import memfit"]

@@ -41,7 +41,11 @@ class Method:
         """Python that puts adapters into `model`."""
         if not self.adapters:
             return ()
-        return ("import peft", "", f'model = peft.get_peft_model(model, peft.LoraConfig(r={RANK}, target_modules="all-linear"))')
+        return (
+            "import peft",
+            "",
+            f'model = peft.get_peft_model(model, peft.LoraConfig(r={RANK}, target_modules="all-linear"))',
+        )
 
     def on(self, model: nn.Module) -> nn.Module:
         """The model as it is trained this way.
@@ -61,15 +65,24 @@ class Method:
                 with torch.device("meta"):
                     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
             except ValueError as error:
-                raise InputError(f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}") from error
+                raise InputError(
+                    f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}"
+                ) from error
         return adapted.train()
 
 
-FULL: Final = Method("full", "all weights trained, in fp32 with forward in bf16", torch.float32, False, {"precision": "bf16"}, ("bf16",))  # noqa: FBT003
-FULL_FP32: Final = Method("full", "all weights trained, in fp32", torch.float32, False)  # noqa: FBT003 - of cards without bf16
-LORA: Final = Method("lora", f"adapters of rank {RANK} beside frozen 16-bit weights", torch.bfloat16, True)  # noqa: FBT003
+FULL: Final = Method(
+    "full", "all weights trained, in fp32 with forward in bf16", torch.float32, False, {"precision": "bf16"}, ("bf16",)
+)
+FULL_FP32: Final = Method("full", "all weights trained, in fp32", torch.float32, False)
+LORA: Final = Method("lora", f"adapters of rank {RANK} beside frozen 16-bit weights", torch.bfloat16, True)
 QLORA: Final = Method(
-    "qlora", f"adapters of rank {RANK} beside frozen 4-bit weights", torch.bfloat16, True, {"frozen_weights": "4bit"}, ("4bit",)  # noqa: FBT003
+    "qlora",
+    f"adapters of rank {RANK} beside frozen 4-bit weights",
+    torch.bfloat16,
+    True,
+    {"frozen_weights": "4bit"},
+    ("4bit",),
 )
 METHODS: Final = ("full", "lora", "qlora")
 

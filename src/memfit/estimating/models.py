@@ -1,4 +1,4 @@
-"""What a person names -- a folder, a config.json, a function that builds the model -- as a model without weights, batches of any size, and the Python that makes both."""
+"""What a person names (a folder, a config.json, a function) as a model without weights, batches of any size, and the Python that makes both."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def named(model: str, task: str | None = None, data: str | None = None) -> Named
     if model.startswith("python:") or (":" in model and not Path(model).exists()):
         return _of_function(model.removeprefix("python:"), data)
     if data is not None:
-        raise InputError("--data goes with python:package.module:function; batches for a configuration of transformers are made of its vocabulary")
+        raise InputError(
+            "--data goes with python:package.module:function; batches for a configuration of transformers are made of its vocabulary"
+        )
     return _of_configuration(Path(model).expanduser(), task)
 
 
@@ -76,7 +78,9 @@ def _of_configuration(path: Path, task: str | None) -> Named:
     try:
         import transformers
     except ImportError as error:
-        raise InputError("a configuration of transformers needs transformers: pip install 'memfit[transformers]'") from error
+        raise InputError(
+            "a configuration of transformers needs transformers: pip install 'memfit[transformers]'"
+        ) from error
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise InputError(
@@ -87,12 +91,14 @@ def _of_configuration(path: Path, task: str | None) -> Named:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{folder / 'config.json'} is no configuration that transformers {transformers.__version__} reads: {reason}") from error
+        raise InputError(
+            f"{folder / 'config.json'} is no configuration that transformers {transformers.__version__} reads: {reason}"
+        ) from error
     words = getattr(config, "vocab_size", None)
     if not isinstance(words, int):
         raise InputError(
-            f"{folder / 'config.json'} describes a {config.model_type} model, which takes more than tokens: write a function that builds it and one that returns "
-            "data, and name them with python:package.module:function and --data package.module:function"
+            f"{folder / 'config.json'} describes a {config.model_type} model, which takes more than tokens: write a function that builds it and one that "
+            "returns data, and name them with python:package.module:function and --data package.module:function"
         )
     config.use_cache = False
     task = task or _task_of(config)
@@ -104,7 +110,9 @@ def _of_configuration(path: Path, task: str | None) -> Named:
             with torch.device("meta"):
                 made: nn.Module = getattr(transformers, auto).from_config(config, dtype=dtype)
         except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"transformers cannot make a {task} model of {folder}: {str(error).splitlines()[0]}") from error
+            raise InputError(
+                f"transformers cannot make a {task} model of {folder}: {str(error).splitlines()[0]}"
+            ) from error
         return made.train()
 
     make = (
@@ -155,7 +163,9 @@ def _of_function(target: str, data: str | None) -> Named:
     made = _on_meta(build)
     model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise InputError(f"python:{target} returned {type(model).__name__}: a model is needed, or the pair (model, loss_fn)")
+        raise InputError(
+            f"python:{target} returned {type(model).__name__}: a model is needed, or the pair (model, loss_fn)"
+        )
     module, _, function = target.partition(":")
     described = getattr(model, "config", None)
     words = getattr(described, "vocab_size", None)
@@ -171,8 +181,8 @@ def _of_function(target: str, data: str | None) -> Named:
                 f"python:{target}: the model does not say what it takes (model.config.vocab_size): name data, too, with --data package.module:function, "
                 "which returns a dataset (length and items)"
             )
-        sample: Callable[[int, int], Batch] = partial(_tokens, words, True)  # noqa: FBT003
-        sample_lines = (
+        sample: Callable[[int, int], Batch] = partial(_tokens, words, True)
+        sample_lines: tuple[str, ...] = (
             "tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)  # your own batches in their place",
             'sample = {"input_ids": tokens, "labels": tokens}',
         )
@@ -215,5 +225,3 @@ def _on_meta(build: Callable[[], Any]) -> Any:
             return build()
     except (RuntimeError, NotImplementedError, ValueError):
         return build()
-
-

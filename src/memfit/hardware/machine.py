@@ -168,11 +168,12 @@ KNOWN: Final[tuple[Machine, ...]] = (
 
 # Words of product names and of listings that tell no two entries of the table apart.
 _PASSED_OVER: Final = frozenset(
-    ["nvidia", "geforce", "tesla", "quadro", "gpu", "tensor", "core", "generation", "founders", "edition"]
-    + ["sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7"]
+    "nvidia geforce tesla quadro gpu tensor core generation founders edition sxm sxm2 sxm4 sxm5 hbm2 hbm2e hbm3 hbm3e gddr6 gddr6x gddr7".split()
 )
 _MEMORY: Final = re.compile(r"(\d+)(?:gi?b?)?")
-_MEMORIES: Final = range(8, 1025)  # what a bare number after a name may mean in GB: "a100-80"; smaller ones are part of a name
+_MEMORIES: Final = range(
+    8, 1025
+)  # what a bare number after a name may mean in GB: "a100-80"; smaller ones are part of a name
 
 
 def known_machine(name: str) -> Machine:
@@ -192,7 +193,9 @@ def known_machine(name: str) -> Machine:
         if fitting:
             return max(fitting, key=lambda m: (gigabytes is None) * m.memory_bytes)
         have = " and ".join(f"{m.name} with {round(m.memory_bytes / GIB)} GiB" for m in of_core)
-        raise InputError(f"no device called {name!r} is known; there is {have}: name it, and give the memory as the budget")
+        raise InputError(
+            f"no device called {name!r} is known; there is {have}: name it, and give the memory as the budget"
+        )
     near = get_close_matches(wanted, by_name, 3, 0.4)
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""

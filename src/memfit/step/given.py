@@ -70,7 +70,7 @@ def loss_function(given: Any) -> LossFunction | None:
 def _of_torch(given: Any) -> bool:
     """Whether this is a criterion of torch, which takes (input, target): a module of `torch.nn.modules.loss`, or a function of `torch.nn.functional`."""
     if isinstance(given, nn.Module):
-        return isinstance(given, nn.modules.loss._Loss)
+        return type(given).__module__ == "torch.nn.modules.loss"
     return getattr(given, "__module__", "") == "torch.nn.functional"
 
 
@@ -92,7 +92,9 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
             "model that it trains and its own loss_fn (of a GAN, the generator and the discriminator)"
         )
     if not callable(given):
-        raise InputError(f"optimizer={given!r}: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)")
+        raise InputError(
+            f"optimizer={given!r}: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+        )
     return given  # type: ignore[no-any-return]
 
 
@@ -121,8 +123,8 @@ def _alike(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFacto
     for group in optimizer.param_groups:
         if any(id(parameter) not in places for parameter in group["params"]):
             raise InputError(
-                f"the optimizer ({type(optimizer).__name__}) holds parameters that are not the model's: make it from model.parameters(), after the model is as it "
-                "is to be trained, or give the function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)"
+                f"the optimizer ({type(optimizer).__name__}) holds parameters that are not the model's: make it from model.parameters(), after the model is as "
+                "it is to be trained, or give the function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)"
             )
         settings = {name: value for name, value in group.items() if name != "params"}
         groups.append(([places[id(parameter)] for parameter in group["params"]], settings))
@@ -134,9 +136,10 @@ def _alike(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFacto
         trained = {id(parameter) for parameter in parameters}
         now = list(model.parameters())
         made = [
-            {**settings, "params": [now[place] for place in own if id(now[place]) in trained]} for own, settings in groups
+            {**settings, "params": [now[place] for place in own if id(now[place]) in trained]}
+            for own, settings in groups
         ]
-        return kind([group for group in made if group["params"]], **defaults)  # type: ignore[arg-type]
+        return kind([group for group in made if group["params"]], **defaults)
 
     return make
 

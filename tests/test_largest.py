@@ -70,9 +70,7 @@ def test_what_has_no_length_or_size_is_refused() -> None:
         memfit.largest_batch(chain(1), rows(4), squared_error, "1MiB", adamw, most=0)
 
 
-@given(
-    st.integers(1, 40), st.integers(0, 5), st.integers(0, 3000), st.integers(1, 60), st.integers(1, 200)
-)
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3000), st.integers(1, 60), st.integers(1, 200))
 def test_the_search_finds_the_last_size_that_fits(
     slope: int, square: int, capacity: int, start: int, most: int
 ) -> None:

@@ -142,7 +142,9 @@ def _seconds(found: Estimate) -> list[str]:
         return []
     figures = found.plan.prediction
     tokens = f", {found.batch * found.length / figures.step_seconds:,.0f} tokens a second" if found.length else ""
-    slower = "" if figures.slowdown < 1.005 else f"; {100 * (figures.slowdown - 1):.0f} % of it is for fitting"
+    slower = (
+        "" if figures.slowdown < 1.005 else f"; {100 * (figures.slowdown - 1):.0f} % more than with everything kept"
+    )
     return [f"A step takes {format_seconds(figures.step_seconds)} ({figures.seconds_are}){tokens}{slower}."]
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_deepspeed, add_settings, read_config
+from memfit.cli.answer import Answer, Status, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.integrations.deepspeed import Written
+    from memfit.largest import Largest
     from memfit.train.config import Config
     from memfit.values.plan import Plan
 
@@ -40,6 +42,11 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         help='plan for several devices, none of which need be here: "4x24GiB", "4x24GiB@50GB/s" (sets fit.devices); the budget is that of each',
     )
     parser.add_argument(
+        "--largest",
+        choices=("batch", "length"),
+        help="find instead the largest batch that fits in one piece, or the longest samples",
+    )
+    parser.add_argument(
         "--save-trace",
         metavar="FILE",
         type=Path,
@@ -62,12 +69,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.plans import assembled, check_budget, make_bundle, make_plan
+    from memfit.train.plans import assembled, check_budget, make_bundle, make_largest, make_plan
 
     check_budget(config)
     display = progress.display()
     try:
         assembly = assembled(config, display, arguments.device)
+        if arguments.largest is not None:
+            found = make_largest(config, assembly, arguments.device, display, arguments.largest)
+            return _largest(found, arguments.largest)
         if arguments.save_trace is not None:
             bundle = make_bundle(config, assembly, arguments.device, display)
             _written(bundle.save, arguments.save_trace, "trace")
@@ -77,10 +87,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     return _answer(plan, arguments, config)
 
 
+def _largest(found: Largest, what: str) -> Answer:
+    unit = {"batch": "samples", "length": "positions"}[what]
+    needs = f"its smallest plan needs {format_bytes(found.needed_bytes)}"
+    text = f"Largest {what} that fits in one piece: {found.size} {unit}{' (no more was tried)' if found.limited else ''}; {needs}."
+    if not found.size:
+        text = f"No {what} fits: one of 1 needs {format_bytes(found.needed_bytes)}."
+    data = {"verb": "plan", "fits": found.size > 0, f"largest_{what}": found.size, "needed_bytes": found.needed_bytes}
+    return Answer(data, text, Status.FITS if found.size else Status.DOES_NOT_FIT)
+
+
 def _from_trace(arguments: argparse.Namespace) -> Answer:
     from memfit.values.bundle import TraceBundle
 
-    for name in ("settings", "device", "devices", "save_trace", "deepspeed"):
+    for name in ("settings", "device", "devices", "save_trace", "deepspeed", "largest"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"

@@ -250,8 +250,15 @@ class _Step:
         )
         if self.settings is None:
             self.settings = dict(self.method.settings)
-            words = getattr(getattr(self.model, "config", None), "vocab_size", 0)
-            if batch * length * words * OF_LOGITS > WORTH_CHUNKS * self.budget_bytes and batch * length >= 64 * CHUNKS:
+            config = getattr(self.model, "config", None)
+            words = getattr(config, "vocab_size", 0)
+            # In 4 bits the head is another operation, which is not divided; a tied one stays as it is.
+            packed = "frozen_weights" in self.settings and not getattr(config, "tie_word_embeddings", False)
+            if (
+                not packed
+                and batch * length * words * OF_LOGITS > WORTH_CHUNKS * self.budget_bytes
+                and batch * length >= 64 * CHUNKS
+            ):
                 found = self._in_chunks(source, sample)
                 if found is not None:
                     return found
@@ -266,7 +273,7 @@ class _Step:
             found = head_of(Timeline(source.trace_of(choices)))
         except (CaptureError, InputError, RuntimeError):
             return None
-        if found is not None and found.rows * CHUNKS > rows + CHUNKS:
+        if found is None or found.rows * CHUNKS > rows + CHUNKS:
             return None
         self.settings["loss_chunks"] = CHUNKS
         return self._planning(source, choices)

@@ -7,6 +7,7 @@ from typing import Any
 from memfit import api
 from memfit.errors import ConfigError
 from memfit.hardware.machine import known_machine
+from memfit.largest import Largest, largest_batch, largest_length
 from memfit.train import ranks
 from memfit.train.assemble import Assembly, assemble
 from memfit.train.config import Config
@@ -106,6 +107,17 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
     return api.plan(
         assembly.model, batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
         **plan_arguments(config, assembly, device), **lower_tier(assembly), device=device, devices=several, progress=display.stage,
+    )  # fmt: skip
+
+
+def make_largest(config: Config, assembly: Assembly, device: str | None, display: Display, what: str) -> Largest:
+    """The largest batch, or length of samples, that fits in one piece."""
+    assert config.fit.budget is not None
+    ranks.one_device(config, f"the largest {what}")
+    find = largest_batch if what == "batch" else largest_length
+    return find(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
+        **plan_arguments(config, assembly, device), device=device, progress=display.stage,
     )  # fmt: skip
 
 

@@ -65,8 +65,8 @@ def plan(
     Args:
         model: any module, in the mode it is to be trained in; it may be on the meta device.
         sample: one whole batch of an optimizer step, of the largest shape that will come: a tensor, tuple or mapping.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**sample).loss`. Or a criterion of torch, such as `nn.CrossEntropyLoss()`, for
-            batches that are pairs (input, target).
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**sample).loss`. Or a criterion of torch, such as `nn.CrossEntropyLoss()`,
+            for batches that are pairs (input, target).
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
         optimizer: makes the optimizer from the parameters; None when only gradients are computed. A class or a name of `torch.optim` ("AdamW") will do, and an

@@ -66,7 +66,7 @@ def test_the_answer_is_true_and_its_python_runs(capsys: pytest.CaptureFixture[st
     assert more.status == 1
     assert more.data["largest_batch"] == data["largest_batch"]
     assert more.data["minimum_bytes"] > 32 << 20
-    exec(compile(data["python"].replace("33554432B", "1GiB"), "estimate", "exec"), {})
+    exec(compile(data["python"].replace("33554432B", "1GiB"), "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
     losses = capsys.readouterr().out.split()
     assert len(losses) == 3
     assert all(float(loss) > 0 for loss in losses)
@@ -95,7 +95,7 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
     assert "Fits: a batch of 32 takes" in answer
     assert max(map(len, answer.splitlines())) <= 40
     assert "Longest" not in answer
-    exec(compile("import torch\n" + code.partition("import torch\n")[2], "estimate", "exec"), {})
+    exec(compile("import torch\n" + code.partition("import torch\n")[2], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
     assert len(capsys.readouterr().out.split()) == 3
 
 

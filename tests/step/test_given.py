@@ -18,6 +18,9 @@ pytestmark = [
 ]
 
 
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 8)))
+
+
 def classifier() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -97,7 +100,7 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"optimizer": 1e-3}, "optimizer=0.001: write optimizer=lambda parameters"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS calls a closure that runs forward and backward again"),
         ({"optimizer": torch.optim.SGD(classifier().parameters())}, r"the optimizer \(SGD\) holds parameters that are not the model's"),
-        ({"sample": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 8)))}, r"sample is a DataLoader: give one batch of it, .* sample=next\(iter\(loader\)\)"),
+        ({"sample": LOADER}, r"sample is a DataLoader: give one batch of it, .* sample=next\(iter\(loader\)\)"),
         ({"sample": torch.utils.data.TensorDataset(torch.zeros(2, 8))}, "sample is a Dataset: give one batch"),
         ({"loss_fn": lambda m, b: (loss_fn(m, b), loss_fn(m, b))}, "several losses are added up"),
         ({"loss_fn": lambda m, b: {"a": loss_fn(m, b)}}, "several losses are added up"),

@@ -132,7 +132,7 @@ def _of_configuration(path: Path, task: str | None) -> Named:
         (
             f"from transformers import AutoConfig, {auto}",
             "",
-            f"folder = {str(folder.resolve())!r}",
+            f"folder = {str(folder)!r}",
             "config = AutoConfig.from_pretrained(folder, use_cache=False)",
             make,
         ),

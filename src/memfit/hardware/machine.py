@@ -167,31 +167,10 @@ KNOWN: Final[tuple[Machine, ...]] = (
 
 
 # Words of product names and of listings that tell no two entries of the table apart.
-_PASSED_OVER: Final = frozenset(
-    [
-        "nvidia",
-        "geforce",
-        "tesla",
-        "quadro",
-        "gpu",
-        "tensor",
-        "core",
-        "generation",
-        "founders",
-        "edition",
-        "sxm",
-        "sxm2",
-        "sxm4",
-        "sxm5",
-        "hbm2",
-        "hbm2e",
-        "hbm3",
-        "hbm3e",
-        "gddr6",
-        "gddr6x",
-        "gddr7",
-    ]
-)
+_PASSED_OVER: Final = {
+    *("nvidia", "geforce", "tesla", "quadro", "gpu", "tensor", "core", "generation", "founders", "edition"),
+    *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7"),
+}
 _MEMORY: Final = re.compile(r"(\d+)(?:gi?b?)?")
 _MEMORIES: Final = range(
     8, 1025

@@ -82,6 +82,17 @@ def test_the_search_finds_the_last_size_that_fits(
     assert found.size == max((size for size in range(1, most + 1) if needed(size) <= capacity), default=0)
 
 
+def test_bytes_that_jump_are_halved_in_on_and_not_crept_up_to() -> None:
+    tried: list[int] = []
+
+    def needed(size: int) -> int:
+        tried.append(size)
+        return size if size <= 3509 else 100_000 + size
+
+    assert search_largest(needed, 9000, 32, 1 << 16).size == 3509
+    assert len(tried) < 40
+
+
 def test_the_step_of_a_size_between_two_is_the_one_captured_there() -> None:
     def trace(samples: int) -> Any:
         return TraceSource(chain(2), rows(samples), squared_error, adamw, device="rtx4090").trace_of(BASELINE)

@@ -181,10 +181,13 @@ def search_largest(needed: Callable[[int], int], capacity: int, start: int, most
             if size == start:
                 raise
             inside = False
+        before = too_large - fits
         fits, too_large = (max(fits, size), too_large) if inside else (fits, min(too_large, size))
+        slow = too_large <= most and 2 * (too_large - fits) > before
         if too_large - fits <= max(1, every) or fits >= most:
             break
-        size = _next(known, capacity, fits, too_large, every)
+        # What the smallest plan needs is no line: where that takes off less than half of what is open, the next is its middle.
+        size = (fits + too_large) // 2 if slow else _next(known, capacity, fits, too_large, every)
     if fits == 0:
         return Largest(0, known.get(1, min(known.values())))
     return Largest(fits, known[fits], limited=fits >= most)

@@ -99,20 +99,19 @@ def test_a_bare_number_that_lacks_its_unit_is_told_at_once(given: Any) -> None:
         (
             1,
             torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 4))),
-            r"no tensor with a dimension but DataLoader .*next\(iter\(loader\)\)",
+            r"sample is a DataLoader: give one batch of it, .*next\(iter\(loader\)\)",
         ),
         (1, np.ones((4, 4)), r"no tensor with a dimension but ndarray \(torch.from_numpy"),
         (1, [], "no tensor with a dimension, and nothing else"),
         (1, torch.ones(0, 4), "the batch holds no samples"),
-        (
-            2,
-            nn.CrossEntropyLoss(),
-            r"CrossEntropyLoss\(\) takes outputs and labels, and memfit calls loss_fn\(model, batch\)",
-        ),
-        (2, "1GiB", "'1GiB' is no function: the arguments are model, sample, loss_fn, budget, optimizer"),
+        (2, "1GiB", "'1GiB' is no function: if it is the budget, name it, budget='1GiB'"),
         (3, adamw, "budget=adamw is a function: the arguments are model, sample, loss_fn, budget, optimizer"),
-        (4, torch.optim.SGD([nn.Parameter(torch.ones(1))]), "optimizer is SGD, already made, .*lambda parameters: SGD"),
-        (4, "adamw", "optimizer='adamw' is no function"),
+        (
+            4,
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]),
+            r"the optimizer \(SGD\) holds parameters that are not the model's",
+        ),
+        (4, "adamm", "optimizer='adamm': torch.optim has none of this name; did you mean 'Adam"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_in_its_own_words(
@@ -239,6 +238,7 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
             {"disk_budget": 100, "host_budget": "1GiB", "device": "rtx4090", "fixed": {"state_place": "disk"}},
             "disk_budget=100 is less than the optimizer state to be offloaded",
         ),
+        ({"host_budget": "lots"}, "host_budget: 'lots' is not a number of bytes"),
         ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed"),
         ({"allow": None}, "allow=None is no list of words"),
         ({"freeze": None}, "freeze=None is no list of words"),
@@ -355,8 +355,8 @@ def test_a_batch_without_samples_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "sentence"),
     [
-        (lambda m, b: m(b[0]), r"gave a tensor of shape \(16, 32\); memfit needs one scalar"),
-        (lambda m, b: 3.0, "gave float; memfit needs one scalar"),
+        (lambda m, b: m(b[0]), r"gave a tensor of shape \(16, 32\): return the loss alone, as one scalar tensor"),
+        (lambda m, b: 3.0, "gave float: return the loss alone, as one scalar tensor"),
         (lambda m, b: squared_error(m, b).detach(), "does not depend on any trainable parameter"),
         (None, r"model\(\*\*sample\)\.loss gave"),
     ],

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from memfit.hardware.machine import Machine
     from memfit.integrations.deepspeed.training import from_deepspeed
+    from memfit.largest import Largest, largest_batch, largest_length
     from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.optimizers.lion import Lion
     from memfit.planning import replan, smallest_budget
@@ -52,6 +53,7 @@ __all__ = [
     "EngineError",
     "InfeasibleError",
     "InputError",
+    "Largest",
     "Lion",
     "Lion8bit",
     "Machine",
@@ -71,6 +73,8 @@ __all__ = [
     "fit",
     "from_deepspeed",
     "frontier",
+    "largest_batch",
+    "largest_length",
     "measure",
     "plan",
     "recompute",
@@ -82,6 +86,7 @@ __all__ = [
 
 _HOME: Final = {
     **dict.fromkeys(("fit", "frontier", "measure", "plan", "recompute", "record"), "memfit.api"),
+    **dict.fromkeys(("Largest", "largest_batch", "largest_length"), "memfit.largest"),
     **dict.fromkeys(("replan", "smallest_budget"), "memfit.planning"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.optimizers.eight_bit"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),

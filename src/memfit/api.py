@@ -65,10 +65,12 @@ def plan(
     Args:
         model: any module, in the mode it is to be trained in; it may be on the meta device.
         sample: one whole batch of an optimizer step, of the largest shape that will come: a tensor, tuple or mapping.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**sample).loss`.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss; None means `model(**sample).loss`. Or a criterion of torch, such as `nn.CrossEntropyLoss()`,
+            for batches that are pairs (input, target).
         budget: bytes the step may hold in all: parameters, buffers, gradients, optimizer state, the batch, activations, temporaries. "8GiB",
             "8GB", an int, or a share of the device's memory such as "80%".
-        optimizer: makes the optimizer from the parameters; None when only gradients are computed.
+        optimizer: makes the optimizer from the parameters; None when only gradients are computed. A class or a name of `torch.optim` ("AdamW") will do, and an
+            optimizer of this model, which `fit` then steps.
         host_budget: bytes of the nearest lower memory tier to which activations, optimizer state and streamed layers may be offloaded: host memory for a GPU
             (None: no limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded.
         disk_budget: for a GPU, together with `host_budget`, bytes of the disk to which activations that do not fit into `host_budget`, or the optimizer's
@@ -365,7 +367,10 @@ def fit(
         folder=lower_tier,
     )
     made, each = _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)
-    engine = apply(made, model, lower_tier=lower_tier)
+    own = (
+        optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    )  # the user's object, to which a schedule may be tied
+    engine = apply(made, model, optimizer=own, lower_tier=lower_tier)
     if fabric is not None:
         through_fabric.set_up(engine, fabric)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
+from memfit.step.given import loss_function, optimizer_factory
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
@@ -92,7 +92,9 @@ def apply(
     freeze_for_good(model, plan.choices.frozen)
     convert(plan.choices, model)
     remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
-    chosen: Any = optimizer if optimizer is not None else (source.optimizer if source is not None else None)
+    loss_fn = loss_function(loss_fn)
+    given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer_factory(optimizer, model)
+    chosen: Any = given if given is not None else (source.optimizer if source is not None else None)
     sharded: ShardedModel | None = None
     if plan.choices.sharding:
         group = group_of(plan.choices.sharding)
@@ -130,18 +132,8 @@ def apply(
     elif (
         plan.undoable and not plan.choices.streamed and sharded is None
     ):  # loaded: what it was planned from is captured anew where it is left
-        engine.learner = _Learner(engine, None if optimizer is None else _factory_like(optimizer))
+        engine.learner = _Learner(engine, None if optimizer is None else optimizer_factory(optimizer, model))
     return engine
-
-
-def _factory_like(optimizer: OptimizerFactory | torch.optim.Optimizer) -> OptimizerFactory:
-    """Makes optimizers of this kind, with the same settings."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    kind = type(optimizer)
-    taken = set(inspect.signature(kind).parameters)
-    settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    return lambda parameters: kind(parameters, **settings)
 
 
 def _digest(model: nn.Module, patterns: Sequence[str]) -> str:

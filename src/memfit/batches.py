@@ -302,10 +302,13 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     loss = what_the_model_gives(model, batch, loss_fn)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        several = ""
+        if isinstance(loss, (tuple, list, Mapping)):
+            what, several = f"a {type(loss).__name__} of {len(loss)}", "; several losses are added up, sum(losses)"
         if loss_fn is not None:
-            raise InputError(f"loss_fn(model, batch) gave {what}: return the loss alone, as one scalar tensor")
+            raise InputError(f"loss_fn(model, batch) gave {what}: return the loss alone, as one scalar tensor{several}")
         raise InputError(
-            f"model(**sample).loss gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ..."
+            f"model(**sample).loss gave {what}; memfit needs one scalar tensor: pass loss_fn=lambda model, batch: ...{several}"
         )
     if not loss.requires_grad:
         raise InputError(

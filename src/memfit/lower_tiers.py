@@ -21,7 +21,7 @@ from memfit.storage.staging import STAGES_BYTES
 from memfit.units import format_bytes, parse_bytes
 from memfit.values.request import Request
 
-MEANT_WITH_A_UNIT: Final = 1024  # a bare number below it is one of GiB or MiB that lacks its unit
+MEANT_WITH_A_UNIT: Final = 256  # a bare number below it is one of GiB or MiB that lacks its unit
 LINK_LATENCY_SECONDS: Final = 10e-6  # assumed for a copy between a GPU that is not in this computer and its host
 
 

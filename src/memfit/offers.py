@@ -21,6 +21,7 @@ from memfit.planner.optimistic import step_facts
 from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
 from memfit.sharding.roles import roles_of
+from memfit.step.given import check_closure, check_optimizer
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices
 from memfit.techniques.conversions import conversion_of
@@ -71,6 +72,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     candidates(
         offers_to(subject, OF_OPTIMIZERS), fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS}
     )
+    check_closure(subject.optimizer)
     weighting = None
     if micro_batches is not None and micro_batches > 1:
         weighting = source.weighting(freeze)
@@ -209,7 +211,9 @@ def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Seq
     if make_optimizer is None:
         return None
     with frozen(model, freeze):
-        return make_optimizer(p for p in model.parameters() if p.requires_grad)
+        made = make_optimizer(p for p in model.parameters() if p.requires_grad)
+    check_optimizer(made)
+    return made
 
 
 def _techniques(fixed: Mapping[str, Any]) -> dict[str, Any]:

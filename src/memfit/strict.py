@@ -18,6 +18,22 @@ from memfit.errors import ConfigError
 
 T = TypeVar("T")
 
+# What other trainers' configurations call what stands here under another name.
+_ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("model.path", "model.name", "model.folder", "model.name_or_path", "model.model_name_or_path", "model.id"), "model.hf"),
+    **dict.fromkeys(("model", "base_model", "model_name_or_path"), "model.hf"),
+    **dict.fromkeys(("train.lr", "train.learning_rate", "optim.learning_rate", "lr", "learning_rate"), "optim.lr"),
+    **dict.fromkeys(("optim.type", "optim.optimizer", "train.optimizer", "train.optim"), "optim.name"),
+    **dict.fromkeys(("train.batch_size", "fit.batch_size", "data.batch_size", "fit.batch", "train.batch", "batch_size"), "fit.global_batch"),
+    **dict.fromkeys(("data.length", "data.seq_len", "data.max_seq_length", "data.sequence_length", "data.sequence_len"), "data.max_length"),
+    **dict.fromkeys(("train.output_dir", "train.output", "out", "output_dir"), "train.out"),
+    **dict.fromkeys(("train.max_steps", "train.num_steps"), "train.steps"),
+    **dict.fromkeys(("train.num_epochs", "train.num_train_epochs", "train.max_epochs"), "train.epochs"),
+    **dict.fromkeys(("budget", "memory", "fit.memory", "fit.bytes", "train.budget", "model.budget"), "fit.budget"),
+    **dict.fromkeys(("fit.precision", "train.precision", "train.bf16", "fit.bf16", "train.fp16"), "fit.allow: [bf16]"),
+    **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+    **dict.fromkeys(("data.val", "data.valid", "data.eval", "data.test"), "data.validation"),
+}  # fmt: skip
 _WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -145,6 +161,8 @@ def described(hint: Any) -> str:
 
 def nearest(key: str, known: Mapping[str, object], path: str = "") -> str:
     """What to say about a key that does not exist."""
+    if _join(path, key) in _ELSEWHERE:
+        return f"did you mean {_ELSEWHERE[_join(path, key)]}?"
     found = difflib.get_close_matches(key, known, 1, 0.5)
     return f"did you mean {_join(path, found[0])}?" if found else f"there are: {', '.join(known)}"
 

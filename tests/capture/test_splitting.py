@@ -331,3 +331,17 @@ def test_labels_of_any_name_without_padding_in_the_sample_still_count_tokens(for
     whole: Any = (ids, labels.clamp(min=0)) if form == "tuple" else {"ids": ids, "targets": labels.clamp(min=0)}
     found = find_splitting(tokens_model(), whole, token_loss)
     assert found.weights in {"tokens:1", "tokens:targets"}
+
+
+def test_a_model_on_meta_is_checked_with_values_of_its_own() -> None:
+    with torch.device("meta"):
+        absent, normed = small.chain(2), small.chain(1, batch_norm=True)
+    made = memfit.plan(absent, small.rows(16), small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4})
+    there = memfit.plan(
+        small.chain(2), small.rows(16), small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4}
+    )
+    assert made.choices == there.choices
+    assert made.prediction.peak_bytes == there.prediction.peak_bytes
+    assert all(parameter.is_meta for parameter in absent.parameters())
+    with pytest.raises(memfit.SplitError, match="cannot be honoured"):
+        memfit.plan(normed, small.rows(16), small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4})

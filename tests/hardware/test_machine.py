@@ -17,6 +17,22 @@ from memfit.hardware.machine import KNOWN, known_machine
         ("nvidia-a100-40gb", "a100-40gb"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),  # what torch.cuda.get_device_name says
         ("T4", "t4"),
+        ("4090", "rtx4090"),
+        ("RTX 4090 24GB", "rtx4090"),
+        ("3090 Ti", "rtx3090ti"),
+        ("a100-80", "a100"),
+        ("A100 40 GB", "a100-40gb"),
+        ("a100 40gb pcie", "a100-40gb-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),  # what torch.cuda.get_device_name says
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("h200 141GB", "h200"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("A6000", "rtx-a6000"),
+        ("Quadro RTX 8000", "rtx8000"),
+        ("Tesla T4", "t4"),
     ],
 )
 def test_names_are_read_as_people_write_them(written: str, name: str) -> None:
@@ -36,10 +52,15 @@ def test_every_entry_is_found_by_its_own_name_and_is_plausible() -> None:
     assert len({m.name for m in KNOWN}) == len(KNOWN)
 
 
-@pytest.mark.parametrize(("written", "near"), [("rtx4080", "rtx4090"), ("h10", "h100"), ("a100-60", "a100")])
+@pytest.mark.parametrize(("written", "near"), [("rtx4080", "rtx4090"), ("h10", "h100"), ("4080 16GB", "rtx4090")])
 def test_an_unknown_name_is_told_near_ones(written: str, near: str) -> None:
     with pytest.raises(InputError, match=rf"no device called '{written}' is known; did you mean .*{near}"):
         known_machine(written)
+
+
+def test_a_memory_that_no_such_device_has_is_told_those_there_are() -> None:
+    with pytest.raises(InputError, match=r"no device called 'v100-16gb' is known; there is v100 with 32 GiB: name it"):
+        known_machine("v100-16gb")
 
 
 def test_a_name_near_nothing_is_told_all() -> None:

@@ -6,8 +6,9 @@ small real run shows other operations, the real one is trusted: captured at two 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -70,6 +71,7 @@ def capture(
         micro_batches = source.micro_batches(choices.micro_batches)
         cuda_kernels = nullcontext() if cuda is None else cuda.on()
         with ExitStack() as stack:
+            stack.enter_context(_untold())
             mesh = stack.enter_context(fake_mesh(choices.sharding, target.type)) if choices.sharding else None
             for block in (forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels):
                 stack.enter_context(block)
@@ -95,6 +97,17 @@ def capture(
         raise CaptureError(
             f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
         ) from error
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Torch logs a traceback of its own where a fake kernel fails; what came of it is told by whoever captures."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:

@@ -17,6 +17,7 @@ from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import library_bytes
+from memfit.capture.filling import filled
 from memfit.capture.host_time import ELSEWHERE, HostTime
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
@@ -27,8 +28,9 @@ from memfit.hardware.machine import Capability, Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
+from memfit.step.given import check_sample, loss_function, optimizer_factory
 from memfit.step.process_generators import outside_torch_kept
-from memfit.step.program import OptimizerFactory, check_given
+from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, in_words, sizing_state
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
@@ -36,6 +38,7 @@ from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Trace
 
+LARGEST_FILLED_BYTES: Final = 1 << 30  # of a model on the meta device that gets values for a look at them
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 # What the engine takes, in multiples of what a dispatch mode that does nothing adds to an operation (`bench/overhead`): for each operation of forward that it
 # follows, and for each that it runs again, which it notes, runs, and gives autograd the results of.
@@ -79,7 +82,9 @@ class TraceSource:
     network: Topology | None = None
 
     def __post_init__(self) -> None:
-        check_given(self.sample, self.loss_fn, self.optimizer)
+        check_sample(self.sample)
+        self.loss_fn = loss_function(self.loss_fn)
+        self.optimizer = optimizer_factory(self.optimizer, self.model)
         made_by_its_first_forward(self.model)
         self.here = device_of(self.model)
         self.machine = machine_of(self.model, self.device)
@@ -266,13 +271,20 @@ class TraceSource:
         """How the losses of micro-batches add up to the batch's, with these patterns frozen."""
         patterns = tuple(freeze)
         if patterns not in self._splitting:
-            if any(p.device.type == "meta" for p in self.model.parameters()):
-                return Weighting(
-                    None, "the model is on the meta device, so it cannot be checked whether its batch splits"
-                )
+            model = self.model
+            if any(t.device.type == "meta" for t in batches.leaves(self.compared())):
+                return Weighting(None, "the sample is on the meta device, so it cannot be checked whether it splits")
+            if any(p.device.type == "meta" for p in model.parameters()):
+                if sum(p.nbytes for p in model.parameters()) > LARGEST_FILLED_BYTES:
+                    return Weighting(
+                        None,
+                        "the model is on the meta device and too large to be filled with random values, so it cannot be checked whether its batch splits: "
+                        "plan for a sample of one micro-batch, or with a model that has weights",
+                    )
+                model = filled(model)
             tell(self.progress, "checking whether the batch splits", 0.5)
-            with outside_torch_kept(), frozen(self.model, patterns):
-                self._splitting[patterns] = find_splitting(self.model, self.compared(), self.loss_fn)
+            with outside_torch_kept(), frozen(model, patterns):
+                self._splitting[patterns] = find_splitting(model, self.compared(), self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
 

@@ -18,6 +18,7 @@ from memfit.cli import extras
 from memfit.cli.answer import Answer
 from memfit.cli.extras import version
 from memfit.errors import InputError
+from memfit.progress import Progress
 from memfit.units import format_bytes, format_seconds
 
 _MATRIX: Final = 1024
@@ -44,8 +45,21 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Inspect this computer, measure for a moment, and report."""
     if arguments.oom is not None:
         return post_mortem(arguments.oom)
+    from memfit.train import progress
+
+    display = progress.display()
+    try:
+        return _inspected(display.stage)
+    finally:
+        display.close()
+
+
+def _inspected(stage: Progress) -> Answer:
+    """What there is; `stage` is told what is being looked at."""
+    stage("loading torch", 0.0)
     import torch
 
+    stage("measuring memory and disk", 0.2)
     data: dict[str, Any] = {
         "verb": "doctor",
         "versions": versions(),
@@ -57,6 +71,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "tiers": [*devices(), host(), disk()],
         "known_devices": known(),
     }
+    stage("measuring links to lower tiers", 0.7)
     # A CPU offloads to disk only where it is what trains, but may be asked to (`fit.device: cpu`) on a computer with a GPU too.
     data["links"] = [link(tier["name"]) for tier in data["tiers"] if tier["name"] != "disk"]
     data["usable"] = usable(data)

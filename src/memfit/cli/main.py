@@ -6,17 +6,20 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from memfit import __version__
-from memfit.cli import doctor, explain, frontier, plan, train, tune
+from memfit.cli import doctor, estimate, explain, frontier, plan, train, tune
 from memfit.cli.answer import Answer, Status, failure
 from memfit.errors import MemfitError
 
-_VERBS: Final = (plan, frontier, train, tune, explain, doctor)
+_VERBS: Final = (estimate, plan, frontier, train, tune, explain, doctor)
 _DESCRIPTION: Final = (
     "Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers."
 )
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        parsed = parser().parse_args(arguments)
+        parsed = parser().parse_args(_with_negative_sizes(sys.argv[1:] if arguments is None else arguments))
     except SystemExit as end:  # argparse has printed what there is to say
         return int(end.code or 0)
     # What a user's own model or data prints must not end up in the JSON.
@@ -77,13 +80,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(answer.status)
 
 
+def _with_negative_sizes(arguments: Sequence[str]) -> list[str]:
+    """`--budget -3GiB` as `--budget=-3GiB`: argparse would take the size for an option, and the message for it would be about something else."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-[0-9]", argument):
+            joined[-1] = f"{joined[-1]}={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:
     """One message for what was foreseen; the traceback for what was not, which is most often the user's own model."""
     expected = isinstance(error, (MemfitError, KeyboardInterrupt))
     if debug or not expected:
         traceback.print_exception(error, file=sys.stderr)
     if expected:
-        print(f"memfit: {answer.text}", file=sys.stderr)
+        print(_wrapped(f"memfit: {answer.text}"), file=sys.stderr)
+
+
+def _wrapped(text: str) -> str:
+    """Text as wide as the terminal; as it is where there is none."""
+    if not sys.stderr.isatty():
+        return text
+    columns = max(20, shutil.get_terminal_size((100, 24)).columns)
+    lines = (textwrap.fill(line, columns, break_on_hyphens=False, break_long_words=False) for line in text.splitlines())
+    return "\n".join(lines)
 
 
 def _finite(value: Any) -> Any:

@@ -15,6 +15,7 @@ from memfit.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from memfit.clusters import ClusterPrediction
     from memfit.integrations.deepspeed import Written
+    from memfit.largest import Largest
     from memfit.train.config import Config
     from memfit.values.plan import Plan
 
@@ -50,6 +51,11 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "and clusters of any size",
     )
     parser.add_argument(
+        "--largest",
+        choices=("batch", "length"),
+        help="find instead the largest batch that fits in one piece, or the longest samples",
+    )
+    parser.add_argument(
         "--save-trace",
         metavar="FILE",
         type=Path,
@@ -72,7 +78,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _from_trace(arguments)
     config = read_config(arguments)
     from memfit.train import progress
-    from memfit.train.plans import assembled, check_budget, make_bundle, make_plan, predict_few_blocks
+    from memfit.train.plans import (
+        assembled,
+        check_budget,
+        make_bundle,
+        make_largest,
+        make_plan,
+        predict_few_blocks,
+    )
     from memfit.train.ranks import elsewhere
 
     check_budget(config)
@@ -82,6 +95,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         assembly = assembled(config, display, device)
         if arguments.few_blocks:
             return _few_blocks(predict_few_blocks(config, assembly, device, display), config)
+        if arguments.largest is not None:
+            found = make_largest(config, assembly, device, display, arguments.largest)
+            return _largest(found, arguments.largest)
         if arguments.save_trace is not None:
             bundle = make_bundle(config, assembly, device, display)
             _written(bundle.save, arguments.save_trace, "trace")
@@ -116,10 +132,20 @@ def _few_blocks(found: Sequence[ClusterPrediction], config: Config) -> Answer:
     )
 
 
+def _largest(found: Largest, what: str) -> Answer:
+    unit = {"batch": "samples", "length": "positions"}[what]
+    needs = f"its smallest plan needs {format_bytes(found.needed_bytes)}"
+    text = f"Largest {what} that fits in one piece: {found.size} {unit}{' (no more was tried)' if found.limited else ''}; {needs}."
+    if not found.size:
+        text = f"No {what} fits: one of 1 needs {format_bytes(found.needed_bytes)}."
+    data = {"verb": "plan", "fits": found.size > 0, f"largest_{what}": found.size, "needed_bytes": found.needed_bytes}
+    return Answer(data, text, Status.FITS if found.size else Status.DOES_NOT_FIT)
+
+
 def _from_trace(arguments: argparse.Namespace) -> Answer:
     from memfit.values.bundle import TraceBundle
 
-    for name in ("settings", "device", "devices", "few_blocks", "save_trace", "deepspeed"):
+    for name in ("settings", "device", "devices", "few_blocks", "save_trace", "deepspeed", "largest"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{'set' if name == 'settings' else name.replace('_', '-')} needs a CONFIG: a trace is as it was captured"

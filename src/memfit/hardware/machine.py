@@ -171,8 +171,19 @@ KNOWN: Final[tuple[Machine, ...]] = (
 )
 
 
+# Words of product names and of listings that tell no two entries of the table apart.
+_PASSED_OVER: Final = {
+    *("nvidia", "geforce", "tesla", "quadro", "gpu", "tensor", "core", "generation", "founders", "edition"),
+    *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7"),
+}
+_MEMORY: Final = re.compile(r"(\d+)(?:gi?b?)?")
+_MEMORIES: Final = range(
+    8, 1025
+)  # what a bare number after a name may mean in GB: "a100-80"; smaller ones are part of a name
+
+
 def known_machine(name: str) -> Machine:
-    """The table's entry for a name like "rtx4090", "RTX 4090" or "NVIDIA H100".
+    """The table's entry for a name as people and drivers write it: "4090", "RTX 4090 24GB", "a100-80", "NVIDIA A100-SXM4-80GB".
 
     Raises:
         InputError: no such entry; names the nearest ones.
@@ -181,14 +192,34 @@ def known_machine(name: str) -> Machine:
     by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
     if wanted in by_name:
         return by_name[wanted]
-    # "A100 80GB", "a100-80" and "a100-40" say how many bytes theirs has.
-    for known, machine in by_name.items():
-        sized = re.fullmatch(r"(?:sxm\d?)?(\d{2,3})(?:gb|gib|g)?", wanted.removeprefix(known))
-        if wanted.startswith(known) and sized and abs(machine.memory_bytes / GIB - int(sized[1])) < 0.1 * int(sized[1]):
-            return machine
-    if f"{wanted}gb" in by_name:
-        return by_name[f"{wanted}gb"]
+    core, gigabytes = _core_and_memory(name)
+    of_core = [m for m in KNOWN if core and _core_and_memory(m.name)[0] in (core, f"rtx{core}")]
+    if of_core:
+        fitting = [m for m in of_core if gigabytes in (None, round(m.memory_bytes / GIB), round(m.memory_bytes / GIGA))]
+        if fitting:
+            return max(fitting, key=lambda m: (gigabytes is None) * m.memory_bytes)
+        have = " and ".join(f"{m.name} with {round(m.memory_bytes / GIB)} GiB" for m in of_core)
+        raise InputError(
+            f"no device called {name!r} is known; there is {have}: name it, and give the memory as the budget"
+        )
     near = get_close_matches(wanted, by_name, 3, 0.4)
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
     raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
+
+
+def _core_and_memory(name: str) -> tuple[str, int | None]:
+    """What tells a device apart, and the gigabytes that the name ends in or holds; None where it holds none."""
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _PASSED_OVER]
+    gigabytes = None
+    kept: list[str] = []
+    for word in words:
+        match = _MEMORY.fullmatch(word)
+        said = match is not None and int(match[1]) in _MEMORIES
+        # A bare number that begins the name, or follows "rtx", is the name: 4090, RTX 6000.
+        if said and (not word.isdigit() or (kept and kept != ["rtx"])):
+            assert match is not None
+            gigabytes = int(match[1])
+        elif word not in ("gb", "gib", "g"):
+            kept.append(word)
+    return "".join(kept), gigabytes

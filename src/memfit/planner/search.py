@@ -24,8 +24,13 @@ from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
 
 
-def plan(solvers: Solvers, budget_bytes: int) -> Plan:
+def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True) -> Plan:
     """The fastest plan found, with what its techniques save and which of them are slower than people expect.
+
+    Args:
+        solvers: of the bundle.
+        budget_bytes: what the plan has to fit into.
+        compared: with the steps without its techniques, which are captured for it; else it says nothing of savings.
 
     Raises:
         InfeasibleError: nothing fits; names the smallest budget that would do.
@@ -36,6 +41,8 @@ def plan(solvers: Solvers, budget_bytes: int) -> Plan:
     if found is None:
         raise infeasible(solvers, budget_bytes, rejected)
     made = describe(solvers, budget_bytes, found, rejected)
+    if not compared:
+        return made
     notes = (*made.notes, *slower_notes(solvers))
     return replace(made, savings=tuple(savings(solvers, found)), notes=notes)
 

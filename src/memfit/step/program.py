@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from memfit.batches import Batch, LossFunction, loss_of, size
-from memfit.errors import BatchError, InputError, NonFiniteLossError
+from memfit.batches import Batch, LossFunction, loss_of
+from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
@@ -30,35 +29,6 @@ OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimize
 def default_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with torch's defaults, fused: one kernel, no transient copies."""
     return torch.optim.AdamW(parameters, fused=True)
-
-
-def check_given(sample: Batch, loss_fn: LossFunction | None, optimizer: OptimizerFactory | None) -> None:
-    """Check what a step is planned from, before anything runs, so that no argument fails deep inside with words about something else.
-
-    Raises:
-        InputError: one of them is another kind of thing.
-        BatchError: the sample is no batch, or holds no samples.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-        raise InputError(
-            f"optimizer is {name}, already made, and planning makes its own: give the function that makes it, optimizer=lambda parameters: {name}(parameters)"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise InputError(
-            f"optimizer={optimizer!r} is no function: give one that makes the optimizer, optimizer=lambda parameters: torch.optim.AdamW(parameters)"
-        )
-    if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001 - torch's base class of all its criteria, which has no public name
-        raise InputError(
-            f"loss_fn={type(loss_fn).__name__}() takes outputs and labels, and memfit calls loss_fn(model, batch): write the whole way to the loss, "
-            "loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])"
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(
-            f"loss_fn={loss_fn!r} is no function: the arguments are model, sample, loss_fn, budget, optimizer, in this order"
-        )
-    if size(sample) == 0:
-        raise BatchError("the batch holds no samples: give one of the largest shape that will come")
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

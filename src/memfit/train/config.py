@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -326,12 +326,26 @@ def load_config(path: str | Path, settings: Iterable[str] = (), ranks: int | Non
         raise ConfigError(f"{path}: {yaml_reader.reason(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections such as model, data and fit")
+    settings = tuple(settings)
     try:
         for setting in settings:
             override(data, setting)
         return from_json(data, Path(path).resolve().parent, ranks)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(_told_where(str(error), str(path), settings)) from None
+
+
+_OPTIONS: Final = {"fit.budget": "--budget", "fit.devices": "--devices"}  # that have one of their own
+
+
+def _told_where(message: str, path: str, settings: Sequence[str]) -> str:
+    """An error about a key, with the place in which its value was given: the command line, or the file."""
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if message.startswith(f"{key.strip()}:"):
+            said = f"{_OPTIONS[key]} {value}" if key in _OPTIONS else f"--set {setting}"
+            return f"{said}: {message.removeprefix(f'{key.strip()}:').strip()}"
+    return f"{path}: {message}"
 
 
 def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -> Config:

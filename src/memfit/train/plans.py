@@ -8,6 +8,7 @@ from memfit import api
 from memfit.clusters import ClusterPrediction, predict_cluster
 from memfit.errors import ConfigError
 from memfit.hardware.machine import known_machine
+from memfit.largest import Largest, largest_batch, largest_length
 from memfit.techniques.sharding import WAYS
 from memfit.train import ranks
 from memfit.train.assemble import Assembly, assemble
@@ -140,6 +141,17 @@ def predict_few_blocks(
             precision=halves[0] if halves else "full", clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
         )  # fmt: skip
     return tuple(found)
+
+
+def make_largest(config: Config, assembly: Assembly, device: str | None, display: Display, what: str) -> Largest:
+    """The largest batch, or length of samples, that fits in one piece."""
+    assert config.fit.budget is not None
+    ranks.one_device(config, f"the largest {what}")
+    find = largest_batch if what == "batch" else largest_length
+    return find(
+        assembly.model, assembly.batches.sample(), assembly.loss_fn, config.fit.budget, assembly.optimizer,
+        **plan_arguments(config, assembly, device), device=device, progress=display.stage,
+    )  # fmt: skip
 
 
 def make_bundle(config: Config, assembly: Assembly, device: str | None, display: Display) -> TraceBundle:

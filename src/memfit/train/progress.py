@@ -88,12 +88,23 @@ class BarDisplay:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         # No markup: what is shown holds paths and messages of others, where [bold] is just text.
         self._console = Console(stderr=True, markup=False, highlight=False)
         self._stages = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), console=self._console, transient=True
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
         )
         self._steps = Progress(
             TextColumn("training", markup=False),

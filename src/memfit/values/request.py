@@ -11,7 +11,7 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Any, Final
 
-from memfit.errors import InputError
+from memfit.errors import BudgetError, InputError
 from memfit.units import parse_bytes
 
 Budget = str | int
@@ -91,13 +91,16 @@ class Request:
             InputError: something is not of the form it must have.
         """
 
-        def read(given: Budget | None, tier: str) -> TierBudget | None:
+        def read(given: Budget | None, tier: str, name: str) -> TierBudget | None:
             if given is None:
                 return None
             nothing = tier != "device" and given == 0
-            return TierBudget(given, 0 if nothing else parse_bytes(given, total_bytes=capacity(tier)))
+            try:
+                return TierBudget(given, 0 if nothing else parse_bytes(given, total_bytes=capacity(tier)))
+            except BudgetError as error:
+                raise BudgetError(f"{name}: {error}") from None
 
-        on_device = read(budget, "device")
+        on_device = read(budget, "device", "budget")
         for name, value in (("allow", allow), ("freeze", freeze)):
             if not isinstance(value, Iterable):
                 raise InputError(f"{name}={value!r} is no list of words: write {name}=[...], or leave it out")
@@ -109,8 +112,8 @@ class Request:
             raise InputError(f'fixed={fixed!r} is no mapping: write names and values, such as {{"micro_batches": 4}}')
         return cls(
             on_device,
-            read(host_budget, "host"),
-            read(disk_budget, "disk"),
+            read(host_budget, "host", "host_budget"),
+            read(disk_budget, "disk", "disk_budget"),
             tuple(allow),
             tuple(freeze),
             dict(fixed or _NOTHING),

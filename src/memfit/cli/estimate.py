@@ -1,0 +1,185 @@
+"""`memfit estimate`: what training a model would take on a GPU, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.answer import Answer, Status
+from memfit.errors import BudgetError, ConfigError
+from memfit.hardware.machine import KNOWN
+from memfit.techniques.registry import BY_NAME
+from memfit.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.estimating.estimate import Estimate
+
+METHODS = ("full", "lora", "qlora")
+TASKS = ("causal-lm", "masked-lm", "sequence-classification")
+
+
+def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser = verbs.add_parser(
+        "estimate",
+        parents=[shared],
+        help="say what training a model takes on a GPU, from its configuration alone",
+        description=__doc__,
+        epilog=f"GPUs: {', '.join(machine.name for machine in KNOWN)}; cuda for the one that is here",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a transformers model, its config.json, or python:package.module:function",
+    )
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help='the GPU, which need not be here: "4090", "a100-80", "cuda"'
+    )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        help="full: all weights; lora: adapters beside frozen 16-bit weights; qlora: beside 4-bit ones. Left out: the first that has room for its weights",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a step (1)")
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a sample (1024, or what the model has positions for)"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="look for the longest samples that fit, too (takes longer)"
+    )
+    parser.add_argument(
+        "--budget", default="90%", metavar="BYTES", help="what a step may take (90%% of the GPU's memory)"
+    )
+    parser.add_argument("--task", choices=TASKS, help="what the model learns; left out: what its configuration says")
+    parser.add_argument(
+        "--data", metavar="package.module:function", help="dataset for a python: model that does not take tokens"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Estimate, and report the result."""
+    from memfit.estimating.estimate import estimate, gpu_of
+    from memfit.estimating.models import named
+    from memfit.train import progress
+
+    machine = gpu_of(arguments.gpu)
+    try:
+        parse_bytes(arguments.budget, total_bytes=machine.memory_bytes)
+    except BudgetError as error:
+        raise ConfigError(f"--budget: {error}") from None
+    display = progress.display()
+    try:
+        display.stage("reading the configuration", 0.0)
+        model = named(arguments.model, arguments.task, arguments.data)
+        length = arguments.length or min(1024, model.longest or 1024)
+        found = estimate(
+            model,
+            machine,
+            method=arguments.method,
+            batch=arguments.batch,
+            length=length,
+            budget=arguments.budget,
+            longest=arguments.longest,
+            progress=display.stage,
+        )
+    finally:
+        display.close()
+    status = Status.FITS if found.plan is not None else Status.DOES_NOT_FIT
+    return Answer(
+        {"verb": "estimate", **found.to_json()}, told(found, shutil.get_terminal_size((100, 24)).columns), status
+    )
+
+
+def told(found: Estimate, columns: int) -> str:
+    """The answer for a person, in lines of so many columns; the Python is left as it is."""
+    said = [
+        _headline(found),
+        "",
+        _verdict(found),
+        *_seconds(found),
+        *_techniques(found),
+        *_sizes(found),
+        _places(found),
+    ]
+    said += [f"Note: {note}." for note in found.notes]
+    wrapped = [textwrap.fill(line, max(20, columns), break_on_hyphens=False) for line in said]
+    if found.plan is None:
+        return "\n".join(wrapped)
+    return "\n".join(
+        [
+            *wrapped,
+            "",
+            "To train so (it runs as it stands, on random tokens until you put your batches in):",
+            "",
+            found.lines,
+        ]
+    )
+
+
+def _headline(found: Estimate) -> str:
+    trained = "" if found.trained == found.parameters else f", {_count(found.trained)} trained"
+    return (
+        f"{found.title}: {_count(found.parameters)} parameters{trained}; {found.method.name}: {found.method.title}; "
+        f"AdamW; on {found.machine.name} with {format_bytes(found.machine.memory_bytes)}"
+    )
+
+
+def _verdict(found: Estimate) -> str:
+    what = f"a batch of {found.batch}" + (f" x {found.length} tokens" if found.length else "")
+    if found.plan is not None:
+        return f"Fits: {what} takes {format_bytes(found.plan.prediction.peak_bytes)} of {format_bytes(found.budget_bytes)} at the peak."
+    return (
+        f"Does not fit: {what} needs {format_bytes(found.minimum_bytes)}, {format_bytes(found.minimum_bytes - found.budget_bytes)} more than the "
+        f"{format_bytes(found.budget_bytes)} there are, with everything recomputed that can be."
+    )
+
+
+def _seconds(found: Estimate) -> list[str]:
+    if found.plan is None:
+        return []
+    figures = found.plan.prediction
+    tokens = f", {found.batch * found.length / figures.step_seconds:,.0f} tokens a second" if found.length else ""
+    slower = (
+        "" if figures.slowdown < 1.005 else f"; {100 * (figures.slowdown - 1):.0f} % more than with everything kept"
+    )
+    return [f"A step takes {format_seconds(figures.step_seconds)} ({figures.seconds_are}){tokens}{slower}."]
+
+
+def _techniques(found: Estimate) -> list[str]:
+    if found.plan is None:
+        return []
+    used = [BY_NAME[name].words(setting) for name, setting in found.plan.choices.techniques]
+    dropped = sum(module.dropped_bytes for module in found.plan.by_module)
+    if dropped:
+        used.append(f"{format_bytes(dropped)} of activations recomputed")
+    return [f"Techniques: {'; '.join(used) if used else 'none needed'}."]
+
+
+def _sizes(found: Estimate) -> list[str]:
+    said = []
+    if found.largest_batch is not None:
+        at = f" of {found.length} tokens" if found.length else ""
+        said.append(
+            f"Largest batch{at}: {found.largest_batch.size or 'not even 1'}{' or more' if found.largest_batch.limited else ''}."
+        )
+    if found.largest_length is not None:
+        more = " (all that the model has positions for)" if found.largest_length.limited else ""
+        said.append(f"Longest samples in a batch of {found.batch}: {found.largest_length.size or 'none'} tokens{more}.")
+    return said
+
+
+def _places(found: Estimate) -> str:
+    return (
+        f"Host memory: {format_bytes(found.host_bytes)} while the weights are read. Disk: {format_bytes(found.disk_bytes)} of weights, and "
+        f"{format_bytes(found.snapshot_bytes)} for each snapshot of what is trained."
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

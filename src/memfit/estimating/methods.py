@@ -1,0 +1,108 @@
+"""Ways to train a model that people name: all of it, low-rank adapters beside frozen weights, the same with those weights in 4 bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+
+RANK: Final = 16  # of adapters, as most recipes have it
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way.
+
+    Attributes:
+        name: as people type it.
+        title: in words.
+        dtype: of the weights as they are read.
+        adapters: adapters are trained instead of the weights.
+        settings: of techniques (`fixed=`).
+        allow: words that the settings need (`allow=`).
+    """
+
+    name: str
+    title: str
+    dtype: torch.dtype
+    adapters: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    allow: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Python that puts adapters into `model`."""
+        if not self.adapters:
+            return ()
+        return (
+            "import peft",
+            "",
+            f'model = peft.get_peft_model(model, peft.LoraConfig(r={RANK}, target_modules="all-linear"))',
+        )
+
+    def on(self, model: nn.Module) -> nn.Module:
+        """The model as it is trained this way.
+
+        Raises:
+            InputError: the way needs a package that is not installed, or finds no layer for an adapter.
+        """
+        if not self.adapters:
+            return model
+        if find_spec("peft") is None:
+            raise InputError(f"--method {self.name} needs PEFT: pip install peft")
+        import peft
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of models that PEFT knows less well; whoever runs the lines is told
+            try:
+                with torch.device("meta"):
+                    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
+            except ValueError as error:
+                raise InputError(
+                    f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}"
+                ) from error
+        return adapted.train()
+
+
+FULL: Final = Method(
+    "full", "all weights trained, in fp32 with forward in bf16", torch.float32, False, {"precision": "bf16"}, ("bf16",)
+)
+FULL_FP32: Final = Method("full", "all weights trained, in fp32", torch.float32, False)
+LORA: Final = Method("lora", f"adapters of rank {RANK} beside frozen 16-bit weights", torch.bfloat16, True)
+QLORA: Final = Method(
+    "qlora",
+    f"adapters of rank {RANK} beside frozen 4-bit weights",
+    torch.bfloat16,
+    True,
+    {"frozen_weights": "4bit"},
+    ("4bit",),
+)
+METHODS: Final = ("full", "lora", "qlora")
+
+
+def method_of(name: str, *, bf16: bool) -> Method:
+    """The method of this name, on a card with or without units for bf16."""
+    if name == "full":
+        return FULL if bf16 else FULL_FP32
+    return {"lora": LORA, "qlora": QLORA}[name]
+
+
+def least_bytes(model: nn.Module, method: Method) -> int:
+    """Bytes of weights, gradients and AdamW's state: what a step holds whatever is done about activations.
+
+    Args:
+        model: without adapters.
+        method: which would be little more.
+    """
+    numbers = sum(p.numel() for p in model.parameters())
+    if not method.adapters:
+        return numbers * 4 * 4
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    return 2 * (numbers - linear) + (linear * 33 // 64 if method.settings else 2 * linear)

@@ -1,0 +1,227 @@
+"""What a person names (a folder, a config.json, a function) as a model without weights, batches of any size, and the Python that makes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.errors import InputError
+from memfit.train.assemble import resolve
+from memfit.train.config import Config, DataConfig, ModelConfig
+
+TASKS: Final = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+_WEIGHTS: Final = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model that was named.
+
+    Attributes:
+        title: how a person knows it.
+        built: makes it, with floating-point parameters of the type that it is handed; on the meta device where the builder allows it.
+        sample: makes a batch of so many samples of so many tokens.
+        loss_fn: None where the model returns its own loss.
+        has_length: samples can be made of any length.
+        longest: tokens that the model has positions for; None where it does not say.
+        model_lines, sample_lines: Python that makes `model` and, with `batch` and `length`, `sample` on `device`. "{dtype}" stands for the type of the weights.
+        loss: name of the loss function in that Python; "None" for none.
+        disk_bytes: of the weights' files; 0 where there are none.
+    """
+
+    title: str
+    built: Callable[[torch.dtype], nn.Module]
+    sample: Callable[[int, int], Batch]
+    loss_fn: LossFunction | None
+    has_length: bool
+    longest: int | None
+    model_lines: tuple[str, ...]
+    sample_lines: tuple[str, ...]
+    loss: str = "None"
+    disk_bytes: int = 0
+
+
+def named(model: str, task: str | None = None, data: str | None = None) -> Named:
+    """What was named.
+
+    Args:
+        model: a folder with a config.json of transformers, such a file, or "python:package.module:function", which returns a model or the pair
+            (model, loss_fn).
+        task: one of `TASKS`; None for what the configuration says.
+        data: "package.module:function", which returns a dataset (length and items), for a function's model that does not take tokens.
+
+    Raises:
+        InputError: there is no such thing, or no batch can be made for it.
+    """
+    if model.startswith("python:") or (":" in model and not Path(model).exists()):
+        return _of_function(model.removeprefix("python:"), data)
+    if data is not None:
+        raise InputError(
+            "--data goes with python:package.module:function; batches for a configuration of transformers are made of its vocabulary"
+        )
+    return _of_configuration(Path(model).expanduser(), task)
+
+
+def _of_configuration(path: Path, task: str | None) -> Named:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "a configuration of transformers needs transformers: pip install 'memfit[transformers]'"
+        ) from error
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{path}: there is no config.json here. Name a folder of a transformers model, its config.json, or python:package.module:function "
+            "(memfit reads what is on this computer and downloads nothing)"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"{folder / 'config.json'} is no configuration that transformers {transformers.__version__} reads: {reason}"
+        ) from error
+    words = getattr(config, "vocab_size", None)
+    if not isinstance(words, int):
+        raise InputError(
+            f"{folder / 'config.json'} describes a {config.model_type} model, which takes more than tokens: write a function that builds it and one that "
+            "returns data, and name them with python:package.module:function and --data package.module:function"
+        )
+    config.use_cache = False
+    task = task or _task_of(config)
+    auto = TASKS[task]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS]
+
+    def built(dtype: torch.dtype) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                made: nn.Module = getattr(transformers, auto).from_config(config, dtype=dtype)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"transformers cannot make a {task} model of {folder}: {str(error).splitlines()[0]}"
+            ) from error
+        return made.train()
+
+    make = (
+        f"model = {auto}.from_pretrained(folder, config=config, dtype={{dtype}})"
+        if files
+        else f"model = {auto}.from_config(config, dtype={{dtype}})  # random weights: the folder has none"
+    )
+    labels = "tokens" if task != "sequence-classification" else "torch.zeros(batch, dtype=torch.long, device=device)"
+    longest = getattr(config, "max_position_embeddings", None)
+    return Named(
+        str(folder.resolve().name),
+        built,
+        partial(_tokens, words, task != "sequence-classification"),
+        None,
+        True,
+        longest if isinstance(longest, int) else None,
+        (
+            f"from transformers import AutoConfig, {auto}",
+            "",
+            f"folder = {str(folder)!r}",
+            "config = AutoConfig.from_pretrained(folder, use_cache=False)",
+            make,
+        ),
+        (
+            "tokens = torch.randint(config.vocab_size, (batch, length), device=device)  # your own batches in their place",
+            f'sample = {{"input_ids": tokens, "labels": {labels}}}',
+        ),
+        disk_bytes=sum(file.stat().st_size for file in files),
+    )
+
+
+def _task_of(config: Any) -> str:
+    """What the architecture is for, as its configuration says; a causal language model where it does not."""
+    said = " ".join(getattr(config, "architectures", None) or ())
+    if "ForMaskedLM" in said or "ForPreTraining" in said:
+        return "masked-lm"
+    return "sequence-classification" if "ForSequenceClassification" in said else "causal-lm"
+
+
+def _tokens(words: int, predicted: bool, batch: int, length: int) -> Batch:  # noqa: FBT001 - a fact, not a switch
+    tokens = torch.randint(words, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens if predicted else torch.zeros(batch, dtype=torch.long)}
+
+
+def _of_function(target: str, data: str | None) -> Named:
+    config = Config(ModelConfig(python=target), DataConfig(python=data or target), folder=".")
+    build = resolve(target, config, "python")
+    made = _on_meta(build)
+    model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"python:{target} returned {type(model).__name__}: a model is needed, or the pair (model, loss_fn)"
+        )
+    module, _, function = target.partition(":")
+    described = getattr(model, "config", None)
+    words = getattr(described, "vocab_size", None)
+    longest = getattr(described, "max_position_embeddings", None)
+    model_lines = (
+        f"from {module} import {function} as build",
+        "",
+        "model, loss_fn = build()" if loss_fn is not None else "model = build()",
+    )
+    if data is None:
+        if not isinstance(words, int):
+            raise InputError(
+                f"python:{target}: the model does not say what it takes (model.config.vocab_size): name data, too, with --data package.module:function, "
+                "which returns a dataset (length and items)"
+            )
+        sample: Callable[[int, int], Batch] = partial(_tokens, words, True)
+        sample_lines: tuple[str, ...] = (
+            "tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)  # your own batches in their place",
+            'sample = {"input_ids": tokens, "labels": tokens}',
+        )
+    else:
+        found = resolve(data, config, "data")()
+        dataset = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+        items = torch.utils.data.default_collate([dataset[i] for i in range(min(len(dataset), 8))])
+        sample = partial(_resized, items)
+        data_module, _, data_function = data.partition(":")
+        sample_lines = (
+            f"from {data_module} import {data_function} as read",
+            "found = read()",
+            "dataset = found[0] if isinstance(found, tuple) else found",
+            "sample = torch.utils.data.default_collate([dataset[i % len(dataset)] for i in range(batch)])",
+            "sample = memfit.batches.map_tensors(lambda tensor: tensor.to(device), sample)",
+        )
+    return Named(
+        f"{target}",
+        lambda _dtype: model.train(),
+        sample,
+        loss_fn,
+        data is None,
+        longest if isinstance(longest, int) else None,
+        model_lines,
+        sample_lines,
+        "loss_fn" if loss_fn is not None else "None",
+    )
+
+
+def _resized(items: Batch, batch: int, length: int) -> Batch:
+    """Of a dataset's items the first so many, over and over; what is in them is as long as it is."""
+    del length
+    return batches.repeated(items, batch)
+
+
+def _on_meta(build: Callable[[], Any]) -> Any:
+    """What a function builds, without memory where it can be built so: some look at the values of what they make."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return build()

@@ -1,0 +1,201 @@
+"""Loss and optimizer in the forms in which people hand them over, as the functions that a step calls: a criterion, a class, a name, an object."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memfit.batches import Batch, LossFunction, size
+from memfit.errors import BatchError, InputError
+from memfit.step.program import OptimizerFactory
+
+_FUSED: Final = frozenset(["Adam", "AdamW", "SGD", "Adagrad"])  # have a form in one kernel, without temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class OfPair:
+    """The loss of batches that are pairs (input, target): the criterion of the model's output and the target.
+
+    Attributes:
+        criterion: such as `torch.nn.CrossEntropyLoss()` or `torch.nn.functional.mse_loss`.
+    """
+
+    criterion: Any
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The scalar loss.
+
+        Raises:
+            InputError: the batch is no pair.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            name = _name_of(self.criterion)
+            raise InputError(
+                f"the loss {name} takes the model's output and a target, and the batch is {_form(batch)}, no pair (input, target): write "
+                "loss_fn=lambda model, batch: ..., which returns the scalar loss"
+            )
+        loss: torch.Tensor = self.criterion(model(batch[0]), batch[1])
+        return loss
+
+
+def loss_function(given: Any) -> LossFunction | None:
+    """`loss_fn(model, batch)` of what was given for it: such a function, a criterion of torch for pairs (input, target), or None.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if given is None or isinstance(given, OfPair):
+        return given
+    if isinstance(given, (str, int)):
+        raise InputError(f"loss_fn={given!r} is no function: if it is the budget, name it, budget={given!r}")
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise InputError(f"loss_fn={given.__name__} is a class: write loss_fn=nn.{given.__name__}()")
+    if isinstance(given, torch.optim.Optimizer):
+        raise InputError(f"loss_fn is an optimizer ({type(given).__name__}): name it, optimizer=...")
+    if _of_torch(given):
+        return OfPair(given)
+    if not callable(given):
+        raise InputError(
+            f"loss_fn={given!r} is no function: write loss_fn=lambda model, batch: ..., which returns the scalar loss"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _of_torch(given: Any) -> bool:
+    """Whether this is a criterion of torch, which takes (input, target): a module of `torch.nn.modules.loss`, or a function of `torch.nn.functional`."""
+    if isinstance(given, nn.Module):
+        return type(given).__module__ == "torch.nn.modules.loss"
+    return getattr(given, "__module__", "") == "torch.nn.functional"
+
+
+def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
+    """What makes the optimizer from the parameters, of what was given for it: such a function, a class, a name of torch's, an optimizer of the model, or None.
+
+    Raises:
+        InputError: it is none of these, or there is more than one.
+    """
+    if given is None or isinstance(given, type):
+        return given
+    if isinstance(given, str):
+        return _by_name(given)
+    if isinstance(given, torch.optim.Optimizer):
+        return _alike(given, model)
+    if isinstance(given, (Sequence, Mapping)):
+        raise InputError(
+            f"optimizer holds {len(given)} optimizers, and a step of memfit has one, after one backward: plan each of them on its own, with the part of the "
+            "model that it trains and its own loss_fn (of a GAN, the generator and the discriminator)"
+        )
+    if not callable(given):
+        raise InputError(
+            f"optimizer={given!r}: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _by_name(name: str) -> OptimizerFactory:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    kind = known.get(name.lower().replace("_", "").replace("torch", ""))
+    if kind is None:
+        near = get_close_matches(name.lower(), known, 1, 0.6)
+        hint = f"did you mean {known[near[0]].__name__!r}? " if near else ""
+        raise InputError(
+            f"optimizer={name!r}: torch.optim has none of this name; {hint}Any other is given by a function: "
+            "optimizer=lambda parameters: MyOptimizer(parameters, lr=1e-4)"
+        )
+    settings: dict[str, Any] = {"fused": True} if kind.__name__ in _FUSED else {}
+    return lambda parameters: kind(parameters, **settings)
+
+
+def _alike(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory:
+    """Makes optimizers of this one's kind, groups and settings, over the model's parameters as they are by then (in a capture they are others)."""
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    groups: list[tuple[list[int], dict[str, Any]]] = []
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in places for parameter in group["params"]):
+            raise InputError(
+                f"the optimizer ({type(optimizer).__name__}) holds parameters that are not the model's: make it from model.parameters(), after the model is as "
+                "it is to be trained, or give the function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        settings = {name: value for name, value in group.items() if name != "params"}
+        groups.append(([places[id(parameter)] for parameter in group["params"]], settings))
+    kind = type(optimizer)
+    taken = set(inspect.signature(kind).parameters)
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = {id(parameter) for parameter in parameters}
+        now = list(model.parameters())
+        made = [
+            {**settings, "params": [now[place] for place in own if id(now[place]) in trained]}
+            for own, settings in groups
+        ]
+        return kind([group for group in made if group["params"]], **defaults)
+
+    return make
+
+
+def check_sample(sample: Any) -> None:
+    """Check that a sample is a batch and not what gives batches, before anything runs.
+
+    Raises:
+        InputError: it is a loader or a dataset.
+        BatchError: it is no batch, or holds no samples.
+    """
+    if isinstance(sample, torch.utils.data.DataLoader):
+        raise InputError(
+            "sample is a DataLoader: give one batch of it, the largest that will come, such as sample=next(iter(loader))"
+        )
+    if isinstance(sample, torch.utils.data.Dataset):
+        raise InputError(
+            "sample is a Dataset: give one batch of it, such as sample=next(iter(torch.utils.data.DataLoader(dataset, batch_size=8)))"
+        )
+    if size(sample) == 0:
+        raise BatchError("the batch holds no samples: give one of the largest shape that will come")
+
+
+def check_optimizer(made: Any) -> None:
+    """Check that what a factory made is one optimizer.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if made is not None and not hasattr(made, "param_groups"):
+        raise InputError(
+            f"optimizer gave {_form(made)}: it has to return one torch.optim.Optimizer over the parameters that it is given; several are planned one by one"
+        )
+
+
+def check_closure(made: Any) -> None:
+    """Check that an optimizer steps without a closure.
+
+    Raises:
+        InputError: it does not.
+    """
+    closure = inspect.signature(type(made).step).parameters.get("closure") if made is not None else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(made).__name__} calls a closure that runs forward and backward again, as often as it likes, so no step of it can be planned: take an "
+            "optimizer that steps once after each backward, such as torch.optim.AdamW"
+        )
+
+
+def _name_of(criterion: Any) -> str:
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {', '.join(map(str, list(value)[:4]))}"
+    return f"a {type(value).__name__}"

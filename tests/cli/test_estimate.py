@@ -1,0 +1,138 @@
+"""`memfit estimate` answers from a configuration and a GPU's name, and the Python that it gives runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.commands import Ran
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's and torch's own
+]
+
+BUILDER = """
+import torch
+from torch import nn
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def build():
+    return Toy(), lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def data():
+    return torch.utils.data.TensorDataset(torch.zeros(8, 16), torch.zeros(8, dtype=torch.long))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration without weights."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_the_answer_is_true_and_its_python_runs(capsys: pytest.CaptureFixture[str], folder: Path, method: str) -> None:
+    ran = Ran(capsys, "estimate", folder / "config.json", "--gpu", "4090", "--method", method, "--batch", 8, "--budget", "32MiB", "--json")  # fmt: skip
+    data = ran.data
+    assert ran.status == 0
+    assert (data["fits"], data["method"], data["gpu"], data["length"]) == (True, method, "rtx4090", 128)
+    assert data["peak_bytes"] <= data["budget_bytes"] == 32 << 20
+    assert data["seconds_are"] == "estimated"
+    assert (data["trained"] == data["parameters"]) == (method == "full")
+    # The same question with one sample more than the largest batch.
+    asked = ("estimate", folder, "--gpu", "rtx 4090 24GB", "--method", method, "--budget", "32MiB", "--json", "--batch")
+    more = Ran(capsys, *asked, data["largest_batch"] + 1)
+    assert more.status == 1
+    assert more.data["largest_batch"] == data["largest_batch"]
+    assert more.data["minimum_bytes"] > 32 << 20
+    exec(compile(data["python"].replace("33554432B", "1GiB"), "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
+    losses = capsys.readouterr().out.split()
+    assert len(losses) == 3
+    assert all(float(loss) > 0 for loss in losses)
+
+
+def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "estimate_toy.py").write_text(BUILDER, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("COLUMNS", "40")
+    run = {
+        "model": {"python": "estimate_toy:build"},
+        "data": {"python": "estimate_toy:data"},
+        "fit": {"budget": "1MiB", "global_batch": 8},
+    }
+    Path("run.json").write_text(json.dumps(run), encoding="utf-8")
+    largest = Ran(capsys, "plan", "run.json", "--largest", "batch", "--json").data["largest_batch"]
+    assert largest > 8
+    assert "length along dimension 1" in Ran(capsys, "plan", "run.json", "--largest", "length").err
+    arguments = ("estimate", "python:estimate_toy:build", "--gpu", "t4", "--data", "estimate_toy:data", "--batch", 32)
+    ran = Ran(capsys, *arguments)
+    assert ran.status == 0
+    answer, _, code = ran.out.partition("To train so")
+    assert "Fits: a batch of 32 takes" in answer
+    assert max(map(len, answer.splitlines())) <= 40
+    assert "Longest" not in answer
+    exec(compile("import torch\n" + code.partition("import torch\n")[2], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
+    assert len(capsys.readouterr().out.split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--gpu", "4090"], "nowhere: there is no config.json here. Name a folder"),
+        (["{folder}", "--gpu", "4091"], "no device called '4091' is known; did you mean rtx4090"),
+        (["{folder}", "--gpu", "4090", "--length", "4096"], "this model has positions for 128 tokens"),
+        (["{folder}", "--gpu", "4090", "--batch", "0"], "--batch 0: a whole number of at least 1 is needed"),
+        (["{folder}", "--gpu", "4090", "--budget", "-3GiB"], "--budget: '-3GiB' is not a number of bytes"),
+        (["{folder}", "--gpu", "4090", "--data", "a:b"], "--data goes with python:"),
+        (["python:os:getcwd", "--gpu", "4090"], "python:os:getcwd returned str: a model is needed"),
+        (["{image}", "--gpu", "4090"], "describes a vit model, which takes more than tokens"),
+        (["{broken}", "--gpu", "4090"], "is no configuration that transformers"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], folder: Path, arguments: list[str], message: str
+) -> None:
+    image, broken = folder.parent / "image", folder.parent / "broken"
+    image.mkdir()
+    (image / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    broken.mkdir()
+    (broken / "config.json").write_text('{"hidden_size": 3}', encoding="utf-8")
+    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken}
+    ran = Ran(capsys, "estimate", *(argument.format(**named) for argument in arguments))
+    assert ran.status in (2, 3)
+    assert message in ran.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_that_is_not_here_is_told(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    ran = Ran(capsys, "estimate", folder, "--gpu", "cuda")
+    assert ran.status == 3
+    assert "torch sees no GPU here" in ran.err
+
+
+def test_help_lists_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rtx4090" in Ran(capsys, "estimate", "--help").out

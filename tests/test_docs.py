@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit import yaml_reader
 from memfit.cli.main import main, parser
-from memfit.train import yaml_reader
 from memfit.train.config import from_json
 from memfit.tune import read_search
 

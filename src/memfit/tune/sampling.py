@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from memfit import strict
 from memfit.errors import ConfigError, InputError
-from memfit.train import strict
 from memfit.tune.search import Named, Search
 
 if TYPE_CHECKING:

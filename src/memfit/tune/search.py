@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, get_type_hints
 
 import yaml
 
+from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import config as run_config
-from memfit.train import strict, yaml_reader
 from memfit.tune.space import Space, read_space
 from memfit.units import parse_bytes
 

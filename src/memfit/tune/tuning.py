@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from memfit import strict
 from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.runner import End, Runner
-from memfit.train import strict
 from memfit.tune.capacity import budget_of, capacity_of
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit

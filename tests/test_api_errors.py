@@ -102,7 +102,7 @@ def test_a_bare_number_that_lacks_its_unit_is_told_at_once(given: Any) -> None:
             r"sample is a DataLoader: give one batch of it, .*next\(iter\(loader\)\)",
         ),
         (1, np.ones((4, 4)), r"no tensor with a dimension but ndarray \(torch.from_numpy"),
-        (1, [], "no tensor with a dimension, and nothing else"),
+        (1, [], "no tensor with a dimension: memfit needs"),
         (1, torch.ones(0, 4), "the batch holds no samples"),
         (2, "1GiB", "'1GiB' is no function: if it is the budget, name it, budget='1GiB'"),
         (3, adamw, "budget=adamw is a function: the arguments are model, sample, loss_fn, budget, optimizer"),

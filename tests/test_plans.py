@@ -331,7 +331,7 @@ def test_an_explanation_of_parts_promises_no_equal_bits() -> None:
     text = plan(choices=Choices(4, 2, "tokens:labels")).explain()
     assert "bit for bit" not in text
     assert "up to the order of additions" in text
-    assert "Micro-batches: 4, losses weighted by tokens:labels." in text
+    assert "Micro-batches: 4, losses weighted by entries of labels that are not -100." in text
 
 
 def test_the_gap_is_a_part_of_the_step_and_never_negative() -> None:

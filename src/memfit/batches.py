@@ -52,10 +52,10 @@ def size(batch: Batch) -> int:
 def _what_instead(batch: Batch) -> str:
     """What a batch holds in place of tensors, and how its user would make a batch of it."""
     kinds = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
-    held = f" but {', '.join(kinds)}" if kinds else ", and nothing else"
+    held = f" but {', '.join(kinds)}" if kinds else ""
     if "ndarray" in kinds:
         return f"{held} (torch.from_numpy makes a tensor of an array)"
-    if isinstance(batch, Iterable) and not isinstance(batch, (str, Mapping, list, tuple)):
+    if isinstance(batch, Iterable) and not isinstance(batch, (str, Mapping, list, tuple, torch.Tensor)):
         return f"{held} (of what gives batches, hand over one: next(iter(loader)))"
     return held
 

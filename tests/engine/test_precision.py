@@ -206,7 +206,10 @@ def test_16_bits_are_taken_only_where_they_are_allowed() -> None:
     assert saving.technique == "bf16"
     assert saving.claimed_bytes > 0
     assert saving.predicted_bytes > 0
-    assert f"(half of what is saved for backward: {format_bytes(saving.claimed_bytes)})" in tight.explain()
+    assert (
+        f"(the usual estimate, half of what is saved for backward, is {format_bytes(saving.claimed_bytes)})"
+        in tight.explain()
+    )
     assert memfit.Plan.from_json(tight.to_json()) == tight
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="it deals out equal parts, and these devices are not alike"):
         planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
     with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):
-        planned(Topology((HERE, known_machine("h100"))), budget="50%")
+        planned(Topology((HERE, replace(HERE, memory_bytes=1 << 30))), budget="50%")
     with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
         planned(2, fixed={"sharding": "zero4"})
     with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):

@@ -39,7 +39,7 @@ def build_fuller():
 
     rehearse = ranks.rehearse
 
-    def more(engine, sample):
+    def more(engine, sample, loader_batches=1):
         found = rehearse(engine, sample)
         return dataclasses.replace(found, measured_peak_bytes=found.predicted_peak_bytes + 300)
 

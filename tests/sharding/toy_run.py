@@ -40,7 +40,7 @@ def build_fuller():
     rehearse = ranks.rehearse
 
     def more(engine, sample, loader_batches=1):
-        found = rehearse(engine, sample)
+        found = rehearse(engine, sample, loader_batches)
         return dataclasses.replace(found, measured_peak_bytes=found.predicted_peak_bytes + 300)
 
     if os.environ.get("RANK") == "1":

@@ -7,12 +7,14 @@ import importlib
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import settings
 
 import sweeps
+from defined_costs import defined_costs
 
 # Derandomised, so that a red test is red again on the next run; no deadline, because a shared machine may pause.
 settings.register_profile("memfit", derandomize=True, deadline=None)
@@ -43,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Every test starts from the same generator state, in whatever order the tests run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seconds_of_operations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Defined for all tests but those of what is measured."""
+    with nullcontext() if request.node.get_closest_marker("measured_seconds") else defined_costs():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,21 +73,40 @@ def at_night(values: Iterable[Any], night: Collection[str]) -> list[Any]:
 
 
 def alternate(items: Iterable[pytest.Item]) -> None:
-    """Of each test that is marked `alternate(half)`, mark one half of the variants slow (0 or 1: which); those that are slow anyway do not count.
+    """Of each test that is marked `alternate(third)`, mark all variants slow but one third (0, 1 or 2: which); those that are slow anyway do not count.
 
-    Of four in a row the first and the last make one half, so that where two values take turns each is in both. Two tests that sweep over the same models take
-    other halves (`alternate(0)`, `alternate(1)`).
+    Each three in a row begin one further than the three before, so that where two or three values take turns each is in every third. Tests that sweep over the
+    same models take other thirds. Of two variants or one, one is left.
     """
+    items = sorted(items, key=_place)  # they may have been shuffled
+    counts = Counter(_test_of(item) for item in items if _alternates(item))
     variants: Counter[str] = Counter()
+    night: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("alternate")
-        if mark is None or item.get_closest_marker("slow") is not None:
+        if mark is None or not _alternates(item):
             continue
-        test = item.nodeid.partition("[")[0]
+        test = _test_of(item)
         number = variants[test]
-        if (number + number // 2) % 2 == mark.args[0]:
-            item.add_marker(pytest.mark.slow)
+        if (number + number // 3) % min(3, counts[test]) != mark.args[0] % min(3, counts[test]):
+            night.append(item)
         variants[test] += 1
+    for item in night:
+        item.add_marker(pytest.mark.slow)
+
+
+def _place(item: pytest.Item) -> tuple[str, list[int]]:
+    """A test, and which of its variants: the index of each parameter."""
+    variant = getattr(item, "callspec", None)
+    return _test_of(item), [] if variant is None else list(variant.indices.values())
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _alternates(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alternate") is not None and item.get_closest_marker("slow") is None
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

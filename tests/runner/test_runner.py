@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -15,7 +18,10 @@ from typing import Any
 import pytest
 
 from memfit.errors import InputError
-from memfit.runner import End, Ledger, Runner, RunRequest, guard
+from memfit.runner import End, Ledger, RankEnd, Runner, RunRequest, guard
+from memfit.runner.ends import classified
+from runner.waiting import until_over
+from sweeps import each_seed
 
 GIB = 1 << 30
 
@@ -38,15 +44,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Runner]]:
             each.close()
         except (sqlite3.ProgrammingError, OSError):  # closed by the test
             continue
-
-
-def until_over(runner: Runner, *names: str, seconds: float = 60.0) -> dict[str, End]:
-    ends: dict[str, End] = {}
-    deadline = time.monotonic() + seconds
-    while not set(names) <= set(ends):
-        ends |= dict(runner.poll(0.2))
-        assert time.monotonic() < deadline, f"{ends}, {runner.running}, {runner.waiting}"
-    return ends
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -117,6 +114,30 @@ def test_what_fits_runs_side_by_side_and_gives_its_bytes_back(make: Callable[...
     ends = until_over(runner, "a", "c")
     assert (ends["a"].kind, ends["a"].reason, ends["c"].kind) == ("stopped", "asked", "done")
     assert runner.ledger.used("cpu") == GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "message"),
+    [
+        (
+            (GIB, GIB, 1),
+            "cuda",
+            "big has 3 ranks, each on a device of its own, and of cuda there are 2: it could never start",
+        ),
+        ((2 * GIB,), "cuda", "big needs 2.00 GiB on cuda:0 and there are 1.00 GiB: it could never start"),
+        (
+            (GIB, GIB),
+            "cuda",
+            "the ranks of big need 1.00 GiB, 1.00 GiB, each on a device of its own, and there are 1.00 GiB on cuda:0, 512 MiB on cuda:1: it could",
+        ),
+        ((1,), "xpu", "big asks for bytes on 'xpu', and the devices here are cuda:0, cuda:1, cpu: name one of them"),
+        ((GIB, GIB), "cpu", "big needs 2.00 GiB on cpu and there are 1.00 GiB: it could never start"),
+    ],
+)
+def test_ranks_that_could_never_start_are_refused(ranks: tuple[int, ...], device: str, message: str) -> None:
+    ledger = Ledger({"cuda:0": GIB, "cuda:1": GIB // 2, "cpu": GIB})
+    with pytest.raises(InputError, match=message):
+        ledger.check(RunRequest("big", (), rank_bytes=ranks, device=device))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +223,111 @@ def test_a_run_whose_watcher_is_killed_is_lost_and_does_not_go_on(make: Callable
     os.kill(runner._running["run"].pid, signal.SIGKILL)
     assert until_over(runner, "run")["run"].kind == "lost"
     until(lambda: guard.started(int(file.read_text())) is None)
+
+
+RANKS = """
+import os, sys, time
+rank, how, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+open(f"{folder}/{rank}", "w").write(str(os.getpid()))
+if rank == 1 and how == "killed" and not os.path.exists(f"{folder}/again"):
+    open(f"{folder}/again", "w").close()
+    os.kill(os.getpid(), 9)
+if rank == 1 and how == "memory":
+    bytearray(1 << 30)
+if rank == 1 and how == "halted":
+    os.kill(os.getpid(), 19)
+time.sleep(60 if rank == 0 and how != "done" and not os.path.exists(f"{folder}/again") else 0)
+"""
+
+
+def torchrun(folder: Path, how: str) -> tuple[str, ...]:
+    """Two ranks, of which the second ends so."""
+    (folder / "ranks.py").write_text(RANKS)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    return (sys.executable, *launcher, str(folder / "ranks.py"), how, str(folder))
+
+
+REPORT = """
+Failures:
+[1]:
+  time      : 2026-11-23_22:08:00
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 11)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 11
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_22:08:00
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 12
+"""
+
+
+@pytest.mark.parametrize(("kills", "kind"), [(0, "killed"), (1, "out_of_memory")])
+def test_what_torchrun_reports_of_its_ranks_is_read(tmp_path: Path, kills: int, kind: str) -> None:
+    (tmp_path / "stderr").write_text(REPORT)
+    end = classified({"status": 1, "oom_kills": kills}, tmp_path / "stderr", 1)
+    assert (end.kind, end.ranks) == (kind, (RankEnd(1, signal=signal.SIGKILL),))
+    assert End.from_json(json.loads(json.dumps(end.to_json()))) == end
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_of_several_ranks_names_the_rank(make: Callable[..., Runner], tmp_path: Path) -> None:
+    """A rank that is killed makes torchrun fail; the run counts as killed, so it is started again; one out of memory is not."""
+    runner = make({"cpu:0": GIB, "cpu:1": GIB}, at_once=1)
+    for name in ("killed", "memory"):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = torchrun(folder, name)
+        runner.submit(RunRequest(name, command, rank_bytes=(1, 1), memory_limit_bytes=GIB, restarts=1))
+    ends = until_over(runner, "killed", "memory")
+    assert (ends["killed"].kind, ends["killed"].attempts) == ("done", 2)
+    first = classified({"status": 1}, runner.folder / "runs" / "killed" / "1" / "stderr", 1)
+    assert (first.kind, first.text) == ("killed", "killed (rank 1: killed by SIGKILL)")
+    assert (ends["memory"].kind, ends["memory"].ranks) == ("out_of_memory", (RankEnd(1, status=1),))
+    assert ends["memory"].text == "out of memory: MemoryError (rank 1: exit status 1)"
+
+
+@pytest.mark.slow
+def test_a_halted_rank_is_noticed_by_its_silence_and_leaves_no_process(
+    make: Callable[..., Runner], tmp_path: Path
+) -> None:
+    runner = make({"cpu": GIB})
+    command = torchrun(tmp_path, "halted")
+    runner.submit(RunRequest("run", command, rank_bytes=(1, 1), silent_seconds=15.0, grace_seconds=1.0))
+    end = until_over(runner, "run", seconds=120)["run"]
+    assert (end.kind, end.reason) == ("stopped", "silence")
+    assert [guard.started(int((tmp_path / str(rank)).read_text())) for rank in range(2)] == [None, None]
+
+
+def test_a_run_sees_the_devices_of_its_ranks_alone(
+    make: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found again after the runner was gone, it still has them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    capacity = {"cuda:0": 8, "cuda:1": 8, "cuda:2": 8}
+    runner = make(capacity)
+    code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep({})"
+    runner.submit(request("one", code.format(60), rank_bytes=(8,), device="cuda", outlives_runner=True))
+    runner.submit(request("two", code.format(0), rank_bytes=(6, 7), device="cuda"))
+    until_over(runner, "two")
+    assert runner.stdout("two").read_text() == "5,6\n" or runner.stdout("two").read_text() == "6,5\n"
+    until(lambda: runner.stdout("one").read_text() != "")
+    assert runner.stdout("one").read_text() == "4\n"
+    left = runner._running["one"].process
+    assert left is not None
+    runner.close(stop=False)
+    again = make(capacity)
+    assert (again.running, again.ledger.devices("one"), again.ledger.used("cuda:0")) == (("one",), ("cuda:0",), 8)
+    again.stop("one", at_once=True)
+    until_over(again, "one")
+    left.wait()
+    assert again.ledger.used("cuda:0") == 0
 
 
 def test_a_name_is_run_once(make: Callable[..., Runner], tmp_path: Path) -> None:
@@ -344,6 +470,59 @@ def test_one_that_is_to_be_alone_runs_alone() -> None:
     assert ledger.admitted([small, alone]) == [small]
     ledger.give_back("small")
     assert ledger.admitted([alone, small]) == [alone]
+
+
+def test_ranks_get_a_device_each_all_or_none() -> None:
+    ledger = Ledger({"cuda:0": 10, "cuda:1": 10, "host": 100})
+    small = RunRequest("small", (), rank_bytes=(4,), device="cuda")
+    pair = RunRequest("pair", (), rank_bytes=(7, 8), device="cuda")
+    third = RunRequest("third", (), rank_bytes=(4,), device="cuda")
+    assert ledger.admitted([small, pair, third]) == [
+        small,
+        third,
+    ]  # 6 are left on one device, and neither rank fits there
+    assert (ledger.devices("small"), ledger.devices("third")) == (("cuda:0",), ("cuda:0",))  # the fullest that has room
+    ledger.give_back("small")
+    ledger.give_back("third")
+    assert ledger.admitted([pair]) == [pair]
+    assert ledger.devices("pair") == ("cuda:1", "cuda:0")  # the larger rank chooses first
+    assert (ledger.used("cuda:0"), ledger.used("cuda:1")) == (8, 7)
+
+
+def test_lower_tiers_are_in_the_account() -> None:
+    ledger = Ledger({"cuda:0": 10, "host": 100})
+    runs = [RunRequest(str(n), (), rank_bytes=(2,), device="cuda", peak_bytes={"host": 60}) for n in range(2)]
+    assert ledger.admitted(runs) == runs[:1]
+    ledger.give_back("0")
+    assert ledger.admitted(runs[1:]) == runs[1:]
+    with pytest.raises(InputError, match="2 needs 101 B on host and there are 100 B: it could never start"):
+        ledger.check(RunRequest("2", (), peak_bytes={"host": 101}))
+
+
+def test_ranks_share_memory_that_has_no_number() -> None:
+    ledger = Ledger({"cpu": 10})
+    pair = RunRequest("pair", (), rank_bytes=(4, 5), device="cpu")
+    assert ledger.admitted([pair, RunRequest("other", (), rank_bytes=(2,))]) == [pair]
+    assert (ledger.devices("pair"), ledger.used("cpu")) == (("cpu", "cpu"), 9)
+
+
+@each_seed(20, 400)
+def test_a_placement_is_found_wherever_there_is_one(seed: int) -> None:
+    """Against all ways to give each rank a device of its own."""
+    draw = random.Random(seed)
+    for _ in range(20):
+        ledger = Ledger({f"cuda:{n}": draw.randint(1, 9) for n in range(draw.randint(1, 4))})
+        for n in range(draw.randint(0, 3)):
+            ledger.admitted([RunRequest(f"other-{n}", (), rank_bytes=(draw.randint(1, 5),), device="cuda")])
+        ranks = tuple(draw.randint(1, 8) for _ in range(draw.randint(1, 4)))
+        free = {name: size - ledger.used(name) for name, size in ledger.capacity.items()}
+        ways = [
+            way
+            for way in itertools.permutations(free, len(ranks))
+            if all(size <= free[name] for size, name in zip(ranks, way, strict=True))
+        ]
+        placed = ledger.place(RunRequest("run", (), rank_bytes=ranks, device="cuda"))
+        assert (placed in ways) if ways else placed is None
 
 
 def test_no_more_run_at_once_than_asked() -> None:

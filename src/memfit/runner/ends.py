@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,28 @@ EndKind = Literal["done", "failed", "out_of_memory", "killed", "stopped", "lost"
 
 _TAIL: Final = 64 << 10  # bytes of output in which an error is looked for
 _NEVER_BEGUN: Final = "could not be started"
+_RANK: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: \d+\)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank of a run that torchrun has started ended.
+
+    Attributes:
+        rank: of it.
+        status: exit status; None where a signal ended it.
+        signal: number of the signal that ended it; None for none.
+    """
+
+    rank: int
+    status: int | None = None
+    signal: int | None = None
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        how = f"exit status {self.status}" if self.signal is None else f"killed by {_named(self.signal)}"
+        return f"rank {self.rank}: {how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,7 @@ class End:
         resident_bytes: largest resident set of its process.
         tail: the last line of its error output.
         attempts: how often it was started.
+        ranks: those of a run of several ranks that failed first, as torchrun has told it; the others were ended for their sake.
     """
 
     kind: EndKind
@@ -42,24 +66,31 @@ class End:
     resident_bytes: int = 0
     tail: str = ""
     attempts: int = 1
+    ranks: tuple[RankEnd, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> End:
+        """Inverse of `to_json`."""
+        return cls(**{**data, "ranks": tuple(RankEnd(**each) for each in data.get("ranks", ()))})
+
     @property
     def text(self) -> str:
         """In words."""
+        ranks = f" ({', '.join(each.text for each in self.ranks)})" if self.ranks else ""
         match self.kind:
             case "done":
                 return "done"
             case "failed":
                 status = self.reason or f"exit status {self.status}"
-                return f"failed ({status})" + (f": {self.tail}" if self.tail else "")
+                return f"failed ({status}){ranks}" + (f": {self.tail}" if self.tail else "")
             case "out_of_memory":
-                return f"out of memory: {self.reason}"
+                return f"out of memory: {self.reason}{ranks}"
             case "killed":
-                return f"killed by {_named(self.signal)}"
+                return f"killed{ranks}" if ranks else f"killed by {_named(self.signal)}"
             case "stopped":
                 return f"stopped ({self.reason})" + (", by force: it ignored its end signal" if self.forced else "")
             case "lost":
@@ -91,6 +122,7 @@ def classified(left: Mapping[str, Any], output: Path, attempts: int) -> End:
         "resident_bytes": int(left.get("resident_bytes", 0)),
         "tail": next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:300],
         "attempts": attempts,
+        "ranks": rank_ends(text),
     }
     if left.get("error"):
         return End("failed", reason=f"{_NEVER_BEGUN}: {left['error']}", attempts=attempts)
@@ -105,9 +137,25 @@ def classified(left: Mapping[str, Any], output: Path, attempts: int) -> End:
         return End("out_of_memory", reason=found.evidence[:300], **facts)
     if last := _python_memory_error(text):
         return End("out_of_memory", reason=last[:300], **facts)
-    if number is not None:
-        return End("killed", **facts)
+    of_ranks = [each.signal for each in facts["ranks"] if each.signal is not None]
+    if number is not None or of_ranks:
+        if left.get("oom_kills") and signal.SIGKILL in of_ranks:
+            return End("out_of_memory", reason="the kernel killed a rank when memory ran out", **facts)
+        return End("killed", **{**facts, "signal": number or of_ranks[0]})
     return End("failed", **facts)
+
+
+def rank_ends(text: str) -> tuple[RankEnd, ...]:
+    """The ranks that failed, from the report that torchrun prints; none where there is no report.
+
+    Source: the report's form in torch/distributed/elastic/multiprocessing/errors (`ChildFailedError`): a negative exit code is a signal's number.
+    """
+    found = {int(rank): int(code) for rank, code in _RANK.findall(text)}
+    first = {rank: code for rank, code in found.items() if code != -signal.SIGTERM}  # by which torchrun ends the others
+    return tuple(
+        RankEnd(rank, signal=-code) if code < 0 else RankEnd(rank, status=code)
+        for rank, code in sorted((first or found).items())
+    )
 
 
 def _python_memory_error(text: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
+
+_TUPLES: Final = ("command", "resume_command", "rank_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,12 @@ class RunRequest:
         command: program and arguments.
         folder: working folder; "" for the runner's own.
         environment: variables that are set in addition to the runner's own environment.
-        peak_bytes: predicted peak on each device and tier, by its name: {"cpu": 8 << 30} or {"cuda:0": ..., "host": ...}.
+        inherits: whether it gets the runner's own environment; else `environment` is all that it has, and its guard has none.
+        peak_bytes: predicted peak on each device and tier that is named: {"cpu": 8 << 30} or {"cuda:0": ..., "host": ...}.
+        rank_bytes: predicted peak of each of its ranks, each of which takes a device of the kind `device` for itself; the runner chooses which, all or none.
+            Of a run in one process one number; empty where `peak_bytes` says all.
+        device: kind of the devices that ranks take: "cuda" for any of "cuda:0", "cuda:1" and so on. A device whose name is the kind alone ("cpu", the
+            computer's memory) may be shared by several ranks.
         memory_limit_bytes: of writable memory that the process may have in all (RLIMIT_DATA); None for no limit.
         seconds: after which it is stopped; None for no limit.
         silent_seconds: without a line of output or a change of `watched`, after which it is stopped; None for no limit.
@@ -33,7 +40,10 @@ class RunRequest:
     command: tuple[str, ...]
     folder: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherits: bool = True
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    rank_bytes: tuple[int, ...] = ()
+    device: str = "cpu"
     memory_limit_bytes: int | None = None
     seconds: float | None = None
     silent_seconds: float | None = None
@@ -47,11 +57,9 @@ class RunRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "command": list(self.command), "resume_command": list(self.resume_command)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in _TUPLES}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunRequest:
         """Inverse of `to_json`."""
-        return cls(
-            **{**data, "command": tuple(data["command"]), "resume_command": tuple(data.get("resume_command", ()))}
-        )
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in _TUPLES}})

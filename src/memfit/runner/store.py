@@ -92,7 +92,8 @@ class RunStore:
             raise
 
     def _opened(self, file: Path) -> sqlite3.Connection:
-        connection = sqlite3.connect(file, isolation_level=None, timeout=30)
+        # A runner may be made in one thread and used in another, by one at a time.
+        connection = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
         try:
             (whole,) = connection.execute("PRAGMA integrity_check").fetchone()
             if whole != "ok":

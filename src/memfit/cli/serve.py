@@ -1,0 +1,127 @@
+"""`memfit serve`: a service that plans, queues and trains runs inside the bytes of this computer; with a page for people."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memfit.cli.answer import Answer
+from memfit.errors import ConfigError
+
+DEFAULT_CAPACITY = "50%"
+
+
+def service_folder() -> Path:
+    """Where the service of this user keeps its runs, unless another folder is named."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "memfit" / "service"
+
+
+def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser = verbs.add_parser("serve", parents=[shared], help="serve runs that others submit", description=__doc__)
+    parser.add_argument(
+        "--folder",
+        metavar="FOLDER",
+        type=Path,
+        help=f"for all that it keeps ({str(service_folder()).replace('%', '%%')})",
+    )
+    parser.add_argument(
+        "--capacity", metavar="DEVICE=BYTES", action="append", default=[],
+        help=f'bytes that runs share: "8GiB" of the CPU, cuda:0=24GiB, host=64GiB, disk=500GiB; once for each (cpu={DEFAULT_CAPACITY}%)',
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="FOLDER", type=Path, action="append", default=[], help="that runs may read: data sets, models"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="where it listens (127.0.0.1); elsewhere, put TLS in front of it"
+    )
+    parser.add_argument("--port", type=int, default=8321, help="where it listens (8321); 0 for any that is free")
+    parser.add_argument("--name", action="append", default=[], help="by which it may be called besides --host")
+    parser.add_argument("--run-seconds", metavar="SECONDS", type=float, help="after which a run is stopped")
+    parser.add_argument(
+        "--silent-seconds", metavar="SECONDS", type=float, help="without output, after which a run is stopped"
+    )
+    parser.add_argument("--unconfined", action="store_true", help="let runs read and write whatever this user may")
+    parser.add_argument("--demo", action="store_true", help="serve a demonstration, in a folder that is thrown away")
+    parser.add_argument(
+        "--make-token", metavar="NAME=ROLE", help="make a token (roles: read, submit, admin), tell it and end"
+    )
+    parser.add_argument("--take-back", metavar="NAME", help="take back the tokens of somebody, and end")
+    parser.add_argument("--backup", metavar="FILE", type=Path, help="write a copy of the store, and end")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Serve until told to end."""
+    try:
+        # What is missing is told before anything is done.
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
+        ) from error
+    folder = (arguments.folder or service_folder()).resolve()
+    if arguments.make_token or arguments.take_back or arguments.backup:
+        return _about_store(arguments, folder)
+    if not arguments.demo:
+        return _served(arguments, folder)
+    with tempfile.TemporaryDirectory(prefix="memfit-demo-") as temporary:
+        return _served(arguments, Path(temporary).resolve())
+
+
+def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
+    """Tokens and copies, whether a service is running or not."""
+    from memfit.service.store import ServiceStore
+    from memfit.service.tokens import Tokens
+
+    store = ServiceStore(folder)
+    try:
+        if arguments.make_token:
+            name, _, role = arguments.make_token.partition("=")
+            token = Tokens(store).make(name, role or "submit")
+            return Answer({"verb": "serve", "name": name, "token": token}, token)
+        if arguments.take_back:
+            number = Tokens(store).take_back(arguments.take_back)
+            return Answer({"verb": "serve", "taken_back": number}, f"Taken back: {number}")
+        store.backup(arguments.backup)
+        return Answer({"verb": "serve", "backup": str(arguments.backup)}, f"Written: {arguments.backup}")
+    finally:
+        store.close()
+
+
+def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
+    from memfit.service import demo
+    from memfit.service.serving import JsonLines, Serving
+    from memfit.service.settings import ServiceSettings, read_capacity
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("memfit.service")
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
+    logging.getLogger("uvicorn").addHandler(handler)
+    capacity = read_capacity(tuple(arguments.capacity) or ("64MiB" if arguments.demo else DEFAULT_CAPACITY,))
+    settings = ServiceSettings(
+        folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
+        confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
+    )  # fmt: skip
+    serving = Serving(settings, arguments.host, arguments.port, arguments.name)
+
+    def begun() -> None:
+        token = serving.tell_local_clients()
+        print(f"memfit serves {serving.url}/#token={token}", file=sys.stderr, flush=True)
+
+    serving.run(begun)
+    if arguments.demo:
+        serving.stop_runs()
+    return Answer(
+        {"verb": "serve", "folder": str(folder)}, "Ended; runs that run go on, and the next memfit serve finds them."
+    )

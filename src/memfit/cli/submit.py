@@ -1,0 +1,139 @@
+"""`memfit submit`: send a run to a service, with its folder of code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.answer import Answer, Status, add_settings, settings_of
+from memfit.cli.serve import service_folder
+from memfit.errors import ConfigError, InfeasibleError
+
+if TYPE_CHECKING:
+    from memfit.service.client import Client
+
+
+def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser = verbs.add_parser("submit", parents=[shared], help="send a run to a service", description=__doc__)
+    parser.add_argument(
+        "config", metavar="CONFIG", type=Path, help="configuration file (YAML, or JSON), as memfit train reads it"
+    )
+    add_settings(parser)
+    parser.add_argument(
+        "--code",
+        metavar="FOLDER",
+        type=Path,
+        help="that is sent along (that of CONFIG, where the file names Python functions or files in it)",
+    )
+    parser.add_argument("--name", default="", help="to call the run by")
+    parser.add_argument("--priority", type=int, default=0, help="higher goes first; above 0 is for admins")
+    parser.add_argument("--key", help="submitted twice under the same key, it is one run")
+    parser.add_argument("--plan-only", action="store_true", help="find out whether it fits there, and run nothing")
+    parser.add_argument("--wait", action="store_true", help="follow it until it is over")
+    add_service(parser)
+    parser.set_defaults(run=run)
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which service is asked."""
+    parser.add_argument("--url", help="of the service (MEMFIT_SERVICE; else the one that this user has started here)")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="with the token (MEMFIT_SERVICE_TOKEN holds it; else as for --url)",
+    )
+    parser.add_argument(
+        "--folder", metavar="FOLDER", type=Path, help="of a service of this user that was started with --folder"
+    )
+
+
+def client_of(arguments: argparse.Namespace) -> Client:
+    """The service that was named, or that of this user.
+
+    Raises:
+        ConfigError: none is known, or its client is not installed.
+    """
+    import os
+
+    try:
+        import httpx2  # noqa: F401 - as the client will
+
+        from memfit.service.client import Client
+        from memfit.service.serving import local_address
+    except ImportError as error:
+        raise ConfigError(
+            f"asking a service needs a package that is missing ({error.name}): pip install 'memfit[service]'"
+        ) from error
+    here = local_address(arguments.folder or service_folder()) or {}
+    url = arguments.url or os.environ.get("MEMFIT_SERVICE") or here.get("url")
+    token = os.environ.get("MEMFIT_SERVICE_TOKEN")
+    if arguments.token_file is not None:
+        try:
+            token = arguments.token_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read the token in {arguments.token_file}: {error.strerror or error}") from error
+    if token is None and url == here.get("url"):
+        token = here.get("token")
+    if url is None:
+        raise ConfigError("no service is known: start one with memfit serve, or give --url and --token-file")
+    if token is None:
+        raise ConfigError(
+            f"the service at {url} wants a token: give --token-file, or MEMFIT_SERVICE_TOKEN (memfit serve tells one when it starts, after #token=)"
+        )
+    return Client(url, token)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Submit, and follow it where that is asked."""
+    from memfit.train.config import read_content
+
+    config = read_content(arguments.config, settings_of(arguments))
+    code = arguments.code
+    if code is None and (_names_functions(config) or _names_files(config, arguments.config.parent)):
+        code = arguments.config.resolve().parent
+    with client_of(arguments) as client:
+        found = client.submit(
+            config,
+            code=code,
+            name=arguments.name,
+            priority=arguments.priority,
+            plan_only=arguments.plan_only,
+            key=arguments.key,
+        )
+        number = found["run"]
+        if not arguments.wait:
+            return Answer(
+                {"verb": "submit", **found},
+                f"Run {number} is {found['state']}.\nTo follow it: memfit runs {number} --follow",
+            )
+        for line in followed(client, number):
+            print(line, file=sys.stderr, flush=True)
+        found = client.run(number)
+        status = Status.FITS if found["state"] in {"done", "planned"} else Status.COULD_NOT_TELL
+        refusal = found.get("refusal") or {}
+        if refusal.get("error") == InfeasibleError.__name__:
+            status = Status.DOES_NOT_FIT
+        return Answer({"verb": "submit", **found}, f"Run {number} is {found['state']}: {found['reason']}", status)
+
+
+def followed(client: Client, number: int) -> Any:
+    """What happens to a run, in lines for a person."""
+    for kind, content in client.stream(number):
+        if kind == "event":
+            yield f"{content['kind']}: {content['text']}"
+        elif kind == "output":
+            yield from content["lines"]
+
+
+def _names_functions(config: dict[str, Any]) -> bool:
+    return any(isinstance(part, dict) and part.get("python") for part in (config.get("model"), config.get("data")))
+
+
+def _names_files(config: dict[str, Any], folder: Path) -> bool:
+    told = json.dumps(config.get("data") or {})
+    return any(f'"{file.name}"' in told for file in folder.iterdir()) if folder.is_dir() else False

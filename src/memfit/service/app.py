@@ -1,0 +1,306 @@
+"""The service over HTTP: a thin view of `memfit.service.service`, with an OpenAPI document, and the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Annotated, Any, Final
+
+from fastapi import Depends, FastAPI, Header, Query, Request
+from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import memfit
+from memfit.errors import InputError
+from memfit.runner.ends import tail_of
+from memfit.service import demo
+from memfit.service.guarding import UPLOADS, Guarding
+from memfit.service.prometheus import exposition
+from memfit.service.refusals import Refusal, TooLargeError
+from memfit.service.service import Service, Submission
+from memfit.service.streams import RunStream, followed
+from memfit.service.tokens import Caller
+from memfit.units import format_bytes
+
+PAGE: Final = Path(__file__).parent / "page"
+_KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MOST_STREAMS: Final = 200
+_STALE_SECONDS: Final = 15.0
+_LARGEST: Final = 2**62  # a number of a run; SQLite's are below 2**63
+_CHUNK: Final = 1 << 20
+
+Number = Annotated[int, InPath(ge=1, le=_LARGEST, description="of the run")]
+
+
+class Answer(JSONResponse):
+    """JSON in ASCII, so that whatever a client sent can be sent back."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes."""
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
+
+class SubmissionBody(BaseModel):
+    """A run to submit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    config: dict[str, Any] = Field(description="content of a run file, as `memfit train` reads it")
+    name: str = Field("", description="to call it by")
+    code: str | None = Field(None, description="digest that POST /v1/uploads has answered")
+    priority: int = Field(0, description="from -100 to 100; higher goes first, above 0 is for admins")
+    plan_only: bool = Field(False, description="find out whether it fits, and run nothing")
+
+
+class Told(BaseModel):
+    """Why a request was not followed."""
+
+    error: str
+    message: str
+
+
+_BEARER: Final = HTTPBearer(auto_error=False)
+
+
+def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
+    """Whose token a request carries."""
+    found = None if given is None else request.app.state.service.tokens.caller(given.credentials)
+    if found is None:
+        raise HTTPException(
+            401, "a bearer token is needed, and this is none that is good", {"WWW-Authenticate": "Bearer"}
+        )
+    request.scope["state"]["caller"] = found.name
+    assert isinstance(found, Caller)
+    return found
+
+
+Known = Annotated[Caller, Depends(known)]
+
+
+def application(service: Service, hosts: Collection[str]) -> ASGIApp:
+    """The application of one service.
+
+    Args:
+        service: that it is a view of.
+        hosts: names by which it may be called.
+    """
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": Told} for status in (400, 401, 403, 404, 409, 413, 421, 422, 503, 507)
+    }
+    # No pages of documentation: they load scripts from elsewhere.
+    app = FastAPI(
+        title="memfit service",
+        version=memfit.__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=refusals,
+        default_response_class=Answer,
+    )
+    _errors(app)
+    app.state.service, app.state.streams = service, 0
+    _open_to_all(app, service)
+    _changes(app, service)
+    _questions(app, service)
+    return Guarding(app, service.store, hosts, service.settings.config_bytes)
+
+
+def _errors(app: FastAPI) -> None:
+    def told(status: int, error: str, message: str, headers: Any = None) -> Response:
+        return Answer({"error": error, "message": message}, status, headers)
+
+    @app.exception_handler(InputError)
+    def _(_request: Request, error: InputError) -> Response:
+        full = not isinstance(error, Refusal) and str(error).startswith("cannot write")
+        status = error.status if isinstance(error, Refusal) else 507 if full else 422
+        return told(status, type(error).__name__, str(error))
+
+    @app.exception_handler(OSError)
+    def _(_request: Request, error: OSError) -> Response:
+        return told(507, "OSError", f"the service cannot write: {error.strerror or error}; nothing was changed")
+
+    @app.exception_handler(RequestValidationError)
+    def _(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(each) for each in first["loc"])
+        return told(422, "Refusal", f"{where}: {first['msg']}")
+
+    @app.exception_handler(RecursionError)
+    def _(_request: Request, _error: RecursionError) -> Response:
+        return told(422, "Refusal", "the request is nested too deep to be a run file")
+
+    @app.exception_handler(HTTPException)
+    def _(_request: Request, error: HTTPException) -> Response:
+        return told(error.status_code, "Refusal", str(error.detail), error.headers)
+
+
+def _open_to_all(app: FastAPI, service: Service) -> None:
+    """What needs no token, and tells nothing of anybody's runs."""
+
+    @app.get("/healthz", tags=["operations"])
+    def alive() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "alive", "version": memfit.__version__}
+
+    @app.get("/readyz", tags=["operations"])
+    def ready() -> Response:
+        """Runs are taken, planned and started."""
+        view = service.dispatcher.view
+        why = view.error or ("it is about to end" if service.dispatcher.draining else "")
+        if not why and time.time() - view.made > _STALE_SECONDS:
+            why = "it has not looked at its runs for a while"
+        return Answer({"status": why or "ready"}, 503 if why else 200)
+
+    @app.get("/", include_in_schema=False)
+    def page() -> Response:
+        return FileResponse(PAGE / "index.html", media_type="text/html")
+
+    for file in sorted(PAGE.iterdir()):
+        if file.suffix in _KINDS and file.name != "index.html":
+            _file(app, file)
+
+
+def _file(app: FastAPI, file: Path) -> None:
+    @app.get(f"/page/{file.name}", include_in_schema=False)
+    def part() -> Response:
+        return FileResponse(file, media_type=_KINDS[file.suffix])
+
+
+def _changes(app: FastAPI, service: Service) -> None:
+    @app.post(
+        UPLOADS,
+        status_code=201,
+        tags=["runs"],
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/zip": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def upload(request: Request, caller: Known) -> Response:
+        """Send a folder of code, as a zip archive; the answer's `code` goes into submissions."""
+        from anyio import to_thread
+
+        caller.check_submits()
+        handle, name = tempfile.mkstemp(prefix="upload-", dir=service.settings.folder)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                left = service.settings.upload.bytes
+                async for chunk in request.stream():
+                    left -= len(chunk)
+                    if left < 0:
+                        raise TooLargeError(f"the upload has more than {format_bytes(service.settings.upload.bytes)}")
+                    stream.write(chunk)
+            found = await to_thread.run_sync(service.upload, caller, Path(name))
+        finally:
+            os.unlink(name)  # noqa: PTH108 - one system call, not a wait
+        return Answer({"code": found.digest, "bytes": found.bytes, "files": found.files}, 201)
+
+    @app.post(
+        "/v1/runs", status_code=201, tags=["runs"], responses={200: {"description": "known under this key already"}}
+    )
+    def submit(
+        body: SubmissionBody, caller: Known, idempotency_key: Annotated[str | None, Header()] = None
+    ) -> Response:
+        """Submit a run: it is planned, and then runs or is refused."""
+        sent = Submission(body.config, body.name, body.code, body.priority, body.plan_only, idempotency_key)
+        run, new = service.submit(caller, sent)
+        return Answer(service.described(run), 201 if new else 200)
+
+    def changing(verb: str, text: str) -> None:
+        @app.post(f"/v1/runs/{{number}}/{verb}", name=verb, description=text, tags=["runs"])
+        def change(number: Number, caller: Known) -> Response:
+            return Answer(service.described(getattr(service, verb)(caller, number)))
+
+    changing("cancel", "Have a run end for good.")
+    changing("pause", "Have a run stop with a snapshot, and give its bytes back.")
+    changing("resume", "Put a paused run back into the queue.")
+
+
+def _questions(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/me", tags=["operations"])
+    def me(caller: Known) -> Response:
+        """Whose token this is, what it may do, and a run file to begin with, where the service has one."""
+        return Answer({**asdict(caller), "example": demo.RUN if demo.MODULE in service.settings.modules else None})
+
+    @app.get("/v1/devices", tags=["operations"])
+    def devices(caller: Known) -> Response:
+        """Each device and tier, with the runs on it over time."""
+        return Answer({"now": time.time(), "devices": service.devices(caller)})
+
+    @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
+    def metrics(caller: Known) -> Response:  # noqa: ARG001 - that there is one is enough
+        """Figures for Prometheus."""
+        return Response(exposition(service), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/runs", tags=["runs"])
+    def runs(
+        caller: Known,
+        state: Annotated[list[str] | None, Query()] = None,
+        before: Annotated[int | None, Query(ge=1, le=_LARGEST)] = None,
+        limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    ) -> Response:
+        """Runs, the newest first."""
+        return Answer([service.described(run) for run in service.runs(caller, state or (), before, limit)])
+
+    @app.get("/v1/runs/{number}", tags=["runs"])
+    def run(number: Number, caller: Known) -> Response:
+        """One run, with its run file and what happened to it."""
+        found = service.run(caller, number)
+        events = [asdict(event) for event in service.store.events(number)]
+        return Answer({**service.described(found), "config": found.config, "events": events})
+
+    @app.get("/v1/runs/{number}/plan", tags=["runs"])
+    def plan(number: Number, caller: Known) -> Response:
+        """The plan, in figures and in words."""
+        return Answer({"plan": service.run(caller, number).plan, "text": service.words(caller, number)})
+
+    @app.get("/v1/runs/{number}/output", tags=["runs"], response_class=PlainTextResponse)
+    def output(number: Number, caller: Known, errors: bool = True) -> Response:  # noqa: FBT001, FBT002 - a query
+        """The end of what a run has printed to standard error, where progress goes; or to standard output."""
+        return PlainTextResponse(tail_of(service.output(caller, number, errors=errors)))
+
+    @app.get("/v1/runs/{number}/stream", tags=["runs"], response_class=StreamingResponse)
+    async def stream(number: Number, caller: Known, last_event_id: Annotated[str, Header()] = "") -> Response:
+        """A run as it goes on (server-sent events): `run`, `event`, `metrics`, `output`, and `end`."""
+        if app.state.streams >= _MOST_STREAMS:
+            raise HTTPException(503, f"{_MOST_STREAMS} streams are open, as many as the service keeps: try again later")
+        found = RunStream(service, caller, number, last_event_id)
+
+        async def sent() -> Any:
+            app.state.streams += 1
+            try:
+                async for message in followed(found):
+                    yield message
+            finally:
+                app.state.streams -= 1
+
+        return StreamingResponse(sent(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @app.get("/v1/runs/{number}/artifacts", tags=["runs"])
+    def artifacts(number: Number, caller: Known) -> Response:
+        """Files that a run has written."""
+        return Answer([{"name": name, "bytes": size} for name, size in service.artifacts(caller, number)])
+
+    @app.get("/v1/runs/{number}/artifacts/{name:path}", tags=["runs"], response_class=StreamingResponse)
+    def artifact(number: Number, name: str, caller: Known) -> Response:
+        """One of them; never shown as a page."""
+        opened = service.artifact(caller, number, name)
+        headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
+        return StreamingResponse(_chunks(opened), media_type="application/octet-stream", headers=headers)
+
+
+def _chunks(opened: IO[bytes]) -> Iterator[bytes]:
+    with opened:
+        while chunk := opened.read(_CHUNK):
+            yield chunk

@@ -1,0 +1,241 @@
+"""Asks a service from Python, with the same words as its command line.
+
+from memfit.service.client import Client
+with Client("http://127.0.0.1:8321", token) as client:
+    run = client.submit({"model": ..., "data": ..., "fit": ...}, code="my_project")
+    for kind, content in client.stream(run["run"]):
+        print(kind, content)
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx2
+
+from memfit.errors import InfeasibleError, InputError, Remedy
+from memfit.service.states import OVER
+from memfit.service.uploads import packed
+
+_RETRIES: Final = 5  # after a connection that broke
+_CHUNK: Final = 1 << 20
+
+
+class Client:
+    """One service.
+
+    Args:
+        url: of it: "http://127.0.0.1:8321".
+        token: as `memfit serve` has told it.
+        timeout: seconds to wait for an answer.
+    """
+
+    def __init__(self, url: str, token: str, timeout: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {token}"}
+        # No proxies of the environment: a token goes to the service alone.
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def me(self) -> dict[str, Any]:
+        """Whose token this is.
+
+        Raises:
+            InputError: the service does not answer, or refuses; here and in every other call, with its own words.
+        """
+        return self._asked("GET", "/v1/me")  # type: ignore[no-any-return]
+
+    def upload(self, folder: str | Path) -> str:
+        """Send a folder of code; its digest, for `submit`."""
+        if not Path(folder).is_dir():
+            raise InputError(f"there is no folder {folder} to send: name the one with the run's code")
+        with tempfile.TemporaryFile() as archive:
+            packed(Path(folder), archive)
+            archive.seek(0)
+            content = archive.read()
+        answer = self._asked("POST", "/v1/uploads", content=content, headers={"content-type": "application/zip"})
+        return str(answer["code"])
+
+    def submit(
+        self, config: Mapping[str, Any], *, code: str | Path | None = None, name: str = "", priority: int = 0,
+        plan_only: bool = False, key: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Submit a run.
+
+        Args:
+            config: content of a run file, as `memfit train` reads it.
+            code: folder that is sent along; or the digest of one that was.
+            name: to call it by.
+            priority: higher goes first.
+            plan_only: find out whether it fits, and run nothing.
+            key: the same submission under the same key, sent twice, is one run.
+
+        Returns:
+            The run, as `run` tells it.
+        """
+        digest = self.upload(code) if isinstance(code, Path) or (code is not None and len(code) != 64) else code
+        body = {"config": config, "name": name, "code": digest, "priority": priority, "plan_only": plan_only}
+        return self._asked("POST", "/v1/runs", json=body, headers={"idempotency-key": key} if key else {})  # type: ignore[no-any-return]
+
+    def runs(self, *states: str, limit: int = 100) -> list[dict[str, Any]]:
+        """Runs, the newest first; only those in some states, where they are named."""
+        return self._asked("GET", "/v1/runs", params={"state": list(states), "limit": limit})  # type: ignore[no-any-return]
+
+    def run(self, number: int) -> dict[str, Any]:
+        """One run, with its run file and what happened to it."""
+        return self._asked("GET", f"/v1/runs/{number}")  # type: ignore[no-any-return]
+
+    def plan(self, number: int) -> str:
+        """Its plan in words."""
+        return str(self._asked("GET", f"/v1/runs/{number}/plan")["text"])
+
+    def output(self, number: int, *, errors: bool = True) -> str:
+        """The end of what it has printed to standard error, or to standard output."""
+        return str(self._send("GET", f"/v1/runs/{number}/output", params={"errors": errors}).text)
+
+    def cancel(self, number: int) -> dict[str, Any]:
+        """Have it end for good."""
+        return self._asked("POST", f"/v1/runs/{number}/cancel")  # type: ignore[no-any-return]
+
+    def pause(self, number: int) -> dict[str, Any]:
+        """Have it stop with a snapshot, and give its bytes back."""
+        return self._asked("POST", f"/v1/runs/{number}/pause")  # type: ignore[no-any-return]
+
+    def resume(self, number: int) -> dict[str, Any]:
+        """Put it back into the queue."""
+        return self._asked("POST", f"/v1/runs/{number}/resume")  # type: ignore[no-any-return]
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Each device, with the runs on it over time."""
+        return self._asked("GET", "/v1/devices")["devices"]  # type: ignore[no-any-return]
+
+    def artifacts(self, number: int) -> dict[str, int]:
+        """Files that it has written, with their bytes."""
+        return {each["name"]: each["bytes"] for each in self._asked("GET", f"/v1/runs/{number}/artifacts")}
+
+    def fetch(self, number: int, folder: str | Path, *names: str) -> list[Path]:
+        """Copy files that it has written.
+
+        Args:
+            number: of the run.
+            folder: that they are written into.
+            names: which; all where none is named.
+        """
+        found = []
+        for name in names or self.artifacts(number):
+            file = Path(folder) / name
+            if not file.resolve().is_relative_to(Path(folder).resolve()):
+                raise InputError(f"the service names a file out of the folder, {name!r}: it was not fetched")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with self._http.stream("GET", f"/v1/runs/{number}/artifacts/{name}") as answer, file.open("wb") as target:
+                if answer.status_code != httpx2.codes.OK:
+                    answer.read()
+                    _refused(answer)
+                for chunk in answer.iter_bytes(_CHUNK):
+                    target.write(chunk)
+            found.append(file)
+        return found
+
+    def stream(self, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What happens to a run until it is over: ("run" | "event" | "metrics" | "output", content). A connection that breaks is taken up again."""
+        last, failures = "", 0
+        while True:
+            try:
+                with self._http.stream(
+                    "GET", f"/v1/runs/{number}/stream", headers={"last-event-id": last}, timeout=60.0
+                ) as answer:
+                    if answer.status_code != httpx2.codes.OK:
+                        answer.read()
+                        _refused(answer)
+                    for kind, identity, content in _messages(answer.iter_lines()):
+                        failures, last = 0, identity or last
+                        if kind == "end":
+                            return
+                        yield kind, content
+            except httpx2.TransportError as error:
+                failures += 1
+                if failures > _RETRIES:
+                    raise self._silent(error) from error
+            time.sleep(min(8.0, 0.25 * 2**failures))
+
+    def wait_for(self, number: int) -> dict[str, Any]:
+        """Wait until a run is over, however it ends; the run."""
+        for _ in self.stream(number):
+            continue
+        return self.run(number)
+
+    def wait(self, number: int) -> dict[str, Any]:
+        """Wait until a run is over.
+
+        Returns:
+            The run.
+
+        Raises:
+            InfeasibleError: it cannot fit, with the smallest budget and the ways out that the service has found.
+        """
+        run = self.wait_for(number)
+        assert run["state"] in OVER
+        refusal = run.get("refusal") or {}
+        if refusal.get("error") == "InfeasibleError":
+            remedies = tuple(Remedy(**each) for each in refusal.get("remedies", ()))
+            raise InfeasibleError(
+                refusal["message"],
+                budget_bytes=refusal["budget_bytes"],
+                minimum_bytes=refusal["minimum_bytes"],
+                remedies=remedies,
+            )
+        return run
+
+    def _asked(self, method: str, path: str, **named: Any) -> Any:
+        return self._send(method, path, **named).json()
+
+    def _send(self, method: str, path: str, **named: Any) -> Any:
+        try:
+            answer = self._http.request(method, path, **named)
+        except httpx2.TransportError as error:
+            raise self._silent(error) from error
+        if not answer.is_success:
+            _refused(answer)
+        return answer
+
+    def _silent(self, error: Exception) -> InputError:
+        return InputError(
+            f"no service answers at {self.url} ({error}): start one with memfit serve, or name another with --url"
+        )
+
+
+def _refused(answer: Any) -> None:
+    try:
+        message = answer.json()["message"]
+    except (ValueError, KeyError, TypeError):
+        message = answer.text[:200]
+    raise InputError(f"the service refuses ({answer.status_code}): {message}")
+
+
+def _messages(lines: Iterator[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Server-sent events: kind, id and content."""
+    told: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            told[name] = value.removeprefix(" ")
+        elif "data" in told:
+            yield told.get("event", "message"), told.get("id", ""), json.loads(told["data"])
+            told = {}

@@ -1,0 +1,338 @@
+"""Moves runs from state to state: has each planned, starts what fits in its turn, and tells how it ended. The only one that has the runner.
+
+What it does is written into the runner's store first, then into the service's; both are read again after a crash, and joined by the names of parts: a run is
+neither lost nor started twice. What was asked of a run (cancel, pause) is in the store until it has happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from memfit.errors import InputError, PlanFileError
+from memfit.runner import End, Runner, RunRequest
+from memfit.service import launching
+from memfit.service.own_folder import open_inside
+from memfit.service.planned import Planned
+from memfit.service.progress import LogFollower, Progress
+from memfit.service.queue import Occupied, Queued, Turn, in_order, turns
+from memfit.service.settings import ServiceSettings
+from memfit.service.states import CANCELLED, DONE, FAILED, PAUSED, PLANNED, REFUSED, RUNNING, WAITING
+from memfit.service.store import ServiceStore, StoredRun
+from memfit.units import format_bytes
+from memfit.values.plan import Plan
+
+_log = logging.getLogger("memfit.service")
+_SHARES_SECONDS: Final = 24 * 3600.0  # that count for fair shares
+_LOOK_SECONDS: Final = 0.5  # between looks at logs
+_OVERDUE_SECONDS: Final = 5.0  # that a run which has taken longer than predicted is thought to take still
+_MOST_ANSWER: Final = 4 << 20  # bytes of `memfit plan --json`
+_MOST_PLAN: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How things stand, for whoever asks; made anew, never changed.
+
+    Attributes:
+        turns: of waiting runs, by number.
+        progress: of running ones, by number.
+        remaining: seconds that they will still take, by number.
+        devices: of their ranks, by number.
+        used: bytes promised on each device and tier.
+        made: seconds since 1970; 0 before the first look.
+        error: why the last look failed; "" where it did not.
+    """
+
+    turns: Mapping[int, Turn] = field(default_factory=dict)
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    remaining: Mapping[int, float] = field(default_factory=dict)
+    devices: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    used: Mapping[str, int] = field(default_factory=dict)
+    made: float = 0.0
+    error: str = ""
+
+
+class Dispatcher:
+    """One service's; of a folder there is one at a time.
+
+    Raises:
+        InputError: another process has the folder, or its store cannot be used.
+    """
+
+    def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
+        self.settings, self.store = settings, store
+        self.runner = Runner(settings.folder / "runner", settings.capacity)
+        self.draining = False
+        self.view = View()
+        self._followers: dict[int, LogFollower] = {}
+        self._told: set[str] = set()  # names of parts that were sent their end signal
+        self._looked = 0.0
+        self._shares: tuple[float, dict[str, float]] = (-1e9, {})
+
+    # ---------------------------------------------------------------------------------------------------------- the loop
+
+    def serve(self, stopping: threading.Event) -> None:
+        """Look again and again until told to stop. A look that fails (a full disk) is tried again."""
+        while not stopping.is_set():
+            try:
+                self.look(0.2)
+            except Exception as error:  # noqa: BLE001 - runs go on, whatever it was; readiness tells it
+                foreseen = isinstance(error, (InputError, OSError))
+                _log.error("cannot go on for now: %s", error, exc_info=None if foreseen else error)
+                self.view = replace(self.view, error=str(error), made=time.time())
+                stopping.wait(1.0)
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Once: ends, plans, starts.
+
+        Args:
+            seconds: to wait at most for an end.
+
+        Raises:
+            InputError: a store cannot be written.
+        """
+        self.runner.poll(seconds)
+        live = self.store.live()
+        for run in live:
+            self._advance(run)
+        self._start(self.store.live())
+
+    def close(self) -> None:
+        """Let go of the folder; what runs goes on."""
+        self.runner.close(stop=False)
+
+    # -------------------------------------------------------------------------------------------------------- each state
+
+    def _advance(self, run: StoredRun) -> None:
+        match run.state:
+            case "planning":
+                self._plan(run)
+            case "waiting" if self.runner.knows(launching.name_of(run.number, run.part + 1)):
+                self._adopt(run)
+            case "waiting" | "paused" if run.asked == "cancel":
+                self._over(run, CANCELLED, "cancelled before it ran" if run.started is None else "cancelled")
+            case "waiting" if run.asked == "pause":
+                self.store.change(
+                    run.number,
+                    PAUSED,
+                    "paused while it waited",
+                    state=PAUSED,
+                    asked="",
+                    reason="paused while it waited",
+                )
+            case "running":
+                self._watch(run)
+
+    def _plan(self, run: StoredRun) -> None:
+        name = launching.name_of(run.number, 0)
+        if run.asked:
+            if self.runner.knows(name) and self.runner.end_of(name) is None:
+                self.runner.stop(name, at_once=True)
+            elif run.asked == "cancel":
+                self._over(run, CANCELLED, "cancelled while it was planned")
+            return
+        if not self.runner.knows(name):
+            planning = [each for each in (*self.runner.running, *self.runner.waiting) if each.endswith("-plan")]
+            if len(planning) < self.settings.planning_at_once and not self.draining:
+                launching.write(self.settings, run)
+                self.runner.submit(launching.planning(self.settings, run))
+            return
+        end = self.runner.end_of(name)
+        if end is not None:
+            self._planned(run, end)
+
+    def _planned(self, run: StoredRun, end: End) -> None:
+        """What `memfit plan` has answered."""
+        answer = _answer(self.runner.stdout(launching.name_of(run.number, 0)))
+        if end.kind != "done":
+            why = answer.get("message") or f"planning ended: {end.text}"
+            self._over(run, REFUSED, str(why), refusal={**answer, "end": end.text})
+            return
+        try:
+            plan = self._read_plan(run)
+        except (PlanFileError, InputError, OSError) as error:
+            self._over(run, REFUSED, f"the plan cannot be read: {error}")
+            return
+        steps = answer.get("total_steps")
+        planned = Planned.of(plan, total_steps=steps if isinstance(steps, int) else None, startup_seconds=end.seconds)
+        try:
+            self.runner.ledger.check(launching.training(self.settings, run, planned, 1))
+        except InputError as error:
+            self._over(run, REFUSED, str(error), plan=planned.to_json())
+            return
+        fits = f"planned: {format_bytes(planned.peak_bytes)} of {format_bytes(planned.budget_bytes)} at the peak"
+        if run.plan_only:
+            self._over(run, PLANNED, fits, plan=planned.to_json())
+        else:
+            self.store.change(run.number, WAITING, fits, state=WAITING, reason=fits, plan=planned.to_json())
+
+    def _read_plan(self, run: StoredRun) -> Plan:
+        with open_inside(launching.folder_of(self.settings, run.number), "plan.json") as stream:
+            content = stream.read(_MOST_PLAN + 1)
+        if len(content) > _MOST_PLAN:
+            raise PlanFileError(f"the plan of run {run.number} is larger than {format_bytes(_MOST_PLAN)}")
+        try:
+            return Plan.from_json(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            raise PlanFileError(f"the plan of run {run.number} is no JSON: {error}") from error
+
+    def _adopt(self, run: StoredRun) -> None:
+        """It was handed to the runner right before the service ended."""
+        part = run.part + 1
+        planned = Planned.from_json(run.plan or {})
+        request = launching.training(self.settings, run, planned, part)
+        self._running(run, request, part)
+
+    def _running(self, run: StoredRun, request: RunRequest, part: int) -> None:
+        text = "started" if part == 1 else "goes on from its last snapshot"
+        now = time.time()
+        self.store.change(
+            run.number, RUNNING, text, state=RUNNING, part=part, reason=text, request=request.to_json(),
+            started=run.started or now,
+        )  # fmt: skip
+
+    def _watch(self, run: StoredRun) -> None:
+        name = launching.name_of(run.number, run.part)
+        end = self.runner.end_of(name)
+        if end is not None:
+            self._ended(run, end)
+        elif run.asked and name not in self._told:
+            self._told.add(name)
+            self.runner.stop(name)
+
+    def _ended(self, run: StoredRun, end: End) -> None:
+        follower = self._followers.pop(run.number, None)
+        progress = (follower or LogFollower(launching.folder_of(self.settings, run.number))).look()
+        peak = max((size for size in (run.measured_peak_bytes, progress.peak_bytes) if size), default=None)
+        facts: dict[str, Any] = {"run_seconds": run.run_seconds + end.seconds, "measured_peak_bytes": peak, "asked": ""}
+        asked = end.kind == "stopped" and end.reason == "asked"
+        if end.kind == "done" or (asked and end.status == 0):
+            self._over(run, DONE, "done", **facts)
+        elif asked and run.asked == "cancel":
+            self._over(run, CANCELLED, f"cancelled after step {progress.step}", **facts)
+        elif asked and run.asked == "pause":
+            why = f"paused after step {progress.step}"
+            self.store.change(run.number, PAUSED, why, state=PAUSED, reason=why, **facts)
+        elif asked:
+            why = "its process was told to end by somebody else: it goes on from its last snapshot"
+            self.store.change(run.number, WAITING, why, state=WAITING, reason=why, **facts)
+        else:
+            self._over(run, FAILED, end.text, **facts)
+
+    def _over(self, run: StoredRun, state: str, why: str, **columns: Any) -> None:
+        columns.setdefault("asked", "")
+        self.store.change(run.number, state, why, state=state, reason=why, ended=time.time(), **columns)
+
+    # ------------------------------------------------------------------------------------------------------------ starts
+
+    def _start(self, live: list[StoredRun]) -> None:
+        """Start what may start now; say of the rest when it may."""
+        running = [run for run in live if run.state == RUNNING]
+        self._follow(running)
+        queue = {run.number: run for run in live if run.state == WAITING and not run.asked}
+        now = time.monotonic()
+        if queue or now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            found = self._turns(running, queue)
+            while not (self.draining or self.runner.waiting):
+                ready = next(
+                    (number for number, turn in found.items() if turn.seconds == 0.0 and self._launch(queue[number])),
+                    None,
+                )
+                if ready is None:
+                    break
+                running.append(self.store.run(ready))
+                del queue[ready]
+                found = self._turns(running, queue)
+            self._show(running, found)
+
+    def _launch(self, run: StoredRun) -> bool:
+        """Start one, if its bytes are really free; whether it was."""
+        part = run.part + 1
+        request = launching.training(self.settings, run, Planned.from_json(run.plan or {}), part)
+        if not self.runner.ledger.fits(request):
+            return False
+        self.runner.submit(request)
+        self.runner.poll(0.0)
+        self._running(run, request, part)
+        return True
+
+    def _turns(self, running: list[StoredRun], queue: Mapping[int, StoredRun]) -> dict[int, Turn]:
+        if not queue:
+            return {}
+        occupied = [
+            Occupied(request, self.runner.ledger.devices(request.name) or ("cpu",) * len(request.rank_bytes), self._remaining(run))
+            for run in running
+            for request in [RunRequest.from_json(run.request or {})]
+            if request.name in self.runner.ledger.running
+        ]  # fmt: skip
+        waiting = []
+        for run in queue.values():
+            planned = Planned.from_json(run.plan or {})
+            request = launching.training(self.settings, run, planned, run.part + 1)
+            waiting.append(Queued(request, max(planned.seconds(), 1.0), run.owner, run.priority))
+        laid_out = turns(self.settings.capacity, occupied, in_order(waiting, self._had(running)))
+        return {int(turn.name.partition("-")[0]): turn for turn in laid_out}
+
+    def _remaining(self, run: StoredRun) -> float:
+        """Seconds that a running run will still take: as its own steps tell, and as predicted before the first."""
+        planned = Planned.from_json(run.plan or {})
+        progress = self._followers[run.number].progress if run.number in self._followers else Progress()
+        if progress.step_seconds is not None and planned.total_steps is not None:
+            return max(_OVERDUE_SECONDS, (planned.total_steps - progress.step) * progress.step_seconds)
+        return max(_OVERDUE_SECONDS, planned.seconds() - (time.time() - (run.started or time.time())))
+
+    def _had(self, running: list[StoredRun]) -> dict[str, float]:
+        """Bytes times seconds that each owner has had of late."""
+        now = time.time()
+        if time.monotonic() - self._shares[0] > _OVERDUE_SECONDS:
+            found: dict[str, float] = {}
+            for run in self.store.ended_since(now - _SHARES_SECONDS):
+                found[run.owner] = found.get(run.owner, 0.0) + _bytes(run) * run.run_seconds
+            self._shares = (time.monotonic(), found)
+        had = dict(self._shares[1])
+        for run in running:
+            had[run.owner] = had.get(run.owner, 0.0) + _bytes(run) * max(0.0, now - (run.started or now))
+        return had
+
+    # -------------------------------------------------------------------------------------------------------------- view
+
+    def _follow(self, running: list[StoredRun]) -> None:
+        for run in running:
+            follower = self._followers.setdefault(
+                run.number, LogFollower(launching.folder_of(self.settings, run.number))
+            )
+            peak = follower.look().peak_bytes
+            if peak is not None and peak > (run.measured_peak_bytes or 0):
+                self.store.measured(run.number, peak)
+
+    def _show(self, running: list[StoredRun], found: Mapping[int, Turn]) -> None:
+        self.view = View(
+            turns=found,
+            progress={run.number: self._followers[run.number].progress for run in running if run.number in self._followers},
+            remaining={run.number: self._remaining(run) for run in running},
+            devices={run.number: self.runner.ledger.devices(launching.name_of(run.number, run.part)) for run in running},
+            used={name: self.runner.ledger.used(name) for name in self.settings.capacity},
+            made=time.time(),
+        )  # fmt: skip
+
+
+def _bytes(run: StoredRun) -> int:
+    return sum(Planned.from_json(run.plan).rank_bytes) if run.plan else 0
+
+
+def _answer(file: Path) -> dict[str, Any]:
+    """What a command has answered as JSON; empty where it has not."""
+    try:
+        with file.open("rb") as stream:
+            content = json.loads(stream.read(_MOST_ANSWER))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,157 @@
+"""What is started for a run: `memfit plan`, then `memfit train`, in an environment without secrets, confined to the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Final
+
+import memfit
+from memfit.runner import RunRequest
+from memfit.service import confine
+from memfit.service.planned import Planned
+from memfit.service.settings import ServiceSettings
+from memfit.service.store import StoredRun
+from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
+from memfit.values.script import TIERS
+
+# Of the service's environment what a run gets. No token, key or proxy is among them.
+_PASSED_ON: Final = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
+_SYSTEM: Final = (
+    "/usr", "/lib", "/lib64", "/bin", "/opt", "/proc", "/sys", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/hosts",
+    "/etc/passwd", "/etc/ssl", "/etc/mime.types", "/etc/alternatives",
+)  # fmt: skip
+_DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/shm")  # noqa: S108 - shared memory, not a temporary folder
+_SLACK_BYTES: Final = 3 << 30  # of writable memory, for Python, torch and its libraries
+
+
+def folder_of(settings: ServiceSettings, number: int) -> Path:
+    """Where all of a run is."""
+    return settings.folder / "runs" / f"{number:06d}"
+
+
+def code_of(settings: ServiceSettings, digest: str) -> Path:
+    """Where uploaded code is, unpacked."""
+    return settings.folder / "code" / digest
+
+
+def name_of(number: int, part: int) -> str:
+    """By which the runner knows a part of a run; part 0 is its plan."""
+    return f"{number:06d}-{'plan' if part == 0 else part}"
+
+
+def write(settings: ServiceSettings, run: StoredRun) -> Path:
+    """The run's folder, with its run file as `memfit` reads it."""
+    folder = folder_of(settings, run.number)
+    for name in ("", "home", "tmp", "cache"):
+        (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+    code = folder if run.code is None else code_of(settings, run.code)
+    content = {
+        **run.config,
+        "folder": str(code),
+        "train": {**(run.config.get("train") or {}), "out": str(folder / "out")},
+        "report": {"html": False, **(run.config.get("report") or {})},
+    }
+    (folder / "run.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
+    """`memfit plan`, which says whether the run fits, and writes the plan."""
+    folder = folder_of(settings, run.number)
+    words = ("plan", str(folder / "run.json"), "--json", "--save", str(folder / "plan.json"))
+    return RunRequest(
+        name_of(run.number, 0),
+        _command(settings, run, words, tcp=False),
+        folder=str(folder),
+        environment=_environment(settings, run),
+        inherits=False,
+        seconds=settings.planning_seconds,
+        outlives_runner=True,
+        restarts=1,
+    )
+
+
+def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: int) -> RunRequest:
+    """`memfit train` with that plan, and `memfit resume` once there is something to resume."""
+    folder, out = folder_of(settings, run.number), folder_of(settings, run.number) / "out"
+    ranks = len(planned.rank_bytes)
+    plan: tuple[str, ...] = ("--plan", str(folder / "plan.json"), "--json")
+    if ranks > 1:
+        plan = ("--nproc", str(ranks), *plan)
+    tiers = {name: size for name, size in planned.tiers.items() if name in settings.capacity and name in TIERS}
+    limit = max(planned.rank_bytes) * 9 // 8 + _SLACK_BYTES
+    return RunRequest(
+        name_of(run.number, part),
+        _command(settings, run, ("train", str(folder / "run.json"), *plan), tcp=ranks > 1),
+        folder=str(folder),
+        environment={**_environment(settings, run), MEMORY_LIMIT: ",".join(map(str, planned.rank_bytes))},
+        inherits=False,
+        peak_bytes=tiers,
+        rank_bytes=planned.rank_bytes,
+        device=planned.device,
+        memory_limit_bytes=limit if planned.device == "cpu" else None,
+        seconds=settings.run_seconds,
+        silent_seconds=settings.silent_seconds,
+        watched=str(out / "log.jsonl"),
+        grace_seconds=settings.grace_seconds,
+        outlives_runner=True,
+        resume_command=_command(settings, run, ("resume", str(out), *plan), tcp=ranks > 1),
+        resume_if=str(out / "config.json"),
+        restarts=settings.restarts,
+    )
+
+
+def _command(settings: ServiceSettings, run: StoredRun, words: tuple[str, ...], *, tcp: bool) -> tuple[str, ...]:
+    command = (sys.executable, "-m", "memfit", *words)
+    if not settings.confined:
+        return command
+    folder = folder_of(settings, run.number)
+    told = {"read": _readable(settings, run), "write": [str(folder), *_devices()], "tcp": tcp}
+    return (sys.executable, "-I", "-S", confine.__file__, json.dumps(told), *command)
+
+
+def _readable(settings: ServiceSettings, run: StoredRun) -> list[str]:
+    code = [] if run.code is None else [code_of(settings, run.code)]
+    installed = {
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("purelib"),
+        *_python_path(),
+        str(Path(memfit.__file__).parent.parent),
+    }
+    return [*_SYSTEM, *sorted(installed), *map(str, (*settings.data, *code))]
+
+
+def _devices() -> list[str]:
+    return [*_DEVICES, *(str(each) for each in Path("/dev").glob("nvidia*"))]
+
+
+def _python_path() -> list[str]:
+    return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
+def _environment(settings: ServiceSettings, run: StoredRun) -> dict[str, str]:
+    folder = folder_of(settings, run.number)
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    paths = {"HOME": "home", "TMPDIR": "tmp", "MEMFIT_CACHE_DIR": "cache", "XDG_CACHE_HOME": "cache"}
+    path = {"PYTHONPATH": os.pathsep.join(_python_path())} if _python_path() else {}
+    return {
+        **passed,
+        **path,
+        **{name: str(folder / inside) for name, inside in paths.items()},
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MEMFIT_RUN": str(run.number),
+    }

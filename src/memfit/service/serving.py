@@ -1,0 +1,179 @@
+"""A service that runs: the dispatcher in a thread, HTTP in front of it, and an end that leaves runs alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from memfit.errors import InputError
+from memfit.service import confine
+from memfit.service.app import application
+from memfit.service.dispatcher import Dispatcher
+from memfit.service.service import Service
+from memfit.service.settings import ServiceSettings
+from memfit.service.store import ServiceStore
+from memfit.service.tokens import Tokens
+
+LOCAL: Final = ("127.0.0.1", "localhost", "[::1]")
+ADDRESS: Final = "address.json"  # where it listens, and a token: for clients of the same user on the same computer
+
+
+class Serving:
+    """One service, from its start to its end.
+
+    Args:
+        settings: of it.
+        host, port: where it listens; port 0 for any that is free.
+        names: by which it may be called besides those of the loopback.
+
+    Raises:
+        InputError: the folder is another service's, or this kernel cannot confine runs.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, host: str = "127.0.0.1", port: int = 0, names: Collection[str] = ()
+    ) -> None:
+        if settings.confined and not confine.available():
+            raise InputError(
+                "this kernel cannot confine runs to their own folder (Landlock, Linux 6.7 or newer): --unconfined runs them with all rights of this user"
+            )
+        self.settings, self.host = settings, host
+        settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.store = ServiceStore(settings.folder)
+        try:
+            dispatcher = Dispatcher(settings, self.store)
+        except BaseException:
+            self.store.close()
+            raise
+        self.service = Service(settings, self.store, dispatcher)
+        app = application(self.service, {*LOCAL, host, *names})
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=500,
+        )
+        self._server = uvicorn.Server(config)
+        self._stopping = threading.Event()
+        self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it does."""
+        return int(self._server.servers[0].sockets[0].getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        return f"http://{self.host}:{self.port}"
+
+    def run(self, begun: Callable[[], None] = lambda: None) -> None:
+        """Serve until SIGTERM or SIGINT. Runs go on, and the next service of the folder finds them.
+
+        Args:
+            begun: called once it listens.
+        """
+        import asyncio
+
+        async def serve() -> None:
+            serving = asyncio.create_task(self._server.serve())
+            while not self._server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells it by a flag alone
+                await asyncio.sleep(0.01)
+            if self._server.started:
+                begun()
+            await serving
+
+        self._dispatching.start()
+        try:
+            with _outlived(signal.SIGTERM, signal.SIGINT):
+                asyncio.run(serve())
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Have `run` return, from another thread."""
+        self.service.dispatcher.draining = True
+        self._server.should_exit = True
+
+    def stop_runs(self) -> None:
+        """End what runs, once `run` has returned: for a demonstration, whose folder is thrown away."""
+        from memfit.runner import Runner
+
+        Runner(self.settings.folder / "runner", self.settings.capacity).close(stop=True)
+
+    def close(self) -> None:
+        """Let go of the folder; what runs goes on."""
+        self._stopping.set()
+        if self._dispatching.is_alive():
+            self._dispatching.join()
+        self.service.dispatcher.close()
+        self.store.close()
+
+    def tell_local_clients(self) -> str:
+        """Write down where it listens, with a new token for this user; the token."""
+        tokens = Tokens(self.store)
+        tokens.take_back("local")
+        token = tokens.make("local", "admin")
+        file = self.settings.folder / ADDRESS
+        waiting = file.with_suffix(".partial")
+        waiting.unlink(missing_ok=True)
+        with os.fdopen(os.open(waiting, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+            json.dump({"url": self.url, "token": token}, stream)
+        waiting.replace(file)
+        return token
+
+
+@contextmanager
+def _outlived(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals that end the server do not end the process before it has let go of its folder: uvicorn raises them once more when it is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def local_address(folder: Path) -> dict[str, str] | None:
+    """Where the service of a folder of this user listens, with a token; None where it has not been started."""
+    try:
+        content = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+class JsonLines(logging.Formatter):
+    """A line of JSON for each message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        told: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "from": record.name,
+        }
+        text = record.getMessage()
+        if record.name == "memfit.service.requests" and text.startswith("{"):
+            told |= json.loads(text)
+        else:
+            told["message"] = text
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)

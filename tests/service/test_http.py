@@ -1,0 +1,204 @@
+"""The service over HTTP: the same functions, and whatever else a client may send."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from memfit.errors import InfeasibleError, InputError
+from memfit.service.guarding import HEADERS
+from memfit.service.serving import Serving
+from service import small_runs
+from service.http import client, listening
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with listening(tmp_path_factory.mktemp("service") / "folder") as found:
+        yield found
+
+
+def answered(serving: Serving, method: str, path: str, *, role: str | None = "submit", **named: Any) -> httpx2.Response:
+    headers = {} if role is None else {"authorization": f"Bearer {serving.service.tokens.make('hostile', role)}"}
+    headers |= named.pop("headers", {})
+    return httpx2.request(method, serving.url + path, headers=headers, trust_env=False, **named)
+
+
+def test_a_run_is_sent_with_its_code_streamed_and_fetched(serving: Serving, tmp_path: Path) -> None:
+    with client(serving) as asking:
+        run = asking.submit(
+            small_runs.run_file(steps=4), code=small_runs.code(tmp_path / "code"), name="first", key="k"
+        )
+        told = list(asking.stream(run["run"]))
+        done = asking.wait(run["run"])
+        assert done["state"] == "done"
+        assert [content["kind"] for kind, content in told if kind == "event"] == [
+            "planning",
+            "waiting",
+            "running",
+            "done",
+        ]
+        assert [content["step"] for kind, content in told if kind == "metrics"] == [1, 2, 3, 4]
+        output = "\n".join(line for kind, content in told if kind == "output" for line in content["lines"])
+        assert "training, step 1 to 4" in output
+        assert "training, step 1 to 4" in asking.output(run["run"])
+        assert json.loads(asking.output(run["run"], errors=False))["status"] == "done"
+        assert "Fits:" in asking.plan(run["run"])
+        fetched = asking.fetch(run["run"], tmp_path / "fetched")
+        assert {file.name: file.stat().st_size for file in fetched}.items() >= {
+            "model.pt": asking.artifacts(run["run"])["model.pt"]
+        }.items()
+        (cpu,) = asking.devices()
+        assert [(each["name"], each["state"]) for each in cpu["runs"]] == [("first", "done")]
+        assert cpu["runs"][0]["bytes"] == cpu["runs"][0]["measured_bytes"] <= cpu["capacity_bytes"]
+        # The same once more is the same run, over any number of connections.
+        assert (
+            asking.submit(small_runs.run_file(steps=4), code=tmp_path / "code", name="first", key="k")["run"]
+            == run["run"]
+        )
+
+
+@pytest.mark.slow  # a search for the smallest plan
+def test_what_cannot_fit_is_an_error_with_its_ways_out(serving: Serving, tmp_path: Path) -> None:
+    with client(serving) as asking:
+        run = asking.submit(small_runs.run_file(budget="30KiB"), code=small_runs.code(tmp_path / "code"))
+        with pytest.raises(InfeasibleError, match="is too little: the smallest plan found needs") as refused:
+            asking.wait(run["run"])
+        assert refused.value.minimum_bytes is not None
+        assert refused.value.remedies
+
+
+CONFIG = small_runs.run_file()
+BAD: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "no token": ("GET", "/v1/runs", {"role": None}, 401),
+    "a wrong token": ("GET", "/v1/runs", {"role": None, "headers": {"authorization": "Bearer memfit_wrong"}}, 401),
+    "a token of another scheme": ("GET", "/v1/runs", {"role": None, "headers": {"authorization": "Basic YTpi"}}, 401),
+    "a token in the address": ("GET", "/v1/runs?token=x", {"role": None}, 401),
+    "figures without a token": ("GET", "/metrics", {"role": None}, 401),
+    "a reader submits": ("POST", "/v1/runs", {"role": "read", "json": {"config": CONFIG}}, 403),
+    "a reader uploads": ("POST", "/v1/uploads", {"role": "read", "content": b"PK"}, 403),
+    "somebody else's run": ("GET", "/v1/runs/1", {}, 404),
+    "a run that is not there": ("POST", "/v1/runs/99999/cancel", {}, 404),
+    "a run with a huge number": ("GET", f"/v1/runs/{10**30}", {}, 422),
+    "a run that is no number": ("GET", "/v1/runs/one", {}, 422),
+    "an artifact above the folder": ("GET", "/v1/runs/1/artifacts/..%2f..%2fplan.json", {"role": "admin"}, 404),
+    "an absolute artifact": ("GET", "/v1/runs/1/artifacts//etc/passwd", {"role": "admin"}, 404),
+    "a file of the page above its folder": ("GET", "/page/..%2fapp.py", {}, 404),
+    "no JSON": ("POST", "/v1/runs", {"content": b"{", "headers": {"content-type": "application/json"}}, 422),
+    "no object": ("POST", "/v1/runs", {"json": []}, 422),
+    "an unknown field": ("POST", "/v1/runs", {"json": {"config": CONFIG, "pickle": "x"}}, 422),
+    "a pickle": ("POST", "/v1/runs", {"content": b"\x80\x04.", "headers": {"content-type": "application/octet-stream"}}, 422),
+    "deep nesting": ("POST", "/v1/runs", {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+    "deep values": (
+        "POST", "/v1/runs", {"content": b'{"config":' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001, "headers": {"content-type": "application/json"}}, 400,
+    ),
+    "a huge body": ("POST", "/v1/runs", {"json": {"config": {"model": {"args": {"x": "y" * 300_000}}}}}, 413),
+    "not a number": ("POST", "/v1/runs", {"content": b'{"config": {"model": {"args": {"x": NaN}}}}', "headers": {"content-type": "application/json"}}, 422),
+    "half a character": ("POST", "/v1/runs", {"content": b'{"config": {"\\ud800": 1}}', "headers": {"content-type": "application/json"}}, 422),
+    "a name in two lines": ("POST", "/v1/runs", {"json": {"config": CONFIG, "name": "a\nb"}}, 422),
+    "a long name": ("POST", "/v1/runs", {"json": {"config": CONFIG, "name": "a" * 81}}, 422),
+    "a key that is none": ("POST", "/v1/runs", {"json": {"config": CONFIG}, "headers": {"idempotency-key": "a b"}}, 422),
+    "priority over others": ("POST", "/v1/runs", {"json": {"config": CONFIG, "priority": 5}}, 403),
+    "an upload that is no archive": ("POST", "/v1/uploads", {"content": b"#!/bin/sh"}, 422),
+    "code that was not sent": ("POST", "/v1/runs", {"json": {"config": CONFIG, "code": "0" * 64}}, 404),
+    "code by a path": ("POST", "/v1/runs", {"json": {"config": CONFIG, "code": "../../runs"}}, 404),
+    "a module without code": ("POST", "/v1/runs", {"json": {"config": CONFIG}}, 422),
+    "a function of the system": ("POST", "/v1/runs", {"json": {"config": small_runs.run_file(model={"python": "os:system"})}}, 422),
+    "a file of the system": ("POST", "/v1/runs", {"json": {"config": small_runs.run_file(data={"train": "/etc/passwd"})}}, 422),
+    "a home folder": ("POST", "/v1/runs", {"json": {"config": small_runs.run_file(data={"train": "~/.ssh/*"})}}, 422),
+    "a climbing path": ("POST", "/v1/runs", {"json": {"config": small_runs.run_file(data={"train": "../../*/train.npz"})}}, 422),
+    "a folder of its own": ("POST", "/v1/runs", {"json": {"config": {**CONFIG, "folder": "/etc"}}}, 422),
+    "a file of another library": ("POST", "/v1/runs", {"json": {"config": {**CONFIG, "deepspeed": "/etc/passwd"}}}, 422),
+    "another site's page": ("POST", "/v1/runs/1/cancel", {"headers": {"origin": "http://evil.example"}}, 403),
+    "no site's page": ("POST", "/v1/runs/1/cancel", {"headers": {"origin": "null"}}, 403),
+    "another name for this computer": ("GET", "/v1/runs", {"headers": {"host": "evil.example"}}, 421),
+    "no such method": ("DELETE", "/v1/runs", {}, 405),
+    "no such state": ("GET", "/v1/runs?state=unknown", {}, 422),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(serving: Serving, name: str) -> None:
+    method, path, named, status = BAD[name]
+    before = serving.service.store.numbers_by_state()
+    answer = answered(serving, method, path, **named)
+
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
+    assert answer.json()["message"]
+    assert "Traceback" not in answer.text
+    assert serving.service.store.numbers_by_state() == before
+    assert not [each for each in serving.settings.folder.iterdir() if each.name.startswith("upload-")]
+    for header in ("content-security-policy", "x-content-type-options"):
+        assert answer.headers[header] == HEADERS[header]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/runs HTTP/1.1\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n folded: header\r\n\r\n",
+        "GET / HTTP/1.1\r\nX: " + "a" * 200_000 + "\r\n\r\n",
+        "\0\1\2\3\r\n\r\n",
+    ],
+)
+def test_smuggled_and_broken_requests_get_one_answer_at_most(serving: Serving, text: str) -> None:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as connection:
+        with suppress(OSError):  # it may have closed the connection in the middle
+            connection.sendall(text.encode("latin-1"))
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while chunk := connection.recv(65536):
+                answer += chunk
+    assert answer.count(b"HTTP/1.1 ") <= 1
+    assert b"200 OK" not in answer
+
+
+def test_a_token_expires_and_is_taken_back(serving: Serving) -> None:
+    tokens = serving.service.tokens
+    assert tokens.caller(tokens.make("late", "read", days=-1)) is None
+    token = tokens.make("gone", "read")
+    assert tokens.caller(token) is not None
+    assert tokens.take_back("gone") == 1
+    assert tokens.caller(token) is None
+    assert token.encode() not in serving.store.file.read_bytes()
+
+
+def test_what_was_tried_is_in_the_audit_log(serving: Serving) -> None:
+    answered(serving, "GET", "/v1/runs", role=None)
+    answered(serving, "POST", "/v1/runs/77777/cancel")
+    wanted = [("hostile", "POST", "/v1/runs/77777/cancel", 404), ("", "GET", "/v1/runs", 401)]
+    query = "SELECT owner, method, path, status FROM audit ORDER BY number DESC LIMIT 2"
+    deadline = time.monotonic() + 10  # it is written after the answer
+    while [tuple(row) for row in serving.store.connection.execute(query)] != wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_health_readiness_figures_and_the_document(serving: Serving) -> None:
+    assert answered(serving, "GET", "/healthz", role=None).json()["status"] == "alive"
+    assert answered(serving, "GET", "/readyz", role=None).json() == {"status": "ready"}
+    figures = answered(serving, "GET", "/metrics", role="read").text
+    assert 'memfit_capacity_bytes{device="cpu"} 1.048576e+06' in figures
+    assert 'memfit_runs{state="running"} 0.0' in figures
+    document = answered(serving, "GET", "/openapi.json", role=None).json()
+    assert {"/v1/runs", "/v1/runs/{number}/stream", "/v1/uploads"} <= document["paths"].keys()
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    from memfit.service.client import Client
+
+    with (
+        Client("http://127.0.0.1:9", "token") as asking,
+        pytest.raises(InputError, match="no service answers at http://127.0.0.1:9"),
+    ):
+        asking.me()

@@ -1,0 +1,146 @@
+"""What is refused of an upload leaves nothing behind; what a run puts into its folder leads nobody out of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memfit.service.own_folder import files_inside, open_inside
+from memfit.service.refusals import NotKnownError, Refusal, TooLargeError
+from memfit.service.uploads import UploadLimits, packed, unpack
+from service import small_runs
+
+LIMITS = UploadLimits(unpacked_bytes=1 << 20, files=10)
+
+
+def archive(folder: Path, write: Callable[[zipfile.ZipFile], None]) -> Path:
+    file = folder / "sent.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as opened:
+        write(opened)
+    return file
+
+
+def special(kind: int) -> Callable[[zipfile.ZipFile], None]:
+    def write(opened: zipfile.ZipFile) -> None:
+        entry = zipfile.ZipInfo("link")
+        entry.external_attr = (kind | 0o777) << 16
+        opened.writestr(entry, "/etc/passwd")
+
+    return write
+
+
+def bomb(opened: zipfile.ZipFile) -> None:
+    opened.writestr("zeros", b"\0" * (2 << 20))
+
+
+def bomb_that_lies(opened: zipfile.ZipFile) -> None:
+    bomb(opened)
+    opened.infolist()[0].file_size = 10
+
+
+def twice(opened: zipfile.ZipFile) -> None:
+    opened.writestr("net.py", "a")
+    opened.writestr("NET.py", "b")
+
+
+def many(opened: zipfile.ZipFile) -> None:
+    for number in range(11):
+        opened.writestr(f"f{number}", "")
+
+
+def encrypted(opened: zipfile.ZipFile) -> None:
+    opened.writestr("net.py", "a")
+    opened.infolist()[0].flag_bits |= 1
+
+
+HOSTILE = {
+    "climbs": lambda z: z.writestr("../out.py", ""),
+    "climbs inside": lambda z: z.writestr("a/../../out.py", ""),
+    "absolute": lambda z: z.writestr("/out.py", ""),
+    "backslashes": lambda z: z.writestr("..\\out.py", ""),
+    "a drive": lambda z: z.writestr("C:out.py", ""),
+    "a control character": lambda z: z.writestr("a\nb.py", ""),
+    "a long name": lambda z: z.writestr("a" * 500, ""),
+    "a deep path": lambda z: z.writestr("a/" * 30 + "b", ""),
+    "a link": special(stat.S_IFLNK),
+    "a pipe": special(stat.S_IFIFO),
+    "a device": special(stat.S_IFCHR),
+    "a bomb": bomb,
+    "a bomb that lies": bomb_that_lies,
+    "too many files": many,
+    "a name twice": twice,
+    "encrypted": encrypted,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_without_a_trace(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    with pytest.raises(Refusal):
+        unpack(archive(tmp_path, HOSTILE[name]), folder / "digest", LIMITS)
+    assert list(folder.iterdir()) == []
+    assert sorted(os.listdir(tmp_path)) == ["code", "sent.zip"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\3\4 no more", bytes(range(100, 200))], ids=["nothing", "a beginning", "something else"]
+)
+def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "sent.zip").write_bytes(content)
+    with pytest.raises(Refusal, match="no zip archive"):
+        unpack(tmp_path / "sent.zip", tmp_path / "code", LIMITS)
+
+
+def test_a_bomb_is_told_by_its_limit(tmp_path: Path) -> None:
+    with pytest.raises(TooLargeError, match="unpacks to more than 1.00 MiB"):
+        unpack(archive(tmp_path, bomb), tmp_path / "code", LIMITS)
+
+
+def test_a_folder_arrives_as_it_was_and_without_what_is_hidden(tmp_path: Path) -> None:
+    source = small_runs.code(tmp_path / "source")
+    (source / ".git").mkdir()
+    (source / ".git" / "config").write_text("secret")
+    (source / ".env").write_text("secret")
+    (source / "link").symlink_to("/etc/passwd")
+    first, second = io.BytesIO(), io.BytesIO()
+    packed(source, first)
+    packed(source, second)
+    assert first.getvalue() == second.getvalue()  # so that the same code has the same digest
+    (tmp_path / "sent.zip").write_bytes(first.getvalue())
+    found = unpack(tmp_path / "sent.zip", tmp_path / "code", LIMITS)
+    assert (found.files, sorted(os.listdir(tmp_path / "code"))) == (2, ["net.py", "train.npz"])
+    assert (tmp_path / "code" / "net.py").read_text() == small_runs.NET
+
+
+def test_a_run_that_writes_links_and_pipes_leads_nobody_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "run"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside" / "file").write_text("own")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "up").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe")
+    with open_inside(folder, "inside/file") as stream:
+        assert stream.read() == b"own"
+    for name in (
+        "link",
+        "up/secret",
+        "pipe",
+        "../secret",
+        "inside/../../secret",
+        str(tmp_path / "secret"),
+        "",
+        "inside",
+        "inside\0",
+        "a" * 5000,
+    ):
+        with pytest.raises(NotKnownError):
+            open_inside(folder, name)
+    assert list(files_inside(folder)) == [("inside/file", 3)]

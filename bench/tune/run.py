@@ -11,12 +11,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import demo_search
 import measuring
+import own_runs
 
 from memfit.errors import InfeasibleError, InputError
 from memfit.runner import Ledger, Runner, RunRequest
@@ -309,7 +313,8 @@ def overhead() -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
-    parts = {name: [row for row in rows if row["part"] == name] for name in ("packing", "real", "overhead")}
+    parts = {name: [row for row in rows if row["part"] == name] for name in ("packing", "real", "overhead", "own runs")}
+    searched = [row for row in rows if row["part"].startswith("demo ")]
     first = parts["packing"]
     one = first[0]["seconds"]
     heads = ["total, no slowdown", "of one at a time", "total, device shared", "mean time to an end", "died", "done"]
@@ -353,8 +358,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 ["30 trials, SQLite", "seconds a trial", "of the processor", "best value"],
                 [[row["way"], f"{row['seconds']:.2f}", f"{row['processor_seconds']:.2f}", f"{row['best']:.6f}"] for row in parts["overhead"]],
             ),
+            *([own_runs.table(parts["own runs"])] if parts["own runs"] else []),
+            *([demo_search.table(searched)] if searched else []),
         ]
     )  # fmt: skip
+
+
+def kept_beside(rows: Sequence[dict[str, Any]], stays: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep these rows, and of those that are kept already the ones that stay."""
+    before = [row for row in measuring.kept("tune") if stays(row)]
+    measuring.keep("tune", measuring.machine(), [*before, *rows])
+
+
+def _of_another_way(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (row["part"], row["way"]) != (other["part"], other.get("way"))
 
 
 def main() -> None:
@@ -362,18 +379,49 @@ def main() -> None:
     parser.add_argument(
         "--overhead", action="store_true", help="ask the third question alone, and keep the answers to the others"
     )
+    parser.add_argument(
+        "--own-runs", action="store_true", help="ask the fourth question alone, and keep the answers to the others"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=TRIALS, help="of the fourth question (30); others than 30 are not kept"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="of each of its runs (10)")
+    parser.add_argument("--way", default="", help="ask the fourth question of the ways whose names have these words")
+    parser.add_argument(
+        "--demo-search", action="store_true", help="ask the fifth question alone, and keep the answers to the others"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="of the fifth question: with how many seeds both settings are trained on as much as the demo (1; 0: only the search)",
+    )
     arguments = parser.parse_args()
+    if arguments.demo_search:
+        found = demo_search.measured(range(arguments.seeds))
+        print(demo_search.table(found), flush=True)
+        kept_beside(found, lambda row: not row["part"].startswith("demo "))
+        return
+    if arguments.own_runs:
+        for row in own_runs.measured(arguments.trials, arguments.steps, arguments.way):
+            if arguments.trials == TRIALS:  # kept as it comes: all ways together take a quarter of an hour
+                kept_beside([row], partial(_of_another_way, row))
+        return
     rows = overhead()
     if arguments.overhead:
-        before = [row for row in measuring.kept("tune") if row["part"] != "overhead"]
-        measuring.keep("tune", measuring.machine(), [*before, *rows])
+        kept_beside(rows, lambda row: row["part"] != "overhead")
         return
     rows += [
         really("one at a time", 1, told=False),
         really("4 at a time", 4, told=False),
         really("packed by what each is promised", None, told=True),
     ]
-    rows = [*packing(), *rows]
+    rows = [
+        *packing(),
+        *rows,
+        *own_runs.measured(TRIALS, arguments.steps),
+        *demo_search.measured(range(arguments.seeds)),
+    ]
     print(table(rows), flush=True)
     measuring.keep("tune", measuring.machine(), rows)
 

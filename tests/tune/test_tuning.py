@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ import yaml
 from optuna.trial import TrialState
 
 from memfit.errors import ConfigError, InfeasibleError, InputError
-from memfit.runner import guard
+from memfit.runner import Runner, guard
 from memfit.tune import Results, Search, run
+from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
 from memfit.tune.study_store import beat, open_study
+from memfit.tune.trials import MemfitTrials, threads_of
 from memfit.tune.tuning import Tuning
 from tune import searches
 
@@ -54,6 +58,25 @@ def test_the_suggestions_are_those_of_optuna(tmp_path: Path, sampler: str) -> No
     assert [row.params for row in found.rows] == [trial.params for trial in alone.trials]
     assert [row.values for row in found.rows] == [tuple(trial.values) for trial in alone.trials]
     assert found.best[0].number == alone.best_trial.number
+
+
+def test_trials_that_run_at_once_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks do. A trial that runs alone has torch's own number of threads, and what the user says stands."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(at_once: Any, **fit: Any) -> dict[str, str]:
+        return threads_of(searches.toy(tmp_path, {"optim.lr": [0.1, 0.2]}, fit, at_once=at_once))
+
+    assert [threads(n) for n in (2, 3, 20)] == [{"OMP_NUM_THREADS": each} for each in ("4", "2", "1")]
+    assert [threads(each) for each in (1, "auto")] == [{}, {}]
+    assert threads(2, devices=2) == {"OMP_NUM_THREADS": "2"}
+    assert threads(2, device="cuda") == {}
+    trials = MemfitTrials(searches.toy(tmp_path, {"optim.lr": [0.1, 0.2]}, at_once=2))
+    request = trials.request("run", 0, {}, tmp_path, Fit(fits=True, rank_bytes=(1,)))
+    assert request.environment["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(2) == {}
 
 
 def test_several_objectives_have_several_best(tmp_path: Path) -> None:
@@ -132,6 +155,20 @@ def test_out_of_memory_is_a_constraint_and_never_the_end(tmp_path: Path) -> None
     assert [name for name in runs if name.endswith("-alone")] == [f"trial-{by_size[500].number:05d}-alone"]
 
 
+@pytest.mark.slow
+def test_a_pruned_run_of_memfit_leaves_no_snapshots(tmp_path: Path) -> None:
+    """The threshold prunes at the first evaluation, in step 10 of 2,000; log and plan stay."""
+    pruner = {"name": "threshold", "options": {"upper": 0.0}}
+    search = searches.toy(tmp_path, {"optim.lr": [0.01, 0.02]}, trials=1, pruner=pruner)
+    search.run["train"] |= {"steps": 2000, "eval_every": 10, "save_every": 5}  # type: ignore[index]
+    found = run(search)
+    assert states(found) == ["pruned"]
+    out = search.out / "trials" / "trial-00000" / "run"
+    assert (out / "log.jsonl").exists()
+    assert [each.name for each in out.iterdir() if "step-" in each.name] == []
+    assert (out.parent / "plan.json").exists()
+
+
 def test_pruned_trials_end_at_once(tmp_path: Path) -> None:
     code = """
 import sys, time
@@ -202,6 +239,36 @@ def test_the_results_are_files_that_others_read(searched: Results, capsys: pytes
 def test_a_finished_search_has_nothing_left_to_do(searched: Results) -> None:
     again = run(searched.search)
     assert (again.launched, again.rows) == (0, searched.rows)
+
+
+@pytest.mark.slow
+def test_trials_of_several_ranks_are_searched_side_by_side(tmp_path: Path) -> None:
+    """Two ranks each, on three devices: one at a time fits, and each rank has its own bytes and limit."""
+    space = {"optim.lr": [0.01, 0.02]}
+    fit = {"devices": 2, "fixed": {"micro_batches": 1, "sharding": "data"}}
+    first = MemfitTrials(searches.toy(tmp_path, space, fit))
+    peak = first.fit({"optim.lr": 0.01}, tmp_path / "first").peak_bytes
+    first.close()
+    search = searches.toy(tmp_path, space, fit, sampler="grid", at_once=2, devices=3, budget=peak * 3 // 2)
+    tuning = Tuning(search)
+    most = 0
+    try:
+        while tuning.step(0.05):
+            most = max(most, len(tuning.runner.running))
+        from memfit.tune.results import results
+
+        found = results(search, tuning.study)
+    finally:
+        tuning.close()
+    assert states(found) == ["done", "done"]
+    assert most == 1
+    spec = json.loads((search.out / "runner" / "runs" / "trial-00000" / "1" / "spec.json").read_text())
+    assert spec["command"][5:7] == ["--nproc", "2"]
+    assert len(spec["rank_bytes"]) == len(set(spec["devices"])) == 2
+    assert spec["environment"]["MEMFIT_MEMORY_LIMIT"] == ",".join(map(str, spec["rank_bytes"]))
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{search.out}/study.sqlite")
+    for trial in study.trials:
+        assert trial.user_attrs["metric:peak_bytes"] == trial.user_attrs["memfit:peak_bytes"]
 
 
 @pytest.fixture
@@ -328,6 +395,37 @@ def test_an_unreachable_server_is_said_without_the_password(tmp_path: Path) -> N
     assert "secret" not in str(caught.value)
 
 
+def test_two_studies_never_share_a_folder_of_trials(tmp_path: Path) -> None:
+    """Trials are numbered in each study, so one would find the runs of the other under the names of its own."""
+    run(searches.command(tmp_path, trials=1))
+    told = re.escape(
+        "/out holds the trials of another study (search): give this search a folder of its own, or remove that one"
+    )
+    with pytest.raises(ConfigError, match=told):
+        run(searches.command(tmp_path, "print('value=7')  # ", trials=1, study="second"))
+    beside = run(
+        searches.command(
+            tmp_path, "print('value=7')  # ", trials=1, study="second", store="out/study.sqlite", out="out2"
+        )
+    )
+    assert beside.rows[0].values == (7.0,)
+    assert run(searches.command(tmp_path, trials=2)).count("done") == 2
+    (tmp_path / "out" / "study.sqlite").unlink()
+    with pytest.raises(ConfigError, match="holds the trials of another study"):
+        run(searches.command(tmp_path, trials=1))
+    (tmp_path / "out" / "study.json").unlink()  # as left by a version that wrote none
+    with pytest.raises(ConfigError, match="holds the trials of another study"):
+        run(searches.command(tmp_path, trials=1))
+
+
+def test_a_promise_that_no_device_has_is_said_before_the_first_trial(tmp_path: Path) -> None:
+    told = "search.memory promises 9.00 GiB to each, and the largest device has 8.00 GiB: .* that would do is 9.00 GiB .9663676416 bytes."
+    with pytest.raises(InfeasibleError, match=told) as caught:
+        run(searches.command(tmp_path, memory="9GiB", budget="8GiB"))
+    assert (caught.value.budget_bytes, caught.value.minimum_bytes) == (8 << 30, 9 << 30)
+    assert not (tmp_path / "out" / "trials").exists()
+
+
 # ----------------------------------------------------------------------------------------------- killed, and taken up again
 
 CALL = """
@@ -345,6 +443,19 @@ def started(folder: Path, search: Search) -> subprocess.Popen[bytes]:
     file = folder / f"{search.out.name}.yaml"
     file.write_text(json.dumps({"search": {**told, "command": list(told["command"])}}), encoding="utf-8")
     return subprocess.Popen([sys.executable, "-c", CALL, file, folder], stderr=subprocess.PIPE)
+
+
+def forked(search: Search) -> int:
+    """The same search in a fork of this process, which has everything imported: its pid."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forking beside threads; torch's are not used here
+        pid = os.fork()
+    if pid == 0:
+        try:
+            run(search)
+        finally:
+            os._exit(0)
+    return pid
 
 
 SLOW = "import sys, time; x, y = map(float, sys.argv[1:]); time.sleep(0.15); print(f'value={x + y!r}')"
@@ -365,7 +476,7 @@ def check_whole(found: Results, trials: int) -> None:
     assert twice == 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -379,11 +490,11 @@ def test_a_killed_search_goes_on_and_no_trial_is_lost_or_told_twice(tmp_path: Pa
     draw = random.Random(0)
     for number, seconds in enumerate([moment] if isinstance(moment, float) else [draw.uniform(0, 2.5) for _ in moment]):
         search = searches.command(tmp_path, SLOW, trials=6, at_once=2, out=f"out-{number}", sampler="random")
-        process = started(tmp_path, search)
+        pid = forked(search)
         until(lambda search=search: (search.out / "runner" / "runner.lock").exists())  # type: ignore[misc]
         time.sleep(seconds)
-        process.kill()
-        _, _ = process.communicate()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         check_whole(run(search), 6)
 
 
@@ -399,7 +510,9 @@ def test_the_runs_of_a_killed_search_end_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_killed_trial_is_run_once_more_and_no_other_is_touched(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("victim", ["trial", "guard"])
+def test_a_killed_trial_is_run_once_more_and_no_other_is_touched(tmp_path: Path, victim: str, kills: int) -> None:
+    """The trial itself, or the process that watches it: then its end is not known, and it ends with it."""
     import random
 
     draw = random.Random(1)
@@ -410,9 +523,9 @@ def test_a_killed_trial_is_run_once_more_and_no_other_is_touched(tmp_path: Path,
         while tuning.step(0.02):
             for name in tuning.runner.running:
                 if name not in killed and len(killed) < kills and draw.random() < 0.5:
-                    children = _child(tuning.runner._running[name].pid)
-                    if children:
-                        os.kill(children[0], signal.SIGKILL)
+                    pid = guard_of(tuning, name)
+                    if children := _child(pid):
+                        os.kill(pid if victim == "guard" else children[0], signal.SIGKILL)
                         killed[name] = children[0]
     finally:
         tuning.close()
@@ -422,6 +535,13 @@ def test_a_killed_trial_is_run_once_more_and_no_other_is_touched(tmp_path: Path,
     check_whole(found, max(4, kills))
     again = [name for name in killed if (search.out / "runner" / "runs" / name / "2").exists()]
     assert sorted(again) == sorted(killed)
+    until(lambda: all(guard.started(pid) is None for pid in killed.values()))
+
+
+def guard_of(tuning: Tuning, name: str) -> int:
+    """The process that watches a trial."""
+    assert isinstance(tuning.runner, Runner)
+    return tuning.runner._running[name].pid
 
 
 def _child(pid: int) -> list[int]:
@@ -442,7 +562,7 @@ def test_a_run_of_memfit_that_is_killed_goes_on_from_its_snapshot(tmp_path: Path
     try:
         while tuning.step(0.05):
             if not killed and any(out.glob("step-*")):
-                (pid,) = _child(tuning.runner._running["trial-00000"].pid)
+                (pid,) = _child(guard_of(tuning, "trial-00000"))
                 os.kill(pid, signal.SIGKILL)
                 killed = True
         from memfit.tune.results import results
@@ -455,14 +575,13 @@ def test_a_run_of_memfit_that_is_killed_goes_on_from_its_snapshot(tmp_path: Path
         tuning.close()
 
 
-@pytest.mark.slow
-def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -> None:
-    """Four processes, one store; making its tables is where they fell over each other."""
+def check_race(folder: Path, store: str) -> optuna.Study:
+    """Four processes for one store that is empty; making its tables is where they fell over each other. Their study."""
     searched = [
-        searches.command(tmp_path, SLOW, trials=8, out=f"worker-{number}", store="shared/study.sqlite", study="shared", sampler="random")
+        searches.command(folder, SLOW, trials=8, out=f"worker-{number}", store=store, study="shared", sampler="random")
         for number in range(4)
-    ]  # fmt: skip
-    processes = [started(tmp_path, search) for search in searched]
+    ]
+    processes = [started(folder, search) for search in searched]
     told = [process.communicate()[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, told
     study = open_study(searched[0])
@@ -470,6 +589,12 @@ def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -
     assert numbers == list(range(len(numbers)))
     assert 8 <= len(numbers) <= 11  # each may have asked for one before it saw the others'
     assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+    return study
+
+
+@pytest.mark.slow
+def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -> None:
+    check_race(tmp_path, "shared/study.sqlite")
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ Optuna proposes, `memfit.runner` runs. Needs `pip install 'memfit[tune]'`; torch
 """
 
 from memfit.tune.call import run
+from memfit.tune.ray_tune import ray_tune
 from memfit.tune.results import Results, TrialRow
 from memfit.tune.search import Search, load_search, read_search
 
-__all__ = ["Results", "Search", "TrialRow", "load_search", "read_search", "run"]
+__all__ = ["Results", "Search", "TrialRow", "load_search", "ray_tune", "read_search", "run"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -183,6 +184,19 @@ def imported(data: Mapping[str, Any]) -> dict[str, Any]:
     metric = objective["objectiveMetricName"]
     strategies = {each["name"]: each["value"] for each in objective.get("metricStrategies") or ()}
     template = spec.get("trialTemplate") or {}
+    ignored = {
+        "spec.objective.goal": objective.get("goal"),
+        "spec.algorithm.algorithmSettings": (spec.get("algorithm") or {}).get("algorithmSettings"),
+        "spec.earlyStopping.algorithmSettings": (spec.get("earlyStopping") or {}).get("algorithmSettings"),
+    }
+    for name, value in ignored.items():
+        if value is not None:
+            warnings.warn(
+                f"{name} is not read: the search runs all of its trials, with Optuna's own settings", stacklevel=2
+            )
+    sampler: Any = samplers[algorithm]
+    if algorithm == "multivariate-tpe":
+        sampler = {"name": "tpe", "options": {"multivariate": True}}
     return {
         "search": {
             "space": {each["name"]: _read_parameter(each) for each in spec.get("parameters") or ()},
@@ -191,7 +205,7 @@ def imported(data: Mapping[str, Any]) -> dict[str, Any]:
                 "direction": objective.get("type", "minimize"),
                 "take": "last" if strategies.get(metric, "latest") == "latest" else "best",
             },
-            "sampler": samplers[algorithm],
+            "sampler": sampler,
             "pruner": "none" if stopping is None else "median",
             "trials": spec.get("maxTrialCount", 20),
             "at_once": spec.get("parallelTrialCount", 3),

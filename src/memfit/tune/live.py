@@ -75,9 +75,14 @@ class TableDisplay:
         self._console = Console(stderr=True, markup=False, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
+        self._told: set[int] | None = None
 
     def show(self, tuning: Tuning, found: Results) -> None:
-        """The last trials, and totals."""
+        """The last trials, and totals; above them why a trial failed, for which the table has no column."""
+        failed = {row.number: row for row in found.rows if row.state in {"failed", "out of memory"}}
+        for number in sorted(failed.keys() - (failed.keys() if self._told is None else self._told)):
+            self.note(f"trial {described(failed[number], found)}")
+        self._told = set(failed)
         self._live.update(table(tuning, found), refresh=True)
 
     def note(self, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -23,7 +24,8 @@ class Fit:
     Attributes:
         fits: whether there is a plan.
         budget_bytes: that the plan was made for.
-        peak_bytes: predicted, on the device.
+        peak_bytes: predicted, on the device; of several ranks, that of the fullest.
+        rank_bytes: predicted, of each rank; empty where there is one.
         tiers: bytes on lower tiers, by name.
         minimum_bytes: the smallest budget that would do, where there is no plan; None where none was found.
         step_seconds: predicted.
@@ -41,13 +43,20 @@ class Fit:
     device: str = "cpu"
     message: str = ""
     error: str = ""
+    rank_bytes: tuple[int, ...] = ()
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """Predicted, of every rank, also where there is one."""
+        return tuple(self.rank_bytes) or (self.peak_bytes,)
 
 
 class Planner:
     """The other end of the plan server; it is started with the first question, and again when it was lost."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._log = log
+        self._environment = dict(environment or {})  # beside this process's own
         self._process: subprocess.Popen[str] | None = None
         self.questions = 0
         self.idle: Callable[[], None] = lambda: None  # called while an answer is awaited
@@ -91,6 +100,7 @@ class Planner:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
+                    env={**os.environ, **self._environment},
                     start_new_session=True,
                 )
         return self._process

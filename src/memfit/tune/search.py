@@ -66,7 +66,9 @@ class SearchConfig:
         direction: of an objective that is given by its name alone.
         trials: how many in all, those of earlier calls on the same study included.
         at_once: how many at most at one time; "auto" for as many as fit into the budget.
-        budget: bytes of the device for all trials together; left out, `at_once` times `fit.budget`.
+        budget: bytes of the device for all trials together, of each where there are several; left out, what `at_once` trials of `fit.budget` take.
+        devices: how many devices of this computer trials are shared out on; or bytes by their names ({"cuda:0": "24GiB"}), in place of `budget`.
+        host_budget, disk_budget: bytes on lower tiers for all trials together; left out, `at_once` times those of `fit`, and where it names none, no limit.
         sampler: tpe, gp, random, grid, cmaes, nsga2, qmc; or its name and options.
         pruner: none, median, percentile, hyperband, halving, patient, threshold, wilcoxon; or its name and options.
         seed: of the sampler.
@@ -74,7 +76,10 @@ class SearchConfig:
         warm_start: names of studies in the same store whose finished trials the sampler knows.
         command: program and arguments of a trial, with parameters in braces; left out, the trial is the run that the file describes.
         metrics: file that the command writes metrics to, from the trial's folder; its output when left out.
-        memory: bytes that a trial of a command takes at most: its share of the budget, and a hard limit on its process.
+        memory: bytes that a trial of a command takes at most, each of its ranks: its share of the budget, and a hard limit on its processes.
+        ranks: that a trial of a command has (torchrun), each on a device of its own; a run of memfit says so by `fit.devices`.
+        cluster: address of a Ray cluster on whose machines trials run ("auto" for the one that this computer belongs to); each machine has told Ray its bytes.
+            This computer alone when left out.
         device: that a trial of a command runs on, as a name; for the account of bytes alone.
         timeout: seconds after which a trial is stopped.
         silence: seconds without a sign of life after which a trial is stopped.
@@ -91,6 +96,9 @@ class SearchConfig:
     trials: int = 20
     at_once: int | Literal["auto"] = 1
     budget: str | int | None = None
+    devices: int | Mapping[str, Any] = 1
+    host_budget: str | int | None = None
+    disk_budget: str | int | None = None
     sampler: str | Named = "tpe"
     pruner: str | Named = "none"
     seed: int = 0
@@ -99,6 +107,8 @@ class SearchConfig:
     command: tuple[str, ...] = ()
     metrics: str | None = None
     memory: str | int | None = None
+    ranks: int = 1
+    cluster: str | None = None
     device: str = "cpu"
     timeout: float | None = None
     silence: float | None = None
@@ -109,7 +119,8 @@ class SearchConfig:
     out: str = "tune"
 
     def __post_init__(self) -> None:
-        for name in ("trials", "heartbeat") + (() if self.at_once == "auto" else ("at_once",)):
+        counted = [name for name in ("at_once", "devices") if isinstance(getattr(self, name), int)]
+        for name in ("trials", "heartbeat", "ranks", *counted):
             if getattr(self, name) < 1:
                 raise ConfigError(f"search.{name}: {getattr(self, name)} is less than 1")
         for name in ("timeout", "silence"):
@@ -118,7 +129,24 @@ class SearchConfig:
                 raise ConfigError(f"search.{name}: {value} is not positive; leave it out for no limit")
         if self.grace < 0:
             raise ConfigError(f"search.grace: {self.grace} is less than 0")
-        for name in ("budget", "memory"):
+        if not isinstance(self.devices, int):
+            if not self.devices:
+                raise ConfigError("search.devices names none: give a number, or bytes by the names of devices")
+            if self.budget is not None:
+                raise ConfigError(
+                    "search.budget and the bytes in search.devices say the same twice: leave one of them out"
+                )
+        if self.cluster is not None:
+            for name in ("budget", "host_budget", "disk_budget"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"search.{name} and search.cluster: the bytes of a cluster are what its machines have told Ray; leave it out"
+                    )
+            if self.devices != 1 or self.ranks != 1:
+                raise ConfigError(
+                    "search.cluster: on a cluster a trial has one device, and its machines say which there are; leave search.devices and ranks out"
+                )
+        for name in ("budget", "memory", "host_budget", "disk_budget"):
             value = getattr(self, name)
             if value is not None:
                 try:
@@ -262,6 +290,8 @@ def _check_run(search: Search) -> None:
     for name in ("metrics", "memory"):
         if getattr(config, name) is not None:
             raise ConfigError(f"search.{name} goes with search.command: a run of memfit has both by itself")
+    if config.ranks > 1:
+        raise ConfigError("search.ranks goes with search.command: a run of memfit has as many as fit.devices names")
     known = {*DURING, *AT_END}
     for objective in config.objectives:
         if objective.name not in known:

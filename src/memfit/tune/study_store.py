@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import sqlite3
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 DESCRIBED: Final = "memfit:search"  # the study's attribute that says what is searched
+IDENTITY: Final = "memfit:id"  # and one that no other study has, whatever its name
+OWNER: Final = "study.json"  # in a folder of trials: whose they are
 NAME: Final = "study.sqlite"
 _GRACE: Final = 3  # heartbeats that may be missed
 _ADVISORY_LOCK: Final = 0x6D656D666974  # PostgreSQL's locks have numbers; "memfit" in ASCII
@@ -79,7 +82,38 @@ def open_study(search: Search) -> Study:
         _compare(study, search, url)
         if search.name not in known:
             _begin(study, search, known)
+        if IDENTITY not in study.user_attrs:
+            study.set_user_attr(IDENTITY, uuid.uuid4().hex)
     return study
+
+
+def own_folder(search: Search, study: Study) -> None:
+    """Check that the folder for trials holds this study's, and write down that it does: runs have names by the numbers of trials, which every study has.
+
+    Raises:
+        ConfigError: they are another study's.
+        InputError: the folder cannot be written.
+    """
+    file = search.out / OWNER
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        owner = {}
+    runs = search.out / "runner" / "runs"
+    earlier = not owner and not study.trials and runs.is_dir() and any(runs.iterdir())
+    if earlier or owner.get("id", study.user_attrs[IDENTITY]) != study.user_attrs[IDENTITY]:
+        raise ConfigError(
+            f"search.out: {search.out} holds the trials of another study{f' ({name})' if (name := owner.get('study')) else ''}: "
+            "give this search a folder of its own, or remove that one"
+        )
+    try:
+        waiting = file.with_name(f".{OWNER}.partial")
+        waiting.write_text(
+            json.dumps({"study": search.name, "id": study.user_attrs[IDENTITY]}) + "\n", encoding="utf-8"
+        )
+        waiting.replace(file)
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror or error}; free space, then start again") from error
 
 
 def _seed(seed: int, begun: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +13,36 @@ from typing import Any, Final, Protocol
 from memfit.runner import RunRequest
 from memfit.runner.ends import tail_of
 from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
+from memfit.train.snapshot_folders import folders
+from memfit.tune.capacity import capacity_of, device_of, ranks_of
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit, Planner
 from memfit.tune.search import AT_END, DURING, Search, command_with
 from memfit.units import parse_bytes
+from memfit.values.script import TIERS
 
 ALONE: Final = "-alone"  # ends the name of a run that repeats one which ran out of memory, with nothing beside it
+_THREADS: Final = "OMP_NUM_THREADS"
 _LESS: Final = 0.85  # of its predicted peak, for a run that is repeated so
 
 
 def name_of(number: int) -> str:
     """The name of the run of a trial."""
     return f"trial-{number:05d}"
+
+
+def threads_of(search: Search) -> dict[str, str]:
+    """The variable by which torch takes its share of the processor's cores, where trials that run on it at once have to share them.
+
+    Nothing where one runs alone, where it is not known how many run, and where the user has said it. It is what torchrun does for ranks: threads of two
+    processes on the same cores wait for each other.
+    """
+    at_once, ranks = search.config.at_once, ranks_of(search)
+    elsewhere = search.config.cluster is not None or device_of(search) != "cpu" or _THREADS in os.environ
+    if elsewhere or not isinstance(at_once, int) or at_once == 1:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {_THREADS: str(max(1, cores // (at_once * ranks)))}
 
 
 class Trials(Protocol):
@@ -46,6 +66,9 @@ class Trials(Protocol):
     def final(self, folder: Path, stdout: Path, fit: Fit | None, seconds: float, metrics: Metrics) -> Metrics:
         """What it has reported once it is over."""
 
+    def forget(self, folder: Path) -> None:
+        """A trial was pruned, or ran out of memory: what only going on with it would need is removed."""
+
     def close(self) -> None:
         """No more trials."""
 
@@ -55,7 +78,10 @@ class MemfitTrials:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.planner = Planner(search.out / "planner.log")
+        self._threads = threads_of(search)
+        self.planner = Planner(search.out / "planner.log", self._threads)
+        # On a cluster each machine says which of them it has.
+        self._tiers = set(TIERS) if search.config.cluster else set(TIERS) & capacity_of(search).keys()
 
     def config(self, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """The configuration of a trial's run."""
@@ -74,22 +100,37 @@ class MemfitTrials:
         if again is not None:
             config["fit"] = {**config.get("fit", {}), "budget": int(_LESS * again)}
         folder.mkdir(parents=True, exist_ok=True)
+        fit = self.planner.ask(config, folder / "plan.json")
+        if str(config.get("fit", {}).get("device", "")).startswith("cuda:"):
+            config["fit"]["device"] = "cuda"  # the runner chooses which, and lets the run see no other
+        self.write(config, folder)
+        return fit
+
+    @staticmethod
+    def write(config: Mapping[str, Any], folder: Path) -> None:
+        """The configuration, where the trial's run reads it."""
         (folder / "run.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        return self.planner.ask(config, folder / "plan.json")
 
     def request(self, name: str, number: int, values: Mapping[str, Any], folder: Path, fit: Fit) -> RunRequest:  # noqa: ARG002 - as in the protocol
         """`memfit train` with the plan that was made, and `memfit resume` once there is something to resume."""
         config = self.search.config
         ours = (sys.executable, "-m", "memfit")
-        plan = ("--plan", str(folder / "plan.json"), "--json")
-        device = _device(fit)
+        plan: tuple[str, ...] = ("--plan", str(folder / "plan.json"), "--json")
+        if len(fit.by_rank) > 1:
+            plan = ("--nproc", str(len(fit.by_rank)), *plan)
         out = folder / "run"
         return RunRequest(
             name,
             (*ours, "train", str(folder / "run.json"), *plan),
             folder=str(self.search.folder),
-            environment={MEMORY_LIMIT: str(fit.peak_bytes), "MEMFIT_TRIAL": str(number)},
-            peak_bytes={device: fit.peak_bytes},
+            environment={
+                MEMORY_LIMIT: ",".join(map(str, fit.by_rank)),
+                "MEMFIT_TRIAL": str(number),
+                **self._threads,
+            },
+            peak_bytes={name: size for name, size in (fit.tiers or {}).items() if name in self._tiers},
+            rank_bytes=fit.by_rank,
+            device=fit.device,
             seconds=config.timeout,
             silent_seconds=config.silence,
             watched=str(out / "log.jsonl"),
@@ -124,6 +165,12 @@ class MemfitTrials:
                 metrics.values[name] = [*metrics.values.get(name, ()), (answer.get("step") or 0, float(value))]
         return metrics
 
+    def forget(self, folder: Path) -> None:
+        """Its snapshots are removed, so that many trials of a large model do not fill the disk; log, plan and configuration stay."""
+        for out in (folder / "run", folder / "alone" / "run"):
+            for each in (*folders(out), *out.glob(".step-*")):
+                shutil.rmtree(each, ignore_errors=True)
+
     def close(self) -> None:
         """The process that plans ends."""
         self.planner.close()
@@ -140,7 +187,13 @@ class CommandTrials:
     def fit(self, values: Mapping[str, Any], folder: Path, *, again: int | None = None) -> Fit:  # noqa: ARG002 - as in the protocol
         """Nothing is known but what was said."""
         folder.mkdir(parents=True, exist_ok=True)
-        return Fit(fits=True, peak_bytes=self._bytes or 0, device=self.search.config.device)
+        each = self._bytes or 0
+        return Fit(
+            fits=True,
+            peak_bytes=each,
+            device=self.search.config.device.partition(":")[0],
+            rank_bytes=(each,) * self.search.config.ranks,
+        )
 
     def request(self, name: str, number: int, values: Mapping[str, Any], folder: Path, fit: Fit) -> RunRequest:
         """The command, with the values in their places."""
@@ -150,7 +203,8 @@ class CommandTrials:
             command_with(self.search, values, number, folder),
             folder=str(self.search.folder),
             environment={"MEMFIT_TRIAL": str(number), "MEMFIT_TRIAL_DIR": str(folder)},
-            peak_bytes={} if self._bytes is None else {fit.device: fit.peak_bytes},
+            rank_bytes=() if self._bytes is None else fit.by_rank,
+            device=fit.device,
             memory_limit_bytes=self._bytes if fit.device == "cpu" else None,
             seconds=config.timeout,
             silent_seconds=config.silence,
@@ -170,9 +224,8 @@ class CommandTrials:
         metrics.values.setdefault("seconds", [(0, seconds)])
         return metrics
 
+    def forget(self, folder: Path) -> None:
+        """What a command has written is its user's."""
+
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _device(fit: Fit) -> str:
-    return "cpu" if fit.device == "cpu" else "cuda:0"

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from memfit import strict
-from memfit.errors import ConfigError, InfeasibleError, InputError
-from memfit.runner import End, Runner
-from memfit.tune.capacity import budget_of, capacity_of
+from memfit.errors import ConfigError, InputError
+from memfit.runner import End, Runner, Runs
+from memfit.tune.capacity import budget_of, capacity_of, largest_device
+from memfit.tune.feasibility import check_feasible
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
 from memfit.tune.search import Search
-from memfit.tune.space import corners
-from memfit.tune.study_store import beat, open_study, store_errors, url_of
+from memfit.tune.study_store import beat, open_study, own_folder, store_errors, url_of
 from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, Trials, name_of
 from memfit.units import format_bytes
 
@@ -39,7 +39,6 @@ BYTES: Final = "memfit:peak_bytes"
 MINIMUM: Final = "memfit:minimum_bytes"
 CONSTRAINT: Final = "bytes over the budget"
 _SILENT_TRIALS: Final = 3  # without the objective, after which the search ends
-_MOST_CORNERS: Final = 12
 _POLL_SECONDS: Final = 0.5
 _AUTO: Final = 64  # trials at once, where bytes alone decide
 
@@ -75,7 +74,7 @@ class Tuning:
         note: told what is worth a line.
 
     Raises:
-        InputError, ConfigError: as for `open_study`; another process works in the same folder.
+        InputError, ConfigError: as for `open_study` and `own_folder`; another process works in the same folder.
         InfeasibleError: nothing that is searched fits into the budget.
     """
 
@@ -96,10 +95,12 @@ class Tuning:
         if isinstance(self.trials, MemfitTrials):
             self.trials.planner.idle = self._meanwhile
         try:
-            self.runner = Runner(search.out / "runner", capacity_of(search), self._at_once())
+            self.runner: Runs = self._runner()
             self.worker = _worker(self.runner.folder)
             try:
-                self._check_feasible()
+                own_folder(search, self.study)
+                if self.search.is_command or not self.study.trials:
+                    check_feasible(search, self.runner.ledger.capacity, self._fit)
                 with store_errors(self.url):
                     self._found_again()
             except BaseException:
@@ -109,42 +110,18 @@ class Tuning:
             self.trials.close()
             raise
 
+    def _runner(self) -> Runs:
+        folder, cluster = self.search.out / "runner", self.search.config.cluster
+        if cluster is None:
+            return Runner(folder, capacity_of(self.search), self._at_once())
+        from memfit.runner.cluster import ClusterRunner
+
+        return ClusterRunner(folder, cluster, self._at_once())
+
     def _at_once(self) -> int:
         return _AUTO if self.search.config.at_once == "auto" else self.search.config.at_once
 
     # ----------------------------------------------------------------------------------------------------------- before
-
-    def _check_feasible(self) -> None:
-        """Say before the first trial where no trial could fit.
-
-        Raises:
-            InfeasibleError: none of the extreme combinations does.
-        """
-        if self.search.is_command or self.study.trials:
-            return
-        smallest: Fit | None = None
-        at: dict[str, Any] = {}
-        for values in corners(self.search.space, _MOST_CORNERS):
-            fit = self._fit(values, self.search.out / "check")
-            if fit.fits or fit.error:
-                return
-            if smallest is None or (fit.minimum_bytes or math.inf) < (smallest.minimum_bytes or math.inf):
-                smallest, at = fit, values
-        if smallest is None:
-            return
-        words = ", ".join(f"{name}={_shown(value)}" for name, value in at.items())
-        least = smallest.minimum_bytes
-        told = (
-            "no budget was found that would do"
-            if least is None
-            else f"the smallest that would is {format_bytes(least)} ({least} bytes), with {words}"
-        )
-        capacity = next(iter(self.runner.ledger.capacity.values()), 0)
-        raise InfeasibleError(
-            f"nothing in search.space fits into its budget, so no trial was started: {told}",
-            budget_bytes=capacity,
-            minimum_bytes=least,
-        )
 
     def _found_again(self) -> None:
         """Trials that were begun before: those of this folder are joined with their runs, and others are left to their own processes."""
@@ -250,7 +227,8 @@ class Tuning:
             request = self.trials.request(live.run, live.trial.number, live.values, folder, live.fit)
             try:
                 self.runner.ledger.check(request)
-            except InputError:
+            except InputError as error:
+                live.fit = replace(live.fit, fits=False, message=str(error))
                 self._infeasible(live)
                 return
             self.runner.submit(request)
@@ -262,7 +240,7 @@ class Tuning:
 
     def _fit(self, values: dict[str, Any], folder: Path, again: int | None = None) -> Fit:
         fit = self.trials.fit(values, folder, again=again)
-        capacity = next(iter(self.runner.ledger.capacity.values()), None)
+        capacity = largest_device(self.runner.ledger.capacity)
         if fit.fits and capacity is not None and fit.peak_bytes > capacity:
             return replace(
                 fit, fits=False, minimum_bytes=fit.peak_bytes, message="more than all trials together may take"
@@ -393,7 +371,7 @@ class Tuning:
         if least:
             live.trial.set_user_attr(MINIMUM, least)
         live.trial.set_constraint(CONSTRAINT, max(1, least - budget) if least else 1)
-        why = f"needs {format_bytes(least)}, and there are {format_bytes(budget)}" if least else fit.message
+        why = f"needs {format_bytes(least)}, and there are {format_bytes(budget)}" if least > budget else fit.message
         self._tell(live, TrialState.PRUNED, why, "infeasible")
 
     def _tell(self, live: Live, state: Any, words: str, kind: str, values: list[float] | None = None) -> None:
@@ -408,8 +386,8 @@ class Tuning:
             # The grid is exhausted: the trial is told, and then the sampler stops a loop that is not Optuna's.
             if "Study.stop" not in str(error):
                 raise
-        if kind in {"failed", "out of memory"}:
-            self.note(f"trial {live.trial.number} {kind}: {words}")
+        if kind in {"pruned", "out of memory"}:
+            self.trials.forget(self._folder(live.trial.number))
 
     def _stored(self, trial: Trial) -> FrozenTrial:
         return self.study._storage.get_trial(trial._trial_id)  # noqa: SLF001 - `study.trials` copies all of them
@@ -446,10 +424,6 @@ def _worker(folder: Path) -> str:
     import socket
 
     return f"{socket.gethostname()}:{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def finished(study: Study) -> list[FrozenTrial]:

@@ -25,7 +25,21 @@ GIB = 1 << 30
 NODE = 8
 Row = dict[str, Any]
 GRID = {"llama3-8b": (8, 64, 512, 4096), "llama3-70b": (64, 512, 4096), "llama3-405b": (512, 4096)}
-WORDS = {"none": "nothing is rebuilt", "blocks": "every block is rebuilt"}
+WORDS = {
+    "none": "nothing is rebuilt",
+    "selective": "attention and every second product are kept",
+    "alternate": "every second block is rebuilt",
+    "blocks": "every block is rebuilt",
+}
+STAGES = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
+SHAPES = {
+    7.5e9: (4096, 36),
+    128e9: (10240, 101),
+    1e12: (25600, 127),
+}  # hidden size and blocks, for about as many parameters
+# Bytes of each parameter, its gradient and its optimizer state in the ZeRO paper, and here.
+PAPER = {"parameters": 2, "gradients": 2, "state": 12}
+OWN = {"parameters": 4, "gradients": 4, "state": 8}
 
 
 def asked(kind: str) -> list[Row]:
@@ -58,8 +72,10 @@ def cluster(gpus: int, about: Mapping[str, Any]) -> Any:
     return Topology((machine,) * gpus, nodes=Nodes((NODE,) * (gpus // NODE), inside, between))
 
 
-def predictions(model: str, batch: int, tokens: int, devices: Any, gpu: str) -> list[Row]:
-    """Of a step under ZeRO 3 and bf16 autocast, with nothing rebuilt and with every block."""
+def predictions(
+    model: str, batch: int, tokens: int, devices: Any, gpu: str, recompute: Sequence[str] = ("none", "blocks")
+) -> list[Row]:
+    """Of a step under ZeRO 3 and bf16 autocast, one for each way to rebuild."""
     from dataclasses import asdict
 
     from shapes import llama
@@ -67,38 +83,48 @@ def predictions(model: str, batch: int, tokens: int, devices: Any, gpu: str) -> 
     from memfit.clusters import predict_cluster
 
     built, sample = llama(model, batch, tokens)
-    found = predict_cluster(built, sample, devices=devices, optimizer=adamw, precision="bf16", device=gpu)
+    found = predict_cluster(
+        built, sample, devices=devices, optimizer=adamw, recompute=recompute, precision="bf16", device=gpu
+    )
     return [asdict(each) for each in found]
 
 
 def of_states() -> list[Row]:
-    """Bytes of parameters, gradients and optimizer state on each device, for as many parameters as the paper's."""
+    """What one of 64 devices holds of parameters, gradients and optimizer state."""
     from shapes import gpt
 
     from memfit.clusters import predict_cluster
 
+    built = {size: gpt(*shape, 64) for size, shape in SHAPES.items()}
     rows = []
     for row in asked("states"):
-        model, sample = gpt(4096, 36, 128)
-        parameters = sum(p.numel() for p in model.parameters())
-        topology = f"{row['devices'] // NODE}x{NODE}xa100"
-        (found,) = predict_cluster(
-            model, sample, devices=topology, optimizer=adamw, way=row["way"], recompute=("none",)
+        model, sample = built[row["parameters"]]
+        count = sum(p.numel() for p in model.parameters())
+        devices = f"{row['devices'] // NODE}x{NODE}xa100"
+        (found,) = predict_cluster(model, sample, devices=devices, optimizer=adamw, way=row["way"], recompute=("none",))
+        here = (found.parameter_bytes, found.gradient_bytes, found.optimizer_bytes)
+        # Of all that there is without sharding, the part that is here, in the bytes of the paper.
+        paper = sum(PAPER[kind] * size / OWN[kind] for kind, size in zip(PAPER, here, strict=True))
+        scale = row["parameters"] / count / 1e9
+        rows.append(
+            {**row, "kind": "state", "own_gb": sum(here) * scale, "predicted_gb": paper * scale, "exact": found.exact}
         )
-        predicted = found.state_bytes * row["parameters"] / parameters / 1e9
-        rows.append({**row, "kind": "state", "predicted_gb": predicted, "exact": found.exact})
-        print(row["name"], predicted, row["gb"], found.exact, file=sys.stderr, flush=True)
+        print(row["way"], row["parameters"], rows[-1]["predicted_gb"], row["gb"], file=sys.stderr, flush=True)
     return rows
 
 
 def of_steps() -> list[Row]:
     """Tokens a second on each GPU, and bytes."""
     rows = []
+    asked_for: dict[tuple[Any, ...], list[Row]] = {}  # by what is captured alike
     for row in asked("steps"):
-        devices = cluster(row["gpus"], row["of"])
-        found = predictions(row["model"], row["batch"], row["tokens"], devices, row["of"]["gpu"])
-        rows.append({**row, "kind": "step", "predicted": found})
-        print(row["name"], found, file=sys.stderr, flush=True)
+        asked_for.setdefault((row["source"], row["model"], row["batch"], row["tokens"], row["gpus"]), []).append(row)
+    for (_, model, batch, tokens, gpus), alike in asked_for.items():
+        about = alike[0]["of"]
+        ways = tuple(dict.fromkeys(row["kept"] for row in alike))
+        found = predictions(model, batch, tokens, cluster(gpus, about), about["gpu"], ways)
+        rows += [{**row, "kind": "step", "predicted": found[ways.index(row["kept"])]} for row in alike]
+        print(model, gpus, found, file=sys.stderr, flush=True)
     return rows
 
 
@@ -128,56 +154,49 @@ def speeds(row: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[float, flo
 def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         [
-            row["name"],
-            f"{row['gb']:.1f} GB",
-            f"{row['predicted_gb']:.1f} GB",
+            f"{row['parameters'] / 1e9:g}B" if row["parameters"] < 1e12 else f"{row['parameters'] / 1e12:g}T",
+            STAGES[row["way"]],
+            f"{row['gb']:,} GB",
+            f"{row['predicted_gb']:,.4g} GB{'' if row['exact'] else ' (about)'}",
             f"{100 * (row['predicted_gb'] / row['gb'] - 1):+.0f} %",
-            "yes" if row["exact"] else "no",
+            f"{row['own_gb']:,.4g} GB",
         ]
         for row in rows
     ]
     return f"{told(rows[0]['of'])}\n\n" + measuring.table(
-        ["64 devices", "published", "predicted", "difference", "exact"], lines
+        ["parameters", "on 64 devices", "published", "predicted", "difference", "in memfit's own bytes"], lines
     )
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
-    parts, errors = [], []
+    parts, errors, peaks = [], [], []
     for source in dict.fromkeys(row["source"] for row in rows):
         mine = [row for row in rows if row["source"] == source]
         lines = []
         for row in mine:
-            for found in row["predicted"]:
-                if row["kept"] not in {"selective", found["recompute"]}:
-                    continue
-                serial, overlapped = speeds(row, found)
-                sure = row["kept"] != "selective"
-                if sure:
-                    errors.append(abs(overlapped / row["speed"] - 1))
-                lines.append(
-                    [
-                        row["name"],
-                        f"{row['speed']:,}",
-                        WORDS[found["recompute"]],
-                        f"{serial:,.0f} ({100 * (serial / row['speed'] - 1):+.0f} %)",
-                        f"{overlapped:,.0f} ({100 * (overlapped / row['speed'] - 1):+.0f} %)",
-                        f"{row['gib']:.1f} GiB" if "gib" in row else "",
-                        f"{found['peak_bytes'] / GIB:.1f} GiB",
-                    ]
-                )
-        heads = [
-            "run",
-            "published",
-            "predicted with",
-            "nothing overlapped",
-            "overlapped",
-            "published peak",
-            "predicted peak",
-        ]
+            found = row["predicted"]
+            serial, overlapped = speeds(row, found)
+            alike = not row.get("other_kernels")
+            if alike:
+                errors.append(abs(overlapped / row["speed"] - 1))
+            if "gib" in row:
+                peaks.append(found["peak_bytes"] / GIB / row["gib"] - 1)
+            lines.append(
+                [
+                    row["name"],
+                    WORDS[row["kept"]],
+                    f"{row['speed']:,}" if alike else "",
+                    f"{serial:,.0f} ({100 * (serial / row['speed'] - 1):+.0f} %)" if alike else "",
+                    f"{overlapped:,.0f} ({100 * (overlapped / row['speed'] - 1):+.0f} %)" if alike else "",
+                    f"{row['gib']:.1f} GiB" if "gib" in row else "",
+                    f"{found['peak_bytes'] / GIB:.1f} GiB" + (f" ({100 * peaks[-1]:+.0f} %)" if "gib" in row else ""),
+                ]
+            )
+        heads = ["run", "", "published", "nothing overlapped", "overlapped", "published peak", "predicted peak"]
         parts.append(f"{told(mine[0]['of'])}\n\n" + measuring.table(heads, lines))
     summary = (
-        f"Tokens a second on each GPU; predictions are *estimated*. Where the run keeps what the prediction does, the overlapped figures are off by "
-        f"{100 * statistics.median(errors):.0f} % at the median, {100 * max(errors):.0f} % at most."
+        f"Tokens a second on each GPU; predictions are *estimated*. The overlapped figures are off by {100 * statistics.median(errors):.0f} % at the median, "
+        f"{100 * max(errors):.0f} % at most; peaks by {100 * min(peaks):+.0f} to {100 * max(peaks):+.0f} %."
     )
     return "\n\n".join([summary, *parts])
 

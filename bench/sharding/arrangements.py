@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,17 +100,32 @@ class ByHand:
 HAND = {"by hand, no recomputation": False, "by hand, every block": True}
 
 
-def peaks(rank: int, plans: Sequence[dict[str, Any]], timed: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Of each plan this rank's peak; of those to be timed also the median processor seconds of a step."""
+def peaks(rank: int, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each plan this rank's peak."""
     del rank
     found: list[dict[str, Any]] = []
-    for number, data in enumerate(plans):
+    for data in plans:
         planned = Planned(data)
         planned.step()
-        row: dict[str, Any] = {"peak_bytes": least_of(planned.peak)}
-        if number in timed:
-            row["seconds"] = statistics.median(seconds_of(planned.step) for _ in range(rounds))
-        found.append(row)
+        found.append({"peak_bytes": least_of(planned.peak)})
+        planned.close()
+    return found
+
+
+def timed(rank: int, plans: Sequence[dict[str, Any]], rounds: int) -> list[list[float]]:
+    """Of each plan the processor seconds of some steps of this rank, every plan once a round, so that all meet the same load."""
+    del rank
+    arranged = [Planned(data) for data in plans]
+    for planned in arranged:
+        planned.step()
+        planned.step()
+    found: list[list[float]] = [[] for _ in plans]
+    for _ in range(rounds):
+        for number, planned in enumerate(arranged):
+            if dist.is_initialized():
+                dist.barrier()
+            found[number].append(seconds_of(planned.step))
+    for planned in arranged:
         planned.close()
     return found
 

@@ -2,6 +2,7 @@
 
 python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other numbers of ranks are kept
 python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
+python bench/sharding/run.py --only seconds --ranks 2 4    # predicted beside measured seconds, of one process too
 python bench/sharding/run.py --only waiting                # how long ranks of pipelines wait for each other; the rest is kept
 """
 
@@ -11,6 +12,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ def with_estimates(rows: Rows) -> list[Row]:
     return found
 
 
-def predicted(ranks: int, rounds: int) -> list[Row]:
+def predicted(ranks: int) -> list[Row]:
     """Every way, number of micro-batches and plan."""
     from memfit.techniques.sharding import WAYS, setting_of
     from sharding import arrangements
@@ -83,13 +85,10 @@ def predicted(ranks: int, rounds: int) -> list[Row]:
 
     rows: list[Row] = []
     plans: list[Any] = []
-    timed: list[int] = []
     for way in WAYS:
         for parts in PARTS:
             made = planned(sharding=setting_of(way, ranks), micro_batches=parts)
             for name, plan in between(made):
-                if name == "plain" and parts == 1:
-                    timed.append(len(plans))
                 plans.append(plan)
                 rows.append(
                     {
@@ -104,12 +103,9 @@ def predicted(ranks: int, rounds: int) -> list[Row]:
                 )
             say(f"planned: {way}, {ranks} ranks, {parts} micro-batches")
     data = [plan.to_json() for plan in plans]
-    measured = on_ranks(ranks, arrangements.peaks, data, timed, rounds, limit=LIMIT_SECONDS)
-    for number, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+    measured = on_ranks(ranks, arrangements.peaks, data, limit=LIMIT_SECONDS)
+    for number, row in enumerate(rows):
         row["measured_bytes"] = [of_rank[number]["peak_bytes"] for of_rank in measured]
-        if number in timed:
-            row["predicted_seconds"] = plan.prediction.step_seconds
-            row["processor_seconds"] = [of_rank[number]["seconds"] for of_rank in measured]
     return rows
 
 
@@ -123,7 +119,12 @@ def pipelined(ranks: int) -> list[Row]:
 
     rows: list[Row] = []
     plans: list[Any] = []
-    for setting in (f"1f1b/{ranks}", f"gpipe/{ranks}", *([f"1f1b/{ranks // 2}x2"] if ranks > 2 else [])):
+    for setting in (
+        f"1f1b/{ranks}",
+        f"gpipe/{ranks}",
+        f"interleaved/{ranks}",
+        *([f"1f1b/{ranks // 2}x2", f"1f1b/{ranks // 2}x2+zero1"] if ranks > 2 else []),
+    ):
         model, sample, loss_fn = gpt()
         fixed = {"sharding": setting, "micro_batches": 2 * ranks}
         budget = MUCH
@@ -143,13 +144,13 @@ def pipelined(ranks: int) -> list[Row]:
                 }
             )
         say(f"planned: {setting}")
-    measured = on_ranks(ranks, arrangements.peaks, [plan.to_json() for plan in plans], [], 0, limit=LIMIT_SECONDS)
+    measured = on_ranks(ranks, arrangements.peaks, [plan.to_json() for plan in plans], limit=LIMIT_SECONDS)
     for number, row in enumerate(rows):
         row["measured_bytes"] = [of_rank[number]["peak_bytes"] for of_rank in measured]
     return rows
 
 
-def alone(rounds: int) -> Row:
+def alone() -> Row:
     """One process without a group: predicted and measured."""
     from sharding import arrangements
 
@@ -166,9 +167,42 @@ def alone(rounds: int) -> Row:
         "predicted_bytes": [plan.prediction.peak_bytes],
         "measured_bytes": [peak],
         "estimate_bytes": None,
-        "predicted_seconds": plan.prediction.step_seconds,
-        "processor_seconds": [statistics.median(arrangements.seconds_of(step.step) for _ in range(rounds))],
     }
+
+
+def timed(ranks: int, rounds: int) -> list[Row]:
+    """Plain steps of every way, and of a pipeline: predicted seconds of each rank without its waiting for others, and measured processor seconds."""
+    from sharding.arrangements import adamw, gpt
+
+    import memfit
+    from memfit.techniques.sharding import WAYS
+    from sharding import arrangements
+    from sharding.ranks import on_ranks
+
+    if ranks == 1:
+        plans = [planned(micro_batches=1)]
+        measured = [arrangements.timed(0, [plan.to_json() for plan in plans], rounds)]
+    else:
+        plans = []
+        for way in (*WAYS, "1f1b"):
+            model, sample, loss_fn = gpt()
+            parts = 2 * ranks if way == "1f1b" else 1
+            fixed = {"sharding": f"{way}/{ranks}" if way == "1f1b" else way, "micro_batches": parts}
+            plans.append(memfit.plan(model, sample, loss_fn, MUCH, adamw, devices=ranks, fixed=fixed))
+            say(f"planned: {way}, {ranks} ranks")
+        measured = on_ranks(ranks, arrangements.timed, [plan.to_json() for plan in plans], rounds, limit=LIMIT_SECONDS)
+    return [
+        {
+            "row": "seconds",
+            "ranks": ranks,
+            "way": plan.choices.sharding.partition("/")[0] or "one process",
+            "micro_batches": plan.choices.micro_batches,
+            "rounds": rounds,
+            "predicted_seconds": [figures.step_seconds * (1 - figures.waiting) for figures in plan.prediction.by_rank],
+            "processor_seconds": [statistics.median(of_rank[number]) for of_rank in measured],
+        }
+        for number, plan in enumerate(plans)
+    ]
 
 
 def against_hand(ranks: int, rounds: int) -> list[Row]:
@@ -227,7 +261,7 @@ def table(rows: Rows) -> str:
     parts = {
         "Peaks of ranks": _peaks(peaks),
         "Against FSDP2 and checkpoint on every block": _hand(rows),
-        "Seconds of plain steps": _seconds([row for row in peaks if "processor_seconds" in row]),
+        "Seconds of plain steps": _seconds([row for row in rows if row["row"] == "seconds"]),
     }
     waiting = [row for row in rows if row["row"] == "waiting"]
     if waiting:
@@ -348,21 +382,25 @@ def _seconds(rows: Rows) -> str:
     lines = [
         [
             str(row["ranks"]),
-            str(WORDS.get(row["way"], row["way"])),
-            f"{1e3 * row['predicted_seconds']:.0f} ms",
-            f"{1e3 * statistics.median(row['processor_seconds']):.0f} ms",
-            f"{row['predicted_seconds'] / statistics.median(row['processor_seconds']):.2f}",
+            str({"1f1b": "a pipeline (1F1B)", **WORDS}.get(row["way"], row["way"])),
+            str(row["micro_batches"]),
+            f"{1e3 * statistics.mean(row['predicted_seconds']):.0f} ms",
+            f"{1e3 * statistics.mean(row['processor_seconds']):.0f} ms",
+            f"{statistics.mean(row['predicted_seconds']) / statistics.mean(row['processor_seconds']):.2f}",
         ]
         for row in rows
     ]
-    return measuring.table(["processes", "way", "predicted", "processor time of a rank", "predicted / measured"], lines)
+    heads = ["processes", "way", "micro-batches", "predicted", "processor time of a rank", "predicted / measured"]
+    return measuring.table(heads, lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["pipelines", "waiting", "estimates"], help="the rest of the results is kept")
+    parser.add_argument(
+        "--only", choices=["pipelines", "waiting", "estimates", "seconds"], help="the rest of the results is kept"
+    )
     arguments = parser.parse_args()
     measuring.steady_allocator()
     import torch
@@ -376,6 +414,15 @@ def main() -> None:
         print(table(measuring.kept(QUESTION)))
         return
     arrangements.on_path()
+    if arguments.only == "seconds":
+        made = [row for ranks in (1, *arguments.ranks) for row in timed(ranks, arguments.rounds)]
+        kept = [
+            row
+            for row in measuring.kept(QUESTION)
+            if row["row"] != "seconds" or row["ranks"] not in {1, *arguments.ranks}
+        ]
+        measuring.keep(QUESTION, measuring.machine(), sorted([*made, *kept], key=lambda row: row["ranks"]))
+        return
     if arguments.only == "waiting":
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *waiting.rows()])
@@ -389,10 +436,15 @@ def main() -> None:
     rows: list[Row] = [
         row for row in measuring.kept(QUESTION) if row["ranks"] not in {1, *arguments.ranks} or row["row"] == "waiting"
     ]
-    rows.append(alone(arguments.rounds))
+    rows += [alone(), *timed(1, arguments.rounds)]
     for ranks in arguments.ranks:
-        for found in (predicted, against_hand, lambda ranks, _: pipelined(ranks)):
-            rows += found(ranks, arguments.rounds)
+        for found in (
+            predicted,
+            partial(timed, rounds=arguments.rounds),
+            partial(against_hand, rounds=arguments.rounds),
+            pipelined,
+        ):
+            rows += found(ranks)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))
             rows = with_estimates(rows)
             measuring.keep(QUESTION, measuring.machine(), rows)  # what is there stays if the rest is interrupted

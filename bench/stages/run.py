@@ -1,6 +1,6 @@
 """Cuts into stages: published pipelines beside what cut and schedule predict; and unequal models and devices, against cuts of equal parameters.
 
-python bench/stages/run.py [gpipe_transformer] [torchgpipe] [unequal]    # results of parts that are not named are kept
+python bench/stages/run.py [gpipe_transformer] [torchgpipe] [torchgpipe_amoebanet] [sizes] [unequal]    # results of parts that are not named are kept
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def chain_of(model: Any, sample: Any, loss_fn: Any, machine: Any, optimizer: Any
     from memfit.capture.costs import with_costs
     from memfit.capture.roofline import estimated_costs
     from memfit.capture.source import StepSource
-    from memfit.pipelining.stages import chain_of as chain_of_trace
+    from memfit.pipelining.stage_planner import chain_of as chain_of_trace
 
     captured = capture(StepSource(model, sample, loss_fn, optimizer))
     costs = estimated_costs(captured.calls, machine)
@@ -107,10 +107,6 @@ def of_torchgpipe() -> list[Row]:
     import torch
     from unet import unet
 
-    from memfit.hardware.topology import PeerLink
-    from memfit.planner.cutting import cut
-    from memfit.values.stages import Line, Recompute, Schedule, StageDevice
-
     machine, rows = p40(), []
     timed = {"torchgpipe": (118, lambda samples: resnet(samples, (3, 4, 23, 3))), "torchgpipe_unet": (40, unet)}
     chains = {}
@@ -126,18 +122,65 @@ def of_torchgpipe() -> list[Row]:
         baseline = alone / (plain.forward_seconds + plain.backward_seconds + plain.update_seconds)
         parts = chains[row["source"], size]
         again = (row["micro_batches"] - 1) / row["micro_batches"]
-        menus = {
-            (first, end): (Recompute(0, 0, again * sum(p.forward_seconds for p in parts.parts[first:end])),)
-            for first in range(len(parts.parts))
-            for end in range(first + 1, len(parts.parts) + 1)
-        }
-        number = row["stages"]
-        peers = tuple(PeerLink(a, a + 1, P40["link"]) for a in range(number - 1))
-        line = Line((StageDevice(1 << 50),) * number, peers)
-        found = cut(replace(parts, menus=menus), line, row["micro_batches"], Schedule.GPIPE, stages=number)
+        found = pipelined(parts, row["stages"], row["micro_batches"], again)
         speed = size * row["micro_batches"] / found.step_seconds
         rows.append({**row, "kind": "published", "predicted": speed / baseline, "bubble": found.bubble})
         print(row["name"], rows[-1]["predicted"], row["ratio"], file=sys.stderr, flush=True)
+    return rows
+
+
+def of_amoebanet() -> list[Row]:
+    """AmoebaNet-D (18, 256) as torchgpipe timed it, against two stages with one micro-batch; with one, forward is run again for that, too."""
+    import torch
+    from amoebanet import amoebanet
+
+    machine = p40()
+    chains: dict[int, Any] = {}
+    speeds: dict[str, float] = {}
+    rows = [row for row in asked() if row["source"] == "torchgpipe_amoebanet"]
+    for row in rows:
+        size = row["batch"] // row["micro_batches"]
+        if size not in chains:
+            model, sample, loss_fn = amoebanet(size, 18, 256)
+            chains[size] = chain_of(model, sample, loss_fn, machine, torch.optim.RMSprop)
+        again = 1.0 if row["micro_batches"] == 1 else (row["micro_batches"] - 1) / row["micro_batches"]
+        found = pipelined(chains[size], row["stages"], row["micro_batches"], again)
+        speeds[row["name"]] = row["batch"] / found.step_seconds
+        row["bubble"] = found.bubble
+        print(row["name"], speeds[row["name"]], row["ratio"], file=sys.stderr, flush=True)
+    first = speeds[rows[0]["name"]]
+    return [{**row, "kind": "published", "predicted": speeds[row["name"]] / first} for row in rows]
+
+
+def pipelined(parts: Any, number: int, micro_batches: int, again: float) -> Any:
+    """The cut into so many stages under GPipe, on the cards of torchgpipe's figures; this share of forward is run again in backward."""
+    from memfit.hardware.topology import PeerLink
+    from memfit.planner.cutting import cut
+    from memfit.values.stages import Line, Recompute, Schedule, StageDevice
+
+    menus = {
+        (first, end): (Recompute(0, 0, again * sum(p.forward_seconds for p in parts.parts[first:end])),)
+        for first in range(len(parts.parts))
+        for end in range(first + 1, len(parts.parts) + 1)
+    }
+    peers = tuple(PeerLink(a, a + 1, P40["link"]) for a in range(number - 1))
+    line = Line((StageDevice(1 << 50),) * number, peers)
+    return cut(replace(parts, menus=menus), line, micro_batches, Schedule.GPIPE, stages=number)
+
+
+def of_sizes() -> list[Row]:
+    """Parameters of the models that torchgpipe trained, and what they, their gradients and the optimizer's state take."""
+    from amoebanet import amoebanet
+    from unet import unet
+
+    build = {"AmoebaNet-D": amoebanet, "U-Net": unet}
+    copies = {"AmoebaNet-D": 3, "U-Net": 2}  # RMSprop keeps one number for each parameter, SGD none
+    rows = []
+    for row in json.loads((FOLDER / "published.json").read_text())["sizes"]:
+        model, _, _ = build[row["model"]](1, *row["size"])
+        count = sum(p.numel() for p in model.parameters())
+        stored = sum(p.nbytes for p in model.parameters()) * copies[row["model"]]
+        rows.append({**row, "kind": "size", "counted": count, "state_bytes": stored})
     return rows
 
 
@@ -183,9 +226,14 @@ def of_unequal() -> list[Row]:
     }
     number, rows = 16, []
     for name, (model, sample, loss_fn) in models.items():
+        chains: dict[str, Any] = {}
         for words, cards in lines.items():
             machines = tuple(known_machine(card) for card in cards)
-            parts = chain_of(model, sample, loss_fn, machines[0], lambda p: torch.optim.AdamW(p, fused=True))
+            if cards[0] not in chains:
+                chains[cards[0]] = chain_of(
+                    model, sample, loss_fn, machines[0], lambda p: torch.optim.AdamW(p, fused=True)
+                )
+            parts = replace(chains[cards[0]], recompute=True)
             peers = tuple(PeerLink(a, b, 12e9, 1e-5) for a in range(4) for b in range(a + 1, 4))
             line = Line.of(Topology(machines, (), peers))
             for schedule in (Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD):
@@ -215,6 +263,37 @@ def of_unequal() -> list[Row]:
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def _sizes(rows: Sequence[Mapping[str, Any]]) -> str:
+    off = max((abs(row["counted"] / row["parameters"] - 1) for row in rows), default=0.0)
+    return (
+        "[torchgpipe, memory benchmarks of AmoebaNet-D (L, D) and of a U-Net (B, C) (Kim et al. 2020, arXiv:2004.09910)]"
+        "(https://torchgpipe.readthedocs.io/en/stable/benchmarks.html), 2020. The models are built here from their description; the numbers of parameters are "
+        f"off by {100 * off:.2f} % at most, which is how far the published ones are rounded. State is that of parameters, gradients and RMSprop (AmoebaNet-D) "
+        "or SGD without momentum (U-Net).\n\n"
+        + measuring.table(
+            [
+                "model",
+                "parameters, published",
+                "counted",
+                "state, published",
+                "counted",
+                "in all with activations, published",
+            ],
+            [
+                [
+                    f"{row['model']} ({row['size'][0]}, {row['size'][1]}), {row['name']}",
+                    row["told"],
+                    f"{row['counted']:,}",
+                    f"{row['state_gib']:.2f} GiB" if "state_gib" in row else "",
+                    f"{row['state_bytes'] / GIB:.2f} GiB",
+                    f"{row['gib']:.2f} GiB" if "gib" in row else "",
+                ]
+                for row in rows
+            ],
+        )
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -248,6 +327,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 ],
             ),
         ]
+    parts += ["### Published sizes", _sizes([row for row in rows if row["kind"] == "size"])]
     unequal = [row for row in rows if row["kind"] == "unequal"]
     ratios = [row["by_hand"] / row["cut"] for row in unequal]
     parts += [
@@ -293,14 +373,22 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    makers = {"gpipe_transformer": of_gpipe, "torchgpipe": of_torchgpipe, "unequal": of_unequal}
+    makers = {
+        "gpipe_transformer": of_gpipe,
+        "torchgpipe": of_torchgpipe,
+        "torchgpipe_amoebanet": of_amoebanet,
+        "sizes": of_sizes,
+        "unequal": of_unequal,
+    }
+    kinds = {"torchgpipe_unet": "torchgpipe", "size": "sizes"}
     wanted = [name for name in makers if name in sys.argv[1:]] or list(makers)
     rows: list[Row] = []
     for name, make in makers.items():
         if name in wanted:
             rows += make()
         else:
-            rows += [row for row in measuring.kept(QUESTION) if row.get("source", row["kind"]).startswith(name)]
+            kept = [(row, row.get("source", row["kind"])) for row in measuring.kept(QUESTION)]
+            rows += [row for row, kind in kept if kinds.get(kind, kind) == name]
     measuring.keep(QUESTION, measuring.machine(), rows)
     print(table(rows))
 

@@ -67,9 +67,9 @@ class UNet(nn.Module):
         return made
 
 
-def unet(samples: int) -> tuple[Any, Any, Any]:
+def unet(samples: int, convolutions: int = 5, channels: int = 64) -> tuple[Any, Any, Any]:
     """The U-Net on the meta device, with a batch of 192 x 192 and its loss."""
     with torch.device("meta"):
-        model = UNet()
+        model = UNet(convolutions=convolutions, channels=channels)
         sample = {"image": torch.empty(samples, 3, 192, 192), "target": torch.empty(samples, 1, 192, 192)}
     return model, sample, lambda m, b: functional.binary_cross_entropy_with_logits(m(b["image"]), b["target"])

@@ -14,8 +14,8 @@ from torch import nn
 from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
-from memfit.errors import BatchError, InfeasibleError, InputError, MemfitError
-from memfit.planning import Planning, planning_of
+from memfit.errors import BatchError, EngineError, InfeasibleError, InputError, MemfitError
+from memfit.planning import PlansAgain, origin_of
 from memfit.progress import Progress, tell
 from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
 from memfit.sharding.agreement import Agreement
@@ -64,6 +64,29 @@ def check_world(number: int) -> tuple[int, int]:
     return there
 
 
+def join_group(backend: str) -> None:
+    """Meet the other ranks where the environment says.
+
+    Args:
+        backend: of torch's, as "gloo".
+
+    Raises:
+        EngineError: they were not met: the port is in use, the address is another computer's, or one did not come in time.
+    """
+    try:
+        dist.init_process_group(backend)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        rank, ranks, host, port = (
+            os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        )
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise EngineError(
+            f"rank {rank} of {ranks} has not met the others at {host}:{port} ({reason}): see that all {ranks} were started, each with a rank of its own, that "
+            "rank 0 runs at that address, and that nothing else listens on the port; or let torchrun find a free one (--rdzv-backend c10d --rdzv-endpoint "
+            "localhost:0)"
+        ) from error
+
+
 def fit_together(
     make: Callable[[], Plan],
     model: nn.Module,
@@ -84,6 +107,7 @@ def fit_together(
         lower_tier, progress: as for `memfit.fit`.
 
     Raises:
+        EngineError: the other ranks were not met.
         InputError: the plan is for another number of ranks; on all ranks.
         BatchError: one rank's sample is not as planned; on all ranks, naming that one.
         InfeasibleError: one rank measured more than the budget, and there is no plan that much smaller; on all ranks, naming that one.
@@ -94,7 +118,7 @@ def fit_together(
         if there[0] == 0:
             found = make()  # where this fails, torchrun ends the others
             make = lambda: found  # noqa: E731 - what was made, told to the others as any other plan
-        dist.init_process_group(backend_for(device_of(model)))
+        join_group(backend_for(device_of(model)))
     made = planned_together(make)
     check_plan(made, dist.get_world_size())
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)
@@ -141,7 +165,7 @@ def rehearsed_together(
     """
     assert engine.sharded is not None
     _check_sample(engine, sample, engine.sharded.agreement)
-    _rehearsed(engine, sample, engine.sharded.agreement, planning_of(engine.plan), progress, loader_batches)
+    _rehearsed(engine, sample, engine.sharded.agreement, origin_of(engine.plan), progress, loader_batches)
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
@@ -175,7 +199,7 @@ def _rehearsed(
     engine: Engine,
     sample: Batch,
     agreement: Agreement,
-    planning: Planning | None,
+    planning: PlansAgain | None,
     progress: Progress | None,
     loader_batches: int,
 ) -> None:
@@ -195,7 +219,7 @@ def _rehearsed(
     """
     made = engine.plan
     budget_bytes = target = made.budget_bytes
-    known = None if planning is None else planning.as_captured(made.choices)
+    known = None if planning is None else planning.as_captured(made)
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
         rehearsal = rehearse(engine, sample, loader_batches)
@@ -208,7 +232,8 @@ def _rehearsed(
             return
         if number == REPAIR_ROUNDS:
             raise still_above(most, budget_bytes, where)
-        target = less_by(target, most, budget_bytes)
+        # A plan may take less than it was planned for, and one for a little less than that be the same plan.
+        target = less_by(min(target, engine.plan.prediction.peak_bytes), most, budget_bytes)
         again: tuple[Plan | None, InfeasibleError | None] | None = None
         if agreement.rank == 0:
             again = _smaller(known, target, made, replace(engine.rehearsal, measured_peak_bytes=most), where)
@@ -220,7 +245,7 @@ def _rehearsed(
 
 
 def _smaller(
-    known: Planning | None, target: int, made: Plan, fullest: Rehearsal, where: str
+    known: PlansAgain | None, target: int, made: Plan, fullest: Rehearsal, where: str
 ) -> tuple[Plan | None, InfeasibleError | None]:
     """A plan that takes so much less, or why there is none.
 
@@ -231,13 +256,6 @@ def _smaller(
         fullest: the rehearsal of the rank that measured most, which `where` names.
     """
     budget_bytes, peak = made.budget_bytes, fullest.measured_peak_bytes
-    if made.pipeline is not None:
-        return None, InfeasibleError(
-            f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "
-            f"{format_bytes(budget_bytes)}, and stages are not cut anew here: no rank has begun. Plan again for that much less, or give a larger budget",
-            budget_bytes=budget_bytes,
-            minimum_bytes=peak,
-        )
     if known is None:
         return None, InfeasibleError(
             f"the rehearsal measured a peak of {format_bytes(peak)}{where}, {format_bytes(peak - budget_bytes)} above the budget of "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 import memfit
+from integrations.trainer_ranks import whole
 
 ROWS, WIDTH = 16, 32
 
@@ -31,58 +33,113 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-Told = tuple[list[float], list[torch.Tensor], int, list[int]]
+@dataclass(frozen=True)
+class Run:
+    """Of Lightning's Trainer.
+
+    Attributes:
+        settings: of the Trainer.
+        fixed: of FitToMemory; None for Lightning alone.
+        optimizer: by name.
+        begin, save: checkpoints.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] | None = None
+    optimizer: str = "sgd"
+    begin: str | None = None
+    save: str | None = None
 
 
-def by_lightning(rank: int, fits: list[dict[str, Any] | None]) -> list[Told]:
-    """Losses of this rank, parameters, its predicted peak and the measured ones; under Lightning alone where there is nothing to fit with."""
+@dataclass(frozen=True)
+class Told:
+    """Of a run, on one rank.
+
+    Attributes:
+        losses: of the batches.
+        rates: learning rates at their ends.
+        evaluated: the last loss of validation.
+        weights: of the checkpoint, or of the module where none was saved.
+        predicted, peaks: of this rank, and of its steps.
+        gathers: parameters are shared out, and gathered in each step.
+    """
+
+    losses: list[float]
+    rates: list[float]
+    evaluated: float
+    weights: list[torch.Tensor]
+    predicted: int
+    peaks: list[int]
+    gathers: bool
+
+
+def by_lightning(rank: int, runs: list[Run]) -> list[Told]:
+    """What happens in each."""
     warnings.simplefilter("ignore")
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     import lightning
 
     class Module(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, optimizer: str) -> None:
             super().__init__()
             self.net = built()
+            self.optimizer = optimizer
             self.losses: list[float] = []
+            self.rates: list[float] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = loss_fn(self.net, batch)
             self.log("loss", loss)
             return loss
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("evaluated", loss_fn(self.net, batch))
+
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses.append(float(outputs["loss"]))
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            if self.optimizer == "sgd":
+                made: Any = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            else:
+                made = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
+            return [made], [{"scheduler": schedule, "interval": "step"}]
 
     found = []
-    for named in fits:
-        module = Module()
+    for run in runs:
+        module = Module(run.optimizer)
         quiet = {
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
-        fitted = None if named is None else memfit.lightning.FitToMemory(1 << 40, meter=True, **named)
+        fitted = None if run.fixed is None else memfit.lightning.FitToMemory(1 << 40, meter=True, fixed=run.fixed)
         trainer = lightning.Trainer(
-            max_epochs=1,
             accelerator="cpu",
             devices=2,
             strategy="ddp",
             callbacks=[fitted] if fitted else [],
-            gradient_clip_val=0.5,
             **quiet,
+            **{"max_epochs": 1, **run.settings},
         )
-        trainer.fit(module, loader())
+        trainer.fit(module, loader(), loader(), ckpt_path=run.begin)
         predicted, peaks = 0, []
         if fitted is not None:
             assert fitted.engine is not None
+            assert not any(record.divergences for record in fitted.engine.records)
             predicted = fitted.plan.prediction.ranks[rank].peak_bytes
-            peaks = [record.peak_bytes or 0 for record in fitted.engine.records[1:]]
-        found.append((module.losses, [p.detach().clone() for p in module.parameters()], predicted, peaks))
+            peaks = [record.peak_bytes or 0 for record in fitted.engine.records]
+        weights = whole(module)
+        if run.save is not None:
+            trainer.save_checkpoint(run.save)
+            saved = torch.load(run.save, weights_only=True)["state_dict"]
+            weights = [saved[name] for name, _ in module.named_parameters()]
+        evaluated = float(trainer.callback_metrics["evaluated"])
+        gathers = fitted is not None and fitted.plan.choices.sharding.startswith(("zero2", "zero3"))
+        found.append(Told(module.losses, module.rates, evaluated, weights, predicted, peaks, gathers))
     return found
 
 

@@ -31,7 +31,7 @@ def compared(folder: Path, kind: str, arguments: dict[str, Any], fits: list[dict
     runs = [(kind, arguments, None), *((kind, arguments, each) for each in fits)]
     told = on_ranks(2, trainer_ranks.trained, str(folder), runs, joined=False, limit=LIMIT_SECONDS)
     for rank, (alone, *fitted) in enumerate(told):
-        for losses, norms, parameters, predicted, measured, recorded in fitted:
+        for losses, norms, parameters, predicted, measured, recorded, evaluated in fitted:
             near = ORDER_OF_ADDITIONS if not exactly else 0.0
             if rank == 0:  # which logs
                 assert losses == (alone[0] if exactly else pytest.approx(alone[0], rel=near))
@@ -39,6 +39,7 @@ def compared(folder: Path, kind: str, arguments: dict[str, Any], fits: list[dict
                     alone[1], rel=ORDER_OF_ADDITIONS
                 )  # of shards, squares are added up shard by shard
                 assert recorded == pytest.approx(alone[0], rel=ORDER_OF_ADDITIONS)
+                assert evaluated == pytest.approx(alone[6], rel=ORDER_OF_ADDITIONS)
             for mine, expected in zip(parameters, alone[2], strict=True):
                 torch.testing.assert_close(mine, expected, rtol=near, atol=near)
             # gloo releases in a thread that the meter does not see, so a step may show a collective's buffer too much.
@@ -60,6 +61,24 @@ def test_tokens_of_all_ranks_count_where_batches_are_accumulated_and_divided(tmp
     arguments = {"gradient_accumulation_steps": 2}
     ways = [fixed(way, parts) for way, parts in (("data", 2), ("data", 4), ("zero1", 4), ("zero3", 4))]
     compared(tmp_path, "language model", arguments, ways, exactly=False)
+
+
+@pytest.mark.slow
+def test_evaluation_is_trainers_own_on_several_ranks(tmp_path: Path) -> None:
+    arguments = {"eval_strategy": "steps", "eval_steps": 2}
+    compared(tmp_path, "classifier", arguments, [fixed(way) for way in ("zero1", "zero2", "zero3")], exactly=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("adapters", {}), ("language model", {"bf16": True})], ids=["adapters", "bf16"]
+)
+def test_adapters_and_bf16_are_trainers_own_on_several_ranks(
+    tmp_path: Path, kind: str, arguments: dict[str, Any]
+) -> None:
+    pytest.importorskip("peft")
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, **arguments}
+    compared(tmp_path, kind, evaluated, [fixed(way) for way in ("zero1", "zero2", "zero3")], exactly=False)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from integrations import trainer_ranks
+from integrations.trainer_ranks import SHAPE
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.planning import planning_of
 from memfit.units import format_bytes
@@ -21,14 +23,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 TOKENS = 16
-SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
 ORDER_OF_ADDITIONS = 1e-5  # of a parameter after some steps of SGD, in float32; AdamW would make much of little
 SGD = {"optim": "sgd", "learning_rate": 0.1}
 
@@ -47,21 +41,13 @@ def classifier(dropout: float = 0.1) -> nn.Module:
 
 def language_model() -> nn.Module:
     """Its loss is divided by the number of items."""
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=4))
+    return trainer_ranks.built("language model")
 
 
 def data_for(model: nn.Module, samples: int = 44, tokens: int = TOKENS) -> list[dict[str, Tensor]]:
-    """Rows of equal length; of a language model, with ever more labels masked."""
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for index in range(samples):
-        ids = torch.randint(5, 100, (tokens,), generator=generator)
-        labels = ids.clone()
-        labels[: index % 17] = -100
-        one = torch.tensor(index % 2) if isinstance(model, transformers.BertForSequenceClassification) else labels
-        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": one})
-    return rows
+    """As `trainer_ranks.rows` makes them."""
+    classifies = isinstance(model, transformers.BertForSequenceClassification)
+    return trainer_ranks.rows("classifier" if classifies else "language model", samples, tokens)
 
 
 @pytest.fixture
@@ -516,7 +502,7 @@ def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
     assert made.args.per_device_train_batch_size == 8  # nothing was set
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_where_nothing_fits_only_arguments_of_this_fit_are_named_and_each_trains(
     trainer: Make, accumulated: int
 ) -> None:

@@ -23,21 +23,32 @@ SHAPE = {
 
 
 def built(kind: str) -> nn.Module:
-    """A classifier with dropout, whose loss is a mean over the batch, or a language model, whose loss is divided by the number of items of all ranks."""
+    """A classifier with dropout, whose loss is a mean over the batch; a language model, whose loss is divided by the number of items of all ranks; or adapters.
+
+    The adapters (LoRA) are of the language model, whose own weights are frozen.
+    """
     import transformers
 
     torch.manual_seed(0)
     if kind == "classifier":
         return transformers.BertForSequenceClassification(transformers.BertConfig(**SHAPE))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=4))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=4))
+    if kind != "adapters":
+        return model
+    import peft
+
+    adapted: nn.Module = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    return adapted
 
 
-def rows(kind: str, samples: int = 88) -> list[dict[str, Any]]:
+def rows(kind: str, samples: int = 88, tokens: int = 16) -> list[dict[str, Any]]:
     """Of equal length; of the language model ever more labels are masked."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for index in range(samples):
-        ids = torch.randint(5, 100, (16,), generator=generator)
+        ids = torch.randint(5, 100, (tokens,), generator=generator)
         labels = ids.clone()
         labels[: index % 17] = -100
         one = torch.tensor(index % 2) if kind == "classifier" else labels
@@ -79,11 +90,11 @@ def logged(trained: Any, what: str) -> list[float]:
     return [entry[what] for entry in trained.state.log_history if what in entry]
 
 
-Told = tuple[list[float], list[float], list[torch.Tensor], list[int], list[int], list[float]]
+Told = tuple[list[float], list[float], list[torch.Tensor], list[int], list[int], list[float], list[float]]
 
 
 def trained(rank: int, folder: str, runs: list[tuple[str, dict[str, Any], dict[str, Any] | None]]) -> list[Told]:
-    """For each run losses, norms, parameters; predicted peaks of all ranks, measured ones of this one from the second step on, and recorded losses.
+    """For each run losses, norms, parameters; predicted peaks of all ranks, measured ones of this one from the second step on, recorded and evaluated losses.
 
     Args:
         rank: of this process.
@@ -106,7 +117,8 @@ def trained(rank: int, folder: str, runs: list[tuple[str, dict[str, Any], dict[s
             measured = [record.peak_bytes or 0 for record in fitted.engine.records[1:]]
             recorded = [record.loss for record in fitted.engine.records]
         model = made.model
-        found.append((logged(made, "loss"), logged(made, "grad_norm"), whole(model), predicted, measured, recorded))
+        told = logged(made, "loss"), logged(made, "grad_norm"), whole(model)
+        found.append((*told, predicted, measured, recorded, logged(made, "eval_loss")))
     return found
 
 
@@ -122,7 +134,7 @@ def saved_and_resumed(rank: int, folder: str, first: str, second: str) -> list[T
         if way is not None:
             memfit.transformers.fit(made, 1 << 40, fixed={"sharding": way, "micro_batches": 1})
         made.train(resume_from_checkpoint=begin)
-        found.append((logged(made, "loss"), logged(made, "grad_norm"), whole(made.model), [], [], []))
+        found.append((logged(made, "loss"), logged(made, "grad_norm"), whole(made.model), [], [], [], []))
 
     there = str(Path(folder, "checkpoint-2"))
     run(first, saves=True, begin=None)

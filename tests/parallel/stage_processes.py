@@ -5,8 +5,6 @@ Processes find each other through a file, not a port, so nothing can be taken, a
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import tempfile
 import time
 import traceback
@@ -18,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import forking
+
 LIMIT_SECONDS = 180.0
 
 
@@ -27,15 +27,10 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit_second
     Raises:
         AssertionError: a rank raised, ended, or did not end in time.
     """
-    context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + limit_seconds
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(function, rank, world, folder, args), daemon=True)
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = [forking.process(_rank, function, rank, world, folder, args) for rank in range(world)]
+        forking.start(ranks)
         try:
             failed: list[int] = []
             while not failed and any(process.is_alive() for process in ranks):
@@ -56,7 +51,6 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit_second
 
 
 def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -13,7 +13,8 @@ import torch
 import memfit
 from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
-from memfit.techniques.sharding import pipeline_setting, stages_of, way_of
+from memfit.pipelining.planning import settings_for
+from memfit.techniques.sharding import Pipelines, way_of
 from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
@@ -40,15 +41,20 @@ def plan() -> memfit.Plan:
 def test_the_faster_of_the_pipelines_is_taken_and_the_other_one_told(plan: memfit.Plan) -> None:
     """Eight samples of each of four ranks: 32 in every way."""
     assert plan.pipeline is not None
-    stages, replicas = stages_of(plan.choices.sharding)
-    assert stages * replicas == RANKS == len(plan.prediction.ranks) == plan.pipeline.ranks
+    pipelines = Pipelines.of(plan.choices.sharding)
+    stages = pipelines.ranks
+    assert stages * pipelines.replicas == RANKS == len(plan.prediction.ranks) == plan.pipeline.ranks
     assert plan.choices.micro_batches * plan.choices.micro_batch_size == stages * 8
     assert plan.choices.weights == "tokens:labels"
-    (other,) = plan.rejected
-    assert other.startswith("2 pipelines of 2 stages" if stages == 4 else "a pipeline of 4 stages")
-    assert " a step at " in other
+    # Everything fits, so nobody sends parameters after the update for nothing. Eight stages are more than the model has parts.
+    told = [each.partition(": ") for each in plan.rejected]
+    words = [Pipelines.of(setting).in_words() for setting in settings_for("pipeline", RANKS)]
+    assert sorted(name for name, _, _ in told) == sorted({*words} - {pipelines.in_words()})
+    assert not pipelines.shards_state
+    for name, _, why in told:
+        assert " a step at " in why or (name.startswith("a pipeline of 8") and "the model has 7 parts" in why)
     for number, rank in enumerate(plan.prediction.ranks):
-        assert rank.stage == number % stages
+        assert rank.stage == number % stages == plan.pipeline.stages_of(number)[0]
         assert 0 < rank.waiting < 1
         assert rank.peak_bytes <= plan.prediction.peak_bytes <= plan.budget_bytes
 
@@ -122,14 +128,27 @@ def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> No
 @pytest.mark.parametrize(
     ("fixed", "named", "says"),
     [
-        ({"sharding": "1f1b/3"}, {}, "4 devices make '1f1b/4', '1f1b/2x2'"),
-        ({"sharding": "ring"}, {}, "there is 'data', 'zero1', 'zero2', 'zero3', 'gpipe', '1f1b', 'pipeline'"),
+        ({"sharding": "1f1b/3"}, {}, r"4 devices make '1f1b/4', '1f1b/2x2', '1f1b/2x2\+zero1'"),
+        ({"sharding": "interleaved/3"}, {}, "4 devices make 'interleaved/4', 'interleaved/2x2'"),
+        ({"sharding": "interleaved/4"}, {}, "8 stages were asked and the model has 7 parts: ask for fewer stages"),
+        ({"sharding": "gpipe/4+zero1"}, {}, "4 devices make 'gpipe/4', 'gpipe/2x2'"),
+        ({"sharding": "pipeline+zero2"}, {}, "4 devices make '1f1b/4', '1f1b/2x2'"),
         (
-            {"sharding": "pipeline", "precision": "bf16"},
+            {"sharding": "ring"},
             {},
-            "fixed precision='bf16' is not for stages of a pipeline yet",
+            "there is 'data', 'zero1', 'zero2', 'zero3', 'gpipe', '1f1b', 'interleaved', 'pipeline'",
         ),
-        ({"sharding": "pipeline"}, {"freeze": ["words"]}, r"freeze=\['words'\] is not for stages of a pipeline yet"),
+        (
+            {"sharding": "pipeline", "precision": "fp16"},
+            {},
+            "fixed precision='fp16' is not for stages of a pipeline: of techniques they have precision='bf16', state_format='8bit'",
+        ),
+        (
+            {"sharding": "1f1b/4"},
+            {"host_budget": "1GiB"},
+            "host_budget='1GiB' is for what is offloaded, and stages of a",
+        ),
+        ({"sharding": "pipeline"}, {"freeze": ["nowhere"]}, "freeze='nowhere' matches no module or parameter"),
         ({"sharding": "1f1b/4"}, {"ranks": None}, "is a pipeline, which is planned for devices that are named"),
         ({"sharding": "1f1b/4", "micro_batches": 7}, {}, "32 samples does not divide into 7 micro-batches"),
     ],
@@ -140,10 +159,15 @@ def test_what_stages_cannot_have_is_one_sentence(fixed: Any, named: dict[str, An
 
 
 def test_settings_are_written_in_a_few_letters() -> None:
-    assert pipeline_setting("1f1b", 4) == "1f1b/4"
-    assert way_of(pipeline_setting("gpipe", 2, 3)) == ("gpipe", 6, 0)
-    for wrong in ("1f1b", "1f1b/1", "1f1b/2x0", "gpipe/x"):
-        with pytest.raises(memfit.InputError, match="of pipelines the stages of one and how many there are"):
+    assert str(Pipelines("1f1b", 4)) == "1f1b/4"
+    assert way_of(str(Pipelines("gpipe", 2, 3))) == ("gpipe", 6, 0)
+    assert Pipelines.of("interleaved/4").in_words() == "a pipeline of 8 stages (interleaved 1F1B) on 4 ranks"
+    for setting in ("1f1b/4", "gpipe/2x3", "1f1b/2x2+zero1", "interleaved/2x2"):
+        assert str(Pipelines.of(setting)) == setting
+    assert settings_for("1f1b+zero1", 8) == ("1f1b/4x2+zero1", "1f1b/2x4+zero1")
+    assert settings_for("pipeline/2x2", 4) == ("1f1b/2x2", "interleaved/2x2")
+    for wrong in ("1f1b", "1f1b/1", "1f1b/2x0", "gpipe/x", "1f1b/4+zero1", "1f1b/2x2+zero3", "1f1b/2x2+"):
+        with pytest.raises(memfit.InputError, match="of pipelines the ranks of one and how many there are"):
             way_of(wrong)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import memfit
 from memfit.pipelining import stages
 from memfit.planner.cut_costs import cost_of
+from memfit.techniques.freezing.freeze import freeze
 from pipelining import running
 from sharding import steps
 
@@ -36,11 +38,15 @@ def planned(
 
 
 def compared(
-    ranks: int, build: Callable[[], steps.Built], optimizer: str, plans: Sequence[memfit.Plan]
+    ranks: int,
+    build: Callable[[], steps.Built],
+    optimizer: str,
+    plans: Sequence[memfit.Plan],
+    alike: Callable[[], steps.Built] | None = None,
 ) -> list[list[running.Ran]]:
-    """Gradients within 1e-6, and losses and parameters after three steps; peaks as predicted."""
+    """Gradients within 1e-6, and losses and parameters after three steps; peaks as predicted. `alike` is the undivided model, where that is not `build`'s."""
     clip_norm = plans[0].clip_norm
-    gradients, losses, parameters = running.undivided(build, optimizer, clip_norm)
+    gradients, losses, parameters = running.undivided(alike or build, optimizer, clip_norm)
     ran = running.together(ranks, running.run, [plan.to_json() for plan in plans], build, optimizer)
     for number, plan in enumerate(plans):
         seen: set[str] = set()
@@ -77,23 +83,62 @@ def test_two_ranks_train_as_one_device_does_and_hold_what_is_predicted() -> None
     compared(2, running.tied, "sgd", plans)
 
 
+def cut_at(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut is this one."""
+
+    def cut(parts: Any, line: Any, micro_batches: int, schedule: Any, stages: int, per_device: int) -> Any:
+        assert stages * per_device == len(ends)
+        return cost_of(parts, line, ends, micro_batches, schedule)
+
+    monkeypatch.setattr(stages, "cut_parts", cut)
+
+
 @pytest.mark.parametrize("ends", [pytest.param((1, 4), marks=pytest.mark.slow), (2, 4)])
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
     schedule: str, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's GPipe holds all that it sends to the end of the step. Cuts that other seconds would not choose."""
-
-    def cut(parts: Any, line: Any, micro_batches: int, schedule: Any, stages: int | None = None) -> Any:
-        assert stages == len(ends)
-        return cost_of(parts, line, ends, micro_batches, schedule)
-
-    monkeypatch.setattr(stages, "cut_parts", cut)
+    cut_at(ends, monkeypatch)
     plan = planned(running.sequential, 2, f"{schedule}/2", "adamw", fixed={"micro_batches": 4})
     ran = running.together(2, running.run, [plan.to_json()], running.sequential, "adamw")
     assert plan.pipeline is not None
     assert plan.pipeline.ends == ends
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
+def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:
+    """Torch's interleaved schedule holds all that it sends, as its GPipe does. The gradients of four stages, two of them run again."""
+    plan = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})
+    tight = memfit.replan(plan, int(0.9 * plan.prediction.peak_bytes))
+    assert plan.pipeline is not None
+    assert (plan.pipeline.stages, plan.pipeline.ranks) == (4, 2)
+    assert tight.pipeline is not None
+    assert any(script.recomputations for script in tight.pipeline.scripts)
+    ran = compared(2, running.decoder, "sgd", [plan, tight])
+    for number, made in enumerate((plan, tight)):
+        assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [running.encoder_decoder, running.tied, running.resnet])
+def test_interleaved_stages_of_other_models(build: Callable[[], steps.Built]) -> None:
+    plans = [planned(build, 2, "interleaved/2", "sgd", share, fixed={"micro_batches": 8}) for share in (1.0, 0.95)]
+    compared(2, build, "sgd", plans)
+
+
+@pytest.mark.slow
+def test_interleaved_pipelines_beside_each_other_share_out_their_state() -> None:
+    settings = ("interleaved/2x2", "interleaved/2x2+zero1")
+    plans = [planned(running.decoder, 4, setting, "sgd", fixed={"micro_batches": 4}) for setting in settings]
+    compared(4, running.decoder, "sgd", plans)
+
+
+def test_a_batch_in_no_whole_number_of_rounds_is_told_on_all_ranks() -> None:
+    """Thirteen and twelve samples for micro-batches of eight: five of five, which two ranks cannot run in rounds of two."""
+    plan = planned(running.decoder, 2, "interleaved/2", "sgd", fixed={"micro_batches": 4})
+    for said in running.together(2, running.of_another_size, plan.to_json(), running.decoder, (13, 12)):
+        assert "rounds of 2 micro-batches of at most 8 samples, and a pipeline's batch of 25 samples does not" in said
 
 
 BUILDS = [running.sequential, running.decoder, running.tied, running.encoder_decoder, running.resnet]
@@ -102,17 +147,69 @@ BUILDS = [running.sequential, running.decoder, running.tied, running.encoder_dec
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_two_stages_of_every_model(build: Callable[[], steps.Built]) -> None:
+    """With everything kept, and in as little as there is a plan for."""
+    roomy = [planned(build, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4}) for schedule in ("gpipe", "1f1b")]
+    least = [memfit.replan(plan, memfit.smallest_budget(plan)) for plan in roomy]
+    compared(2, build, "sgd", [*roomy, *least])
+
+
+def test_pipelines_beside_each_other_sum_their_gradients_and_may_share_out_their_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_at((3, 7), monkeypatch)
     plans = [
-        planned(build, 2, f"{schedule}/2", "sgd", share, fixed={"micro_batches": 4})
-        for schedule in ("gpipe", "1f1b")
+        planned(running.tied, 4, setting, "sgd", clip_norm=0.1, fixed={"micro_batches": 2})
+        for setting in ("1f1b/2x2", "1f1b/2x2+zero1")
+    ]
+    compared(4, running.tied, "sgd", plans)
+    whole, shared = ([rank.peak_bytes for rank in plan.prediction.ranks] for plan in plans)
+    assert all(less < more for less, more in zip(shared, whole, strict=True))
+
+
+def frozen_decoder(patterns: Sequence[str]) -> steps.Built:
+    model, sample, loss_fn = running.decoder()
+    freeze(model, patterns)
+    return model, sample, loss_fn
+
+
+BELOW = ("words", "start", "blocks.[0-2]")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "patterns", "sends_back"),
+    [
+        ("1f1b", BELOW, False),
+        pytest.param("gpipe", BELOW, False, marks=pytest.mark.slow),
+        # The last stage trains nothing, and sends gradients through what is frozen.
+        pytest.param("1f1b", ("blocks.[1-3]", "norm", "head"), True, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_without_anything_to_train(
+    schedule: str,
+    patterns: Sequence[str],
+    sends_back: bool,  # noqa: FBT001 - a case
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_at((4, 7), monkeypatch)
+    plan = planned(running.decoder, 2, f"{schedule}/2", "sgd", freeze=list(patterns), fixed={"micro_batches": 4})
+    assert plan.pipeline is not None
+    (between,) = plan.pipeline.messages
+    assert [message.gradient for message in between] == [sends_back]
+    ran = compared(2, running.decoder, "sgd", [plan], partial(frozen_decoder, patterns))
+    assert sorted(not of_rank[0].gradients for of_rank in ran) == [False, True]
+
+
+@pytest.mark.slow
+def test_state_is_shared_out_where_some_stages_train_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen by the user's own hand, in both schedules."""
+    cut_at((4, 7), monkeypatch)
+    build = partial(frozen_decoder, BELOW)
+    plans = [
+        planned(build, 4, setting, "sgd", share, fixed={"micro_batches": 2})
+        for setting in ("gpipe/2x2+zero1", "1f1b/2x2+zero1")
         for share in (1.0, 0.95)
     ]
-    compared(2, build, "sgd", plans)
-
-
-def test_pipelines_beside_each_other_sum_their_gradients() -> None:
-    plans = [planned(running.tied, 4, "1f1b/2x2", "sgd", clip_norm=0.1, fixed={"micro_batches": 2})]
-    compared(4, running.tied, "sgd", plans)
+    compared(4, build, "sgd", plans)
 
 
 @pytest.mark.slow

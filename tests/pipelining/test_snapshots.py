@@ -60,8 +60,10 @@ def test_four_ranks_go_on_from_two_and_two_from_four(tmp_path: Path) -> None:
     two, four = str(tmp_path / "two"), str(tmp_path / "four")
     ((undisturbed, _),) = saving.saved(0, [planned("", 1)], steps.chain, [str(tmp_path / "alone")])
     together(2, saving.saved, [planned("1f1b/2", 2)], steps.chain, [two])
-    together(4, saving.saved, [planned("1f1b/2x2", 4)], steps.chain, [four])
-    of_four = together(4, saving.gone_on, [planned("1f1b/2x2", 4), planned("zero2", 4)], steps.chain, [two, four])[0]
+    sharing = planned("1f1b/2x2+zero1", 4)
+    together(4, saving.saved, [sharing], steps.chain, [four])
+    others = [sharing, planned("1f1b/2x2", 4), planned("zero2", 4), sharing]
+    of_four = together(4, saving.gone_on, others, steps.chain, [two, four, four, four])[0]
     of_two = together(2, saving.gone_on, [planned("1f1b/2", 2), planned("data", 2)], steps.chain, [four, four])[0]
     for each in (*of_four, *of_two):
         close(each, undisturbed)

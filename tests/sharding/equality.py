@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,21 +66,49 @@ def on_rank(
         engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, steps.OPTIMIZERS[optimizer])
         sharded = engine.sharded
         assert sharded is not None
-        assert engine.optimizer is not None
         own = steps.part_of(sample, rank, sharded.ranks)
-        gradients: list[list[Tensor | None]] = []
-        handle = sharded.stepped(engine.optimizer).register_step_pre_hook(
-            lambda *_, gradients=gradients, sharded=sharded: gradients.append(_whole_gradients(sharded))
-        )
         records = []
-        for step in range(STEPS):
-            last = rank == sharded.ranks - 1 and step == 1
-            records.append(engine.step((own[0] * hot, own[1]) if last and hot != 1.0 else own))
-        handle.remove()
+        with _noted(engine) as gradients:
+            for step in range(STEPS):
+                last = rank == sharded.ranks - 1 and step == 1
+                records.append(engine.step((own[0] * hot, own[1]) if last and hot != 1.0 else own))
         assert not any(record.divergences for record in records)
         scale = None if engine.scaling is None else float(engine.scaling.scaler.get_scale())
         skipped = [record.skipped for record in records]
         found.append(Trained([r.loss for r in records], gradients, steps.whole(model), skipped, scale))
+        sharded.close()
+    return found
+
+
+@contextmanager
+def _noted(engine: memfit.Engine) -> Iterator[list[list[Tensor | None]]]:
+    """Inside, whole gradients are noted before each update of a sharded engine."""
+    sharded = engine.sharded
+    assert sharded is not None
+    assert engine.optimizer is not None
+    gradients: list[list[Tensor | None]] = []
+    handle = sharded.stepped(engine.optimizer).register_step_pre_hook(
+        lambda *_: gradients.append(_whole_gradients(sharded))
+    )
+    yield gradients
+    handle.remove()
+
+
+def stepped_and_accumulated(
+    rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], steps.Built]
+) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
+    """For each plan the gradients of `engine.step` on this rank's part of the batch, and of `engine.accumulate` on a list of its halves."""
+    found = []
+    for data in plans:
+        model, sample, loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, lambda p: torch.optim.SGD(p, lr=0.0))
+        sharded = engine.sharded
+        assert sharded is not None
+        own = steps.part_of(sample, rank, sharded.ranks)
+        with _noted(engine) as gradients:
+            engine.step(own)
+            engine.accumulate(batches.split(own, [batches.size(own) // 2] * 2))
+        found.append((gradients[0], gradients[1]))
         sharded.close()
     return found
 

@@ -1,50 +1,31 @@
 """A small launcher: one function in several processes that are the ranks of a gloo group, each with a time limit.
 
-The processes are new interpreters, so that nothing of the tests' own process is in them; they find each other through a file, not a port. None outlives the
-call: what has not ended in time is killed, and so are the others when one fails.
+The processes are forked from an interpreter in which nothing of the tests' own process is (`forking`); they find each other through a file, not a port. None
+outlives the call: what has not ended in time is killed, and so are the others when one fails.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-LIMIT_SECONDS = 300.0  # of a call; of one collective half of it
-TESTS = Path(__file__).parents[1]
-
-_RANK = """
-import datetime, importlib, pickle, sys, warnings
-warnings.simplefilter("error")
-sys.path.insert(0, sys.argv[5])
 import torch
 import torch.distributed as dist
-folder, rank, ranks, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-torch.set_num_threads(1)
-with open(f"{folder}/call", "rb") as file:
-    module, name, args = pickle.load(file)
-function = getattr(importlib.import_module(module), name)
-if sys.argv[6] == "alone":
-    with open(f"{folder}/result.{rank}", "wb") as file:
-        pickle.dump(function(rank, *args), file)
-else:
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=datetime.timedelta(seconds=limit / 2))
-    try:
-        result = function(rank, *args)
-        with open(f"{folder}/result.{rank}", "wb") as file:
-            pickle.dump(result, file)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-"""
+
+import forking
+
+LIMIT_SECONDS = 300.0  # of a call; of one collective half of it
 
 
 class RankError(AssertionError):
@@ -65,25 +46,27 @@ def on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        command = [sys.executable, "-c", _RANK, folder]
         port = free_port()
         outputs = [Path(folder, f"output.{rank}") for rank in range(ranks)]
-        processes = []
+        processes = [
+            forking.process(
+                *(partial(_rank, joined=joined), folder, rank, ranks, limit),
+                output=output,
+                environment={**os.environ, **({} if joined else as_torchrun_tells(rank, ranks, port))},
+            )
+            for rank, output in enumerate(outputs)
+        ]
         try:
-            for rank, output in enumerate(outputs):
-                with output.open("wb") as file:
-                    own = [*command, str(rank), str(ranks), str(limit), str(TESTS), "joined" if joined else "alone"]
-                    there = {**environment, **({} if joined else as_torchrun_tells(rank, ranks, port))}
-                    processes.append(subprocess.Popen(own, stdout=file, stderr=subprocess.STDOUT, env=there))
+            forking.start(processes)
             _wait(processes, limit)
         finally:
             for process in processes:
-                process.kill()
-                process.wait()
-        if any(process.returncode for process in processes):
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        if any(process.exitcode for process in processes):
             told = "\n".join(
-                f"rank {r}: exit {p.returncode}\n{o.read_text()[-3000:]}"
+                f"rank {r}: exit {p.exitcode}\n{o.read_text()[-3000:]}"
                 for r, (p, o) in enumerate(zip(processes, outputs, strict=True))
             )
             raise RankError(told)
@@ -104,11 +87,30 @@ def as_torchrun_tells(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in told.items()}
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
+def _rank(folder: str, rank: int, ranks: int, limit: float, *, joined: bool) -> None:
+    """In a process of its own."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    module, name, args = pickle.loads(Path(folder, "call").read_bytes())  # noqa: S301 - our own
+    function, told = getattr(importlib.import_module(module), name), Path(folder, f"result.{rank}")
+    if not joined:
+        told.write_bytes(pickle.dumps(function(rank, *args)))
+        return
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=limit / 2)
+    )
+    try:
+        told.write_bytes(pickle.dumps(function(rank, *args)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _wait(processes: list[BaseProcess], limit: float) -> None:
     """Until all have ended, one has failed, or the time is up."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if all(code == 0 for code in codes):
             return
         if any(codes):

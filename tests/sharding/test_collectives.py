@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from memfit.capture import costs
+from memfit.capture import gloo_time as gloo
+from memfit.capture.capture import capture
+from memfit.capture.costs import Cost, with_costs
+from memfit.capture.engine_time import EngineTime, engine_time
+from memfit.capture.gloo_time import KINDS, as_processes, gloo_time, seconds_among
+from memfit.capture.host_time import HostTime
+from memfit.capture.source import StepSource
+from memfit.hardware.machine import known_machine
+from memfit.hardware.network import collective_seconds
+from memfit.hardware.topology import PeerLink, Topology
 from memfit.meter import metered
 from memfit.sharding.collectives import collective_of, workspace_bytes
+from memfit.techniques.choices import Choices
 from memfit.values.trace import Collective
+from sharding import steps
 from sharding.ranks import on_ranks
 
 NUMBERS = 1 << 12
@@ -57,3 +72,67 @@ def test_a_rank_sends_its_part_of_a_ring() -> None:
     assert collective_of(c10d.allreduce_.default, ([whole],), four) == Collective("all_reduce", 600, four)
     assert collective_of(c10d.broadcast_.default, ([whole],), four) == Collective("broadcast", 400, four)
     assert collective_of(torch.ops.aten.mm.default, (whole, part), four) is None
+
+
+@pytest.mark.measured_seconds
+def test_what_gloo_takes_of_a_processor_counts_where_ranks_are_processes_of_this_computer() -> None:
+    ranks = (0, 1)
+    here = gloo_time(2)
+    assert here is not None
+    assert all(seconds > 0 for seconds in here.fixed.values())
+    machine = known_machine("a100")
+    processes = as_processes(Topology((machine,) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),)))
+    assert processes.processes
+    for kind in (*KINDS, "receive"):
+        found = seconds_among(processes, kind, 1 << 20, ranks)
+        assert found == here.seconds(kind, 1 << 20)
+        assert found >= seconds_among(processes, kind, 0, ranks) > 0
+    told = Topology((machine,) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),))
+    assert seconds_among(told, "all_reduce", 1 << 20, ranks) == collective_seconds(told, "all_reduce", 1 << 20, ranks)
+    assert seconds_among(processes, "all_to_all", 1 << 20, ranks) == collective_seconds(
+        processes, "all_to_all", 1 << 20, ranks
+    )
+    assert Topology.from_json(processes.to_json()) == processes
+
+
+def test_where_gloo_cannot_connect_links_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "gloo_time", lambda _: None)
+    devices = Topology((known_machine("a100"),) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),))
+    assert as_processes(devices) == devices
+    assert seconds_among(replace(devices, processes=True), "send", 10**9, (0, 1)) == pytest.approx(1 + 1e-5)
+
+
+def test_what_engines_take_around_collectives_counts_where_ranks_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of four parameters is gathered twice, the rest of the model once; all are reduced once."""
+    model, sample, loss_fn = steps.gpt()
+    captured = capture(StepSource(model, sample, loss_fn, steps.adamw), Choices(sharding="zero3/2"))
+    free = {call: Cost(0.0) for call in captured.calls}
+    machine = known_machine("a100")
+    nothing = HostTime(1e-6, 1e-6, 0.0)
+
+    def seconds(around: EngineTime, *, processes: bool) -> float:
+        monkeypatch.setattr(costs, "engine_time", lambda: around)
+        network = Topology((machine,) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),), processes=processes)
+        trace = with_costs(captured, free, seconds_are="measured", device="cpu", network=network, host=nothing)
+        return sum(trace.operations[code].seconds for code in trace.events if code >= 0)
+
+    names = [name for name, _ in model.named_parameters()]
+    of_blocks, of_all = sum(name.startswith("blocks.") for name in names), len(names)
+    blocks = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    plain = seconds(EngineTime({}, {}), processes=True)
+    for kind, times, parameters in (
+        ("all_gather", 2 * blocks + 1, of_blocks + of_all),
+        ("reduce_scatter", blocks + 1, of_all),
+    ):
+        assert seconds(EngineTime({kind: 1.0}, {}), processes=True) - plain == pytest.approx(times)
+        assert seconds(EngineTime({}, {kind: 1.0}), processes=True) - plain == pytest.approx(parameters)
+    assert seconds(EngineTime({"all_gather": 1.0}, {}), processes=False) < 1.0
+
+
+@pytest.mark.measured_seconds
+def test_what_engines_take_is_measured() -> None:
+    here = engine_time()
+    assert here.fixed["all_gather"] > 0
+    assert all(each >= 0 for each in (*here.fixed.values(), *here.for_a_parameter.values()))
+    assert here.seconds("all_gather", 3) == here.fixed["all_gather"] + 3 * here.for_a_parameter["all_gather"]
+    assert here.seconds("send", 3) == 0.0

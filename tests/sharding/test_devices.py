@@ -29,7 +29,7 @@ def planned(devices: Any, budget: Any = "100%", **named: Any) -> memfit.Plan:
 
 
 def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told() -> None:
-    roomy, tight = planned("4x1GiB"), planned("4x110000B")
+    roomy, tight = planned("4x1GiB@50GB/s"), planned("4x110000B")
     assert way_of(roomy.choices.sharding)[:2] == ("data", 4)
     assert way_of(tight.choices.sharding)[0] != "data"
     assert len(roomy.prediction.ranks) == 4
@@ -41,7 +41,10 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
     )
     told = tight.explain()
     assert "Rejected: data parallel on 4 ranks: does not fit, the smallest plan needs" in told
-    assert "ring of links of 12 GB/s" in told
+    assert "seconds of collectives are the processor's, measured among 4 ranks of gloo on this computer" in told
+    assert (
+        "ring of links of 50 GB/s" in planned("4x1GiB@50GB/s", fixed={"sharding": "data", "micro_batches": 1}).explain()
+    )
     assert memfit.Plan.from_json(tight.to_json()).prediction == tight.prediction
 
 

@@ -144,3 +144,16 @@ def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all_and_halves_the
         for way, found in zip(ways, of_rank, strict=True):
             assert (found.skipped, found.scale) == (whole.skipped, whole.scale), way
             close([*found.parameters], [*whole.parameters], way)
+
+
+def test_a_list_of_batches_is_a_step_of_all_of_them_on_several_ranks() -> None:
+    """Of tokens, of which the halves and the ranks have more and fewer."""
+    case = CASES["tokens-accumulation"]
+    plans = [plan_of(case, way, 2) for way in ("data", "zero3")]
+    for of_rank in on_ranks(2, equality.stepped_and_accumulated, plans, case.build):
+        for stepped, accumulated in of_rank:
+            assert len(stepped) > 0
+            for mine, theirs in zip(accumulated, stepped, strict=True):
+                assert mine is not None
+                assert theirs is not None
+                assert torch.equal(mine, theirs)

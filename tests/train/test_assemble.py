@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memfit.errors import ConfigError, InputError
 from memfit.train import run as runs
-from memfit.train.assemble import Assembly, assemble, choose_device, resolve
+from memfit.train.assemble import Assembly, assemble, build_model, choose_device, resolve, seed_all
 from memfit.train.config import Config, from_json
 from train.fakes import Api
 
@@ -159,6 +159,8 @@ def test_a_device_that_is_not_here_is_refused() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"fit\.device: torch cannot use 'cuda:9' here"):
         choose_device("cuda:9")
+    with pytest.raises(ConfigError, match=r"fit\.device: '4090' is the name of a GPU, .* write cuda"):
+        choose_device("4090")
 
 
 def test_a_module_that_fails_on_import_says_so_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,3 +222,20 @@ def test_a_tokenizer_from_a_folder_cuts_pads_and_goes_with_the_model(
         result = runs.start(config(folder, data=data, train={"steps": 1, "out": "out"}, report={"html": False}))
     assert result.model is not None
     assert any(result.model.glob("tokenizer*"))
+
+
+def test_to_plan_for_another_device_a_large_model_of_a_function_takes_no_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "built_here.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(8, 8)\n")
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    here = config(folder, model={"python": "built_here:build"})
+    seed_all(here.train.seed)
+    built, _ = build_model(here)
+    seed_all(here.train.seed)
+    small, _ = build_model(here, weights=False)
+    for a, b in zip(small.parameters(), built.parameters(), strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setattr("memfit.train.assemble.LARGE_BYTES", 1)
+    large, _ = build_model(here, weights=False)
+    assert all(parameter.is_meta for parameter in large.parameters())

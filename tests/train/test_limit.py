@@ -31,7 +31,7 @@ print(len(held))
 """
 
 
-@pytest.mark.parametrize("mib", [128, 256])
+@pytest.mark.parametrize("mib", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_cpu_process_gets_no_more_than_its_limit(mib: int) -> None:
     environment = {**os.environ, VARIABLE: str(mib << 20)}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
@@ -44,7 +44,18 @@ def test_without_the_variable_there_is_no_limit(monkeypatch: pytest.MonkeyPatch)
     assert limit.enforce(nn.Linear(2, 2), torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("text", ["8GiB", "-1", "0"])
+def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for text, rank, limit_bytes in (("100,200", "1", 200), ("100,200", "0", 100), ("300", "1", 300)):
+        monkeypatch.setenv(VARIABLE, text)
+        monkeypatch.setenv("RANK", rank)
+        assert limit._named() == limit_bytes
+    monkeypatch.setenv(VARIABLE, "1,2,3")
+    with pytest.raises(ConfigError, match="is for 3 ranks, and there are 2: give one number for all, or one for each"):
+        limit._named()
+
+
+@pytest.mark.parametrize("text", ["8GiB", "-1", "0", "1,", "1,x"])
 def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match="MEMFIT_MEMORY_LIMIT=.* is not a number of bytes: write digits, or unset it"):

@@ -193,6 +193,7 @@ class Adapter:
         settled = {**FIXED, **self.SETTLED, **(self.ON_RANKS if ranks_here() > 1 else {})}
         request = requested(
             step.model,
+            sharers=ranks_here(),
             budget=self.budget,
             host_budget=self.host_budget,
             disk_budget=self.disk_budget,

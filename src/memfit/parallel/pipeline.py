@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.errors import BatchError, InputError, MemfitError, NonFiniteLossError
 from memfit.parallel.other_stages import OtherStages
-from memfit.parallel.schedule import Running, StageEnds
+from memfit.parallel.schedule import Region, Running, StageEnds
 from memfit.parallel.stage_module import StageModule
 from memfit.sharding.pipelined import AroundForward, Passed, PipelinedModel
 from memfit.sharding.sharded import OptimizerFactory
+from memfit.sharding.state_sharding import sharded_state, something, stepped
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.values.stages import Schedule
@@ -44,6 +45,7 @@ class Division:
         parameters: of each stage, the names of those that it has.
         everywhere: names of those that the forward reads between parts.
         weights: what micro-batches count for, in the words of `batches.weightings`.
+        shards_state: ranks of different pipelines that have the same stages share out the state of their optimizer.
     """
 
     parts: tuple[str, ...]
@@ -51,6 +53,7 @@ class Division:
     parameters: tuple[frozenset[str], ...]
     everywhere: frozenset[str] = frozenset()
     weights: str = "samples"
+    shards_state: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, calls: PartCalls, ends: StageEnds, weights: str = "samples") -> Division:
@@ -73,9 +76,9 @@ class Division:
         return {name: tuple(sorted(holding)) for name, holding in found.items()}
 
 
-def mesh_of_pipelines(device_type: str, stages: int, replicas: int = 1) -> DeviceMesh:
-    """All ranks of this run as pipelines beside each other; ranks that follow each other are of one pipeline."""
-    return init_device_mesh(device_type, (replicas, stages), mesh_dim_names=("replica", "stage"))
+def mesh_of_pipelines(device_type: str, length: int, replicas: int = 1) -> DeviceMesh:
+    """All ranks of this run as pipelines of so many ranks beside each other; ranks that follow each other are of one pipeline."""
+    return init_device_mesh(device_type, (replicas, length), mesh_dim_names=("replica", "stage"))
 
 
 class Pipeline(PipelinedModel):
@@ -87,6 +90,7 @@ class Pipeline(PipelinedModel):
         look: the calls of the model's parts for a micro-batch, by a look at the whole model, of which what is in other stages is on the meta device.
         division: how it is divided.
         mesh: of pipelines (`mesh_of_pipelines`).
+        region: makes what forward and loss of a micro-batch run inside, as the plan's techniques have it; `look` has it for itself.
 
     Attributes:
         stage: of this rank among those of its pipeline.
@@ -97,12 +101,18 @@ class Pipeline(PipelinedModel):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, look: Look, division: Division, mesh: DeviceMesh
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        look: Look,
+        division: Division,
+        mesh: DeviceMesh,
+        region: Region = nullcontext,
     ) -> None:
         assert dist.group.WORLD is not None, "a mesh is of a group"
         super().__init__(model, dist.group.WORLD)
         self.division = division
-        self._loss_fn, self._look = loss_fn, look
+        self._loss_fn, self._look, self._region = loss_fn, look, region
         self._pipeline, self._replicas = mesh.get_group("stage"), mesh.get_group("replica")
         self.stage, world = self._pipeline.rank(), self._pipeline.size()
         self.device = device_of(model)
@@ -159,8 +169,8 @@ class Pipeline(PipelinedModel):
 
     @property
     def saves_its_part(self) -> bool:
-        """The first pipeline does."""
-        return self._replicas.rank() == 0
+        """The first pipeline does; all of them where each has a part of the optimizer's state."""
+        return self._replicas.rank() == 0 or self.division.shards_state
 
     def held(self) -> list[Tensor]:
         """Buffers for messages."""
@@ -169,8 +179,14 @@ class Pipeline(PipelinedModel):
     def optimizer(
         self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """The user's, over this rank's parameters."""
-        return arrange(make(iter(self.trainable())))
+        """The user's, over this rank's parameters; one that shares out their state among the replicas of its stage, where the division says so."""
+        trained = self.trainable()
+        made = make(iter(something(trained)))
+        return sharded_state(made, self._replicas, arrange) if self.division.shards_state and trained else arrange(made)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Where state is shared out the one inside of torch's."""
+        return stepped(optimizer)
 
     # -- a step --------------------------------------------------------------------------------------------------------------
 
@@ -193,7 +209,8 @@ class Pipeline(PipelinedModel):
         micro_batches = self._split(self._together(batch))
         calls = self._calls_of(micro_batches[0])
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
-        self._running = Running(stages, self.division.ends.in_micro_batches(len(micro_batches)), self._pipeline)
+        ends = self.division.ends.in_micro_batches(len(micro_batches))
+        self._running = Running(stages, ends, self._pipeline, self._region)
         self._signature = signature
 
     def _pipeline_number(self) -> int:
@@ -221,8 +238,16 @@ class Pipeline(PipelinedModel):
 
     def _split(self, batch: Batch) -> list[Batch]:
         """Micro-batches of one size, no larger than planned."""
-        total, ends = batches.size(batch), self.division.ends
-        number = next(n for n in range(1, total + 1) if total % n == 0 and total // n <= ends.micro_batch_size)
+        total, ends, ranks = batches.size(batch), self.division.ends, self._pipeline.size()
+        fitting = (n for n in range(1, total + 1) if total % n == 0 and total // n <= ends.micro_batch_size)
+        number = next(
+            (n for n in fitting if ends.schedule is not Schedule.INTERLEAVED or n % max(1, n // ranks) == 0), 0
+        )
+        if not number:
+            raise BatchError(
+                f"interleaved stages run rounds of {ranks} micro-batches of at most {ends.micro_batch_size} samples, and a pipeline's batch of {total} samples "
+                f'does not divide into them: leave it out (drop the last batch of an epoch), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
+            )
         return batches.split(batch, [total // number] * number)
 
     def _calls_of(self, micro_batch: Batch) -> PartCalls:
@@ -287,6 +312,8 @@ class Pipeline(PipelinedModel):
         if self._replicas.size() == 1:
             return
         names = sorted(self._trained)
+        if not names:
+            return
         there = torch.tensor(
             [self._trained[name].grad is not None for name in names], dtype=torch.uint8, device=self.device
         )
@@ -329,7 +356,8 @@ class Pipeline(PipelinedModel):
                 received = [meta.empty(self.device) for meta in module.received]
                 for tensor in received:
                     dist.recv(tensor, self._global((stage - 1) % world), group=self._pipeline)
-                result = module(batch, *received)
+                with self._region():
+                    result = module(batch, *received)
                 if module.is_last:
                     loss.copy_(result)
                 else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from memfit.parallel.stage_module import StageModule
 from memfit.sharding.pipelined import AroundForward
 from memfit.step.device import device_of
 from memfit.values.stages import Schedule
+
+Region = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,10 @@ class _Weighted(torch.autograd.Function):
 class _InTurn(nn.Module):
     """A stage whose micro-batches come in their order."""
 
-    def __init__(self, stage: StageModule, position: int) -> None:
+    def __init__(self, stage: StageModule, position: int, region: Region) -> None:
         super().__init__()
         self.stage = stage
-        self._position = position
+        self._position, self._region = position, region
         self._parts: Sequence[Batch] = ()
         self._weights: Sequence[float] = ()
         self._around: AroundForward | None = None
@@ -77,7 +80,7 @@ class _InTurn(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         assert self._around is not None, "it was begun"
         index, self._next = self._next, self._next + 1
-        with self._around(self._position):
+        with self._around(self._position), self._region():
             result = self.stage(self._parts[index], *received)
         return _Weighted.apply(result, self._weights[index]) if self.stage.is_last else result  # type: ignore[no-untyped-call]
 
@@ -109,16 +112,19 @@ class Running:
         stages: of this rank, by number.
         ends: the schedule.
         group: the ranks of the pipeline.
+        region: makes what the forward of a micro-batch runs inside.
 
     Attributes:
         busy_seconds, seconds: of the last step, in which something was computed here, and until this rank was through.
     """
 
-    def __init__(self, stages: Mapping[int, StageModule], ends: StageEnds, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageModule], ends: StageEnds, group: dist.ProcessGroup, region: Region = nullcontext
+    ) -> None:
         self.busy_seconds = self.seconds = 0.0
         self._number = ends.micro_batches
         self._is_last = any(stage.is_last for stage in stages.values())
-        self._in_turn = [_InTurn(stage, position) for position, stage in enumerate(stages.values())]
+        self._in_turn = [_InTurn(stage, position, region) for position, stage in enumerate(stages.values())]
         device = device_of(next(iter(stages.values())).model)
         self._stages = [
             _TimedStage(

@@ -11,9 +11,11 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.part_calls import find_part_calls
 from memfit.errors import InputError, PlanFileError
 from memfit.parallel.pipeline import Division, Pipeline, mesh_of_pipelines
-from memfit.parallel.schedule import StageEnds
+from memfit.parallel.schedule import Region, StageEnds
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
+from memfit.techniques.choices import regions
+from memfit.techniques.sharding import Pipelines
 from memfit.values.plan import Plan
 
 
@@ -48,10 +50,15 @@ def join(plan: Plan, model: nn.Module, loss_fn: LossFunction | None, group: dist
         tuple(map(frozenset, pipeline.parameters)),
         frozenset(pipeline.everywhere),
         plan.choices.weights,
+        Pipelines.of(plan.choices.sharding).shards_state,
     )
-    mesh = mesh_of_pipelines(device_of(model).type, pipeline.stages, pipeline.replicas)
-    return Pipeline(model, loss_fn, partial(_look, model, loss_fn, list(pipeline.parts)), division, mesh)
+    mesh = mesh_of_pipelines(device_of(model).type, pipeline.length, pipeline.replicas)
+    region = partial(regions, plan.choices, model, device_of(model).type)
+    look = partial(_look, model, loss_fn, list(pipeline.parts), region)
+    return Pipeline(model, loss_fn, look, division, mesh, region)
 
 
-def _look(model: nn.Module, loss_fn: LossFunction | None, paths: list[str], micro_batch: Batch) -> PartCalls:
-    return find_part_calls(model, micro_batch, loss_fn, paths)
+def _look(
+    model: nn.Module, loss_fn: LossFunction | None, paths: list[str], region: Region, micro_batch: Batch
+) -> PartCalls:
+    return find_part_calls(model, micro_batch, loss_fn, paths, region)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -12,54 +12,63 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError
-from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, collective_seconds
-from memfit.hardware.topology import PeerLink, Topology
-from memfit.pipelining.stages import StagesFound, find_stages
-from memfit.planner.schedules import textbook_bubble
+from memfit.hardware.topology import Topology
+from memfit.pipelining.candidates import candidates_for_stages
+from memfit.pipelining.links import line_of, sending_seconds
+from memfit.pipelining.stage_planner import StagePlanner
+from memfit.pipelining.stages import StagesFound, find_stages, same_stages
+from memfit.planner.schedules import check_schedule, textbook_bubble
+from memfit.planning import remember
 from memfit.progress import tell
 from memfit.techniques.choices import Choices, in_words
-from memfit.techniques.sharding import PIPELINES, pipeline_setting
-from memfit.units import format_bytes
+from memfit.techniques.freezing.freeze import frozen
+from memfit.techniques.sharding import PIPELINES, SHARDED_STATE, Pipelines
+from memfit.units import format_bytes, format_seconds
 from memfit.values.pipeline import PipelinePlan
 from memfit.values.plan import Plan
 from memfit.values.prediction import Prediction, RankPrediction
 from memfit.values.request import Request
 from memfit.values.script import Script
-from memfit.values.stages import Line, Schedule, StageDevice
+from memfit.values.stages import Line, Schedule
 
 MOST_ROUNDS: Final = 8  # micro-batches for each stage: with as many the textbook's bubble is below an eighth
-OPEN: Final = ("sharding", "micro_batches")  # what may be fixed of a step in stages
+ROUNDS: Final = 4  # of cutting anew where the ranks of a cut hold more than it has counted, or less
+TOO_MUCH: Final = 0.1  # of a budget: no cut counts so much more than its ranks hold
 
 
 def settings_for(asked: str, ranks: int) -> tuple[str, ...]:
     """The pipelines that so many ranks may form, the longest first.
 
     Args:
-        asked: what the user fixed: "" or "pipeline" for all, a schedule as "1f1b", or all of it as "1f1b/2x2".
+        asked: what the user fixed: "" or "pipeline" for all, a schedule as "1f1b", or all of it as "1f1b/2x2"; with "+zero1" those that share out state.
         ranks: of all pipelines.
 
     Raises:
         InputError: what was asked is for another number of ranks.
     """
-    way, _, shape = asked.partition("/")
-    schedule = way if way in PIPELINES else ""
+    shape, plus, sharded = asked.partition("+")
+    way, _, numbers = shape.partition("/")
+    # GPipe holds more and is no faster than 1F1B, which becomes it where there are fewer micro-batches than stages.
+    schedules = (way,) if way in PIPELINES else ("1f1b", "interleaved")
     lengths = [n for n in range(ranks, 1, -1) if ranks % n == 0]
-    if shape:
-        lengths = [n for n in lengths if pipeline_setting("", n, ranks // n) == f"/{shape}"]
-        if not lengths:
-            raise InputError(
-                f"fixed sharding={asked!r}: {ranks} devices make "
-                + ", ".join(
-                    repr(pipeline_setting(schedule or "1f1b", n, ranks // n))
-                    for n in range(ranks, 1, -1)
-                    if ranks % n == 0
-                )
-            )
-    return tuple(pipeline_setting(schedule or "1f1b", n, ranks // n) for n in lengths)
+    made = [
+        Pipelines(schedule, n, ranks // n, shards_state=shards)
+        for schedule in schedules
+        for n in lengths
+        for shards in ((False,) if n == ranks else (False, True))
+    ]
+    if numbers:
+        found = [one for one in made if str(one).partition("/")[2] == asked.partition("/")[2]]
+    else:
+        found = [one for one in made if not plus or (one.shards_state and sharded == SHARDED_STATE)]
+    if not found:
+        raise InputError(f"fixed sharding={asked!r}: {ranks} devices make {', '.join(repr(str(one)) for one in made)}")
+    return tuple(map(str, found))
 
 
-def plan_pipelines(source: TraceSource, request: Request, topology: Topology, setting: str) -> Plan:
-    """The fastest plan for pipelines of this length.
+@dataclass(eq=False)
+class PipelinePlanning:
+    """Plans for pipelines of one length at any budget; what is captured for one serves the next.
 
     All ranks hand in their parts of the batch, as for every other way: a pipeline of K ranks runs K of them.
 
@@ -67,58 +76,327 @@ def plan_pipelines(source: TraceSource, request: Request, topology: Topology, se
         source: of the model; its sample is the part of one rank.
         request: whose budget is that of each device.
         topology: the devices.
-        setting: as `pipeline_setting` makes it; in "1f1b" GPipe is taken where there are fewer micro-batches than stages.
+        setting: as `Pipelines` writes it; in "1f1b" GPipe is taken where there are fewer micro-batches than stages.
 
     Raises:
-        InfeasibleError: no cut fits.
-        InputError: the request asks for more than stages can have, or the model cannot be cut.
+        InputError: the request asks for more than stages can have, or the devices cannot form such pipelines.
     """
-    _check(request)
-    assert request.budget is not None, "whoever plans has one"
-    schedule, _, shape = setting.partition("/")
-    stages = int(shape.partition("x")[0])
-    weighting = source.weighting(())
-    if weighting.weights is None and not _on_meta(source):
-        raise InputError(f"its micro-batches would not add up to the batch: {weighting.reason}")
-    weights = weighting.weights or "samples"
-    batch = _of_pipeline(source.sample, stages)
-    for other in range(stages, len(topology.devices)):
-        if topology.devices[other] != topology.devices[other % stages]:
-            raise InputError(
-                f"pipelines beside each other have the same stages, and devices {other % stages} and {other} are not alike"
+
+    source: TraceSource
+    request: Request
+    topology: Topology
+    setting: str
+    _planners: dict[tuple[int, Choices], StagePlanner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pipelines = Pipelines.of(self.setting)
+        self._candidates, self._left_out = candidates_for_stages(self.source, self.request)
+        weighting = self.source.weighting(self.request.freeze)
+        if weighting.weights is None and not _on_meta(self.source):
+            raise InputError(f"its micro-batches would not add up to the batch: {weighting.reason}")
+        self._weights, self._unsure = weighting.weights or "samples", weighting.reason
+        length, devices = self.pipelines.ranks, self.topology.devices
+        self._batch = _of_pipeline(self.source.sample, length)
+        for other in range(length, len(devices)):
+            if devices[other] != devices[other % length]:
+                raise InputError(
+                    f"pipelines beside each other have the same stages, and devices {other % length} and {other} are not alike"
+                )
+
+    def plan(self, budget_bytes: int | None = None) -> Plan:
+        """The fastest plan found in so many bytes on each device; in the request's where none are given.
+
+        Raises:
+            InfeasibleError: no cut fits.
+            InputError: the model cannot be cut.
+        """
+        budget_bytes = self._budget(budget_bytes)
+        best: Plan | None = None
+        lacking: InfeasibleError | InputError | None = None
+        others: list[Plan] = []
+        for techniques in self._candidates:
+            # State in 8 bits makes no step faster in which nothing has to be run again.
+            if techniques.state_format != "32bit" and any(
+                _techniques_of(plan.choices).techniques == techniques.but(state_format="32bit").techniques
+                and _keeps_everything(plan)
+                for plan in others
+            ):
+                continue
+            try:
+                made = self._in_the_best_number(techniques, budget_bytes)
+            except (InfeasibleError, InputError) as error:
+                if lacking is None or _least(error) < _least(lacking):
+                    lacking = error
+                continue
+            others.append(made)
+            if best is None or made.prediction.step_seconds < best.prediction.step_seconds:
+                best = made
+        if best is None:
+            assert lacking is not None, "at least one candidate was tried"
+            raise lacking
+        slower = (
+            f"{in_words(plan.choices)}: {format_seconds(plan.prediction.step_seconds)} a step at {format_bytes(plan.prediction.peak_bytes)}"
+            for plan in others
+            if plan is not best
+        )
+        return remember(replace(best, rejected=(*best.rejected, *slower, *self._left_out)), self)
+
+    def smallest(self) -> tuple[int, Plan]:
+        """The smallest budget in which a plan was found, and that plan.
+
+        Raises:
+            InputError: the model cannot be cut.
+        """
+        return _smallest(self.plan)
+
+    def as_captured(self, plan: Plan) -> AsCut:
+        """For the cut of a plan of this one: in one of several ranks other stages than its own cannot be captured."""
+        return AsCut(self, plan)
+
+    def _budget(self, budget_bytes: int | None) -> int:
+        if budget_bytes is not None:
+            return budget_bytes
+        assert self.request.budget is not None, "a budget is in the request or given"
+        return self.request.budget.bytes
+
+    def _in_the_best_number(self, techniques: Choices, budget_bytes: int) -> Plan:
+        """The fastest with these techniques: micro-batches are doubled for as long as the step gets faster.
+
+        Raises:
+            InfeasibleError, InputError: as for `plan`.
+        """
+        best: Plan | None = None
+        lacking: InfeasibleError | InputError | None = None
+        for number in self._numbers():
+            named = self.pipelines.in_words()
+            tell(self.source.progress, f"planning for {named}, {number} micro-batches", 0.0)
+            try:
+                with frozen(self.source.model, self.request.freeze):
+                    found = self._found(techniques, number, budget_bytes)
+            except (InfeasibleError, InputError) as error:
+                if lacking is None or isinstance(error, InfeasibleError):
+                    lacking = error
+                continue
+            made = self._plan(found, techniques, budget_bytes)
+            if best is not None and made.prediction.step_seconds >= best.prediction.step_seconds:
+                break
+            best = made
+        if best is None:
+            assert lacking is not None, "at least one number was tried"
+            raise lacking
+        return best
+
+    def _numbers(self) -> Iterator[int]:
+        """Numbers of micro-batches to try: from one for each rank on, doubled; fewer where there are not as many samples."""
+        length, samples = self.pipelines.ranks, batches.size(self._batch)
+        asked = self.request.micro_batches
+        if asked is not None:
+            yield asked
+            return
+        number = length
+        if samples < length or samples % length:
+            number = next(n for n in range(samples, 0, -1) if samples % n == 0 and n <= max(length, 1))
+        while number <= min(samples, MOST_ROUNDS * length):
+            if samples % number == 0:
+                yield number
+            number *= 2
+
+    def _planner(self, techniques: Choices, number: int) -> StagePlanner:
+        key = number, techniques
+        if key not in self._planners:
+            sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
+            self._planners[key] = StagePlanner(self.source, self._batch, number, techniques, sharing)
+        return self._planners[key]
+
+    def _found(self, techniques: Choices, number: int, budget_bytes: int) -> StagesFound:
+        """The fastest cut found.
+
+        Raises:
+            InfeasibleError, InputError: as for `find_stages`; or the best cut found needs more.
+        """
+        length, per_rank = self.pipelines.ranks, self.pipelines.per_rank
+        few = self.pipelines.schedule == Schedule.ONE_FORWARD_ONE_BACKWARD and number < length
+        used = Schedule.GPIPE if few else Schedule(self.pipelines.schedule)
+        check_schedule(used, length, number, per_rank)
+        planner = self._planner(techniques, number)
+        return self._within(budget_bytes, lambda line: find_stages(planner, line, used, length, per_rank))
+
+    def cut_as(self, made: Plan, budget_bytes: int) -> Plan:
+        """A plan of this one in other bytes with the cut that it has: only what is run again in each stage is chosen anew, and nothing is captured.
+
+        Raises:
+            InfeasibleError: it does not fit.
+        """
+        assert made.pipeline is not None, "it is of a pipeline"
+        cut = made.pipeline.cut
+        techniques = next(one for one in self._candidates if one.techniques == _techniques_of(made.choices).techniques)
+        planner = self._planner(techniques, cut.micro_batches)
+        with frozen(self.source.model, self.request.freeze):
+            found = self._within(budget_bytes, lambda line: same_stages(planner, line, cut))
+        return remember(self._plan(found, techniques, budget_bytes), self)
+
+    def _within(self, budget_bytes: int, find: Callable[[Line], StagesFound]) -> StagesFound:
+        """Stages with which no rank takes more than its device has.
+
+        Raises:
+            InfeasibleError, InputError: as for `find`; or what it finds needs more.
+        """
+        line = searched = line_of(self.topology, self.pipelines, max(1, budget_bytes))
+        found: StagesFound | None = None
+        for _ in range(ROUNDS):
+            try:
+                found = find(searched)
+            except InfeasibleError as error:
+                # The cut counts somewhat more than a rank holds, since not everything that a stage holds is there at its peak.
+                lacking = (error.minimum_bytes or 1 << 62) - (error.budget_bytes or 0)
+                if found is not None or searched != line or lacking > TOO_MUCH * budget_bytes:
+                    raise
+                searched = _with_more(line, [lacking] * len(line.devices))
+                continue
+            above = [max(peaks) - device.bytes for peaks, device in zip(found.peak_bytes, line.devices, strict=True)]
+            if max(above) <= 0:
+                return found
+            # And a rank that shares out state otherwise than the one with the most may hold more at another moment.
+            searched = _with_more(searched, [-max(0, more) for more in above])
+        assert found is not None, "a round that finds nothing raises, or is followed by another one"
+        rank = above.index(max(above))
+        has, needed = line.devices[rank].bytes, max(found.peak_bytes[rank])
+        raise InfeasibleError(
+            f"the best cut found needs {format_bytes(needed)} on device {rank}, which has {format_bytes(has)}: "
+            "give it more, or take more micro-batches",
+            budget_bytes=has,
+            minimum_bytes=needed,
+        )
+
+    def _plan(self, found: StagesFound, techniques: Choices, budget_bytes: int) -> Plan:
+        source, cut = self.source, found.pipeline.cut
+        number, length, ranks = cut.micro_batches, self.pipelines.ranks, len(self.topology.devices)
+        setting = str(replace(self.pipelines, schedule=str(cut.schedule)))
+        size = batches.size(self._batch) // number
+        choices = techniques.but(
+            micro_batches=number,
+            micro_batch_size=size,
+            weights=self._weights,
+            techniques=(*techniques.techniques, ("sharding", setting)),
+        )
+        sending = max(sending_seconds(self.topology, sizes, self.pipelines) for sizes in found.gradient_bytes)
+        passes = max(cut.pass_seconds, 1e-12)
+        predicted = tuple(
+            RankPrediction(
+                rank,
+                found.peak_bytes[rank % length][rank // length % len(found.peak_bytes[rank % length])],
+                cut.step_seconds + sending,
+                rank % length,
+                max(0.0, 1 - cut.busy_seconds[rank % length] / passes),
             )
-    line = _line(topology, stages, request.budget.bytes)
-    best: Plan | None = None
-    lacking: InfeasibleError | InputError | None = None
-    for number in _numbers(request, stages, batches.size(batch)):
-        tell(source.progress, f"planning for {stages} stages, {number} micro-batches", 0.0)
-        used = Schedule(schedule if number >= stages else Schedule.GPIPE)
+            for rank in range(ranks)
+        )
+        fullest = max(range(length), key=lambda rank: max(found.peak_bytes[rank]))
+        pipeline: PipelinePlan = replace(found.pipeline, replicas=self.pipelines.replicas)
+        average = sum(rank.waiting for rank in predicted) / ranks
+        told = (
+            f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(length, number):.1f} % for "
+            f"{length} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
+        )
+        on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
+        named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))
+        return Plan(
+            budget_bytes,
+            choices,
+            # Every rank follows the scripts of its stages.
+            script=Script(),
+            prediction=Prediction(
+                max(found.peak_bytes[fullest]),
+                max(found.plain_peak_bytes),
+                cut.step_seconds + sending,
+                found.plain_seconds + sending,
+                min(cut.bound_seconds, cut.step_seconds) + sending,
+                found.seconds_are,
+                peak_phase=found.phases[fullest],
+                peak_module=named,
+                peak_operation=f"{cut.schedule}, {number} micro-batches",
+                plain_with=in_words(choices),
+                ranks=predicted,
+            ),
+            signature=batches.signature(source.sample),
+            model=found.model,
+            device=source.machine.name,
+            torch_version=torch.__version__,
+            clip_norm=self.request.clip_norm,
+            notes=(told, *on_meta),
+            changed_buffers=found.changed_buffers,
+            device_kind=source.machine.kind,
+            pipeline=pipeline,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AsCut:
+    """Further plans for the cut of one, where nothing can be captured.
+
+    Attributes:
+        planning: that has made it.
+        made: the plan.
+    """
+
+    planning: PipelinePlanning
+    made: Plan
+
+    @property
+    def source(self) -> None:
+        """Nothing is captured."""
+
+    def plan(self, budget_bytes: int | None = None) -> Plan:
+        """As `PipelinePlanning.cut_as`."""
+        return self.planning.cut_as(self.made, self.made.budget_bytes if budget_bytes is None else budget_bytes)
+
+    def smallest(self) -> tuple[int, Plan]:
+        """The smallest budget in which a plan was found."""
+        return _smallest(self.plan)
+
+    def as_captured(self, plan: Plan) -> AsCut:
+        """The same for another plan."""
+        return AsCut(self.planning, plan)
+
+
+def _smallest(plan: Callable[[int], Plan]) -> tuple[int, Plan]:
+    """By halves, down to the byte; what a plan takes is tried as a budget of its own."""
+    refused, least = 0, 1 << 62
+    found = plan(least)
+    tried = found.prediction.peak_bytes
+    while least - refused > 1:
         try:
-            found = find_stages(source, batch, line, number, used, stages)
-        except (InfeasibleError, InputError) as error:
-            if lacking is None or isinstance(error, InfeasibleError):
-                lacking = error
-            continue
-        made = _plan(source, request, topology, line, found, weights, weighting.reason)
-        if best is not None and made.prediction.step_seconds >= best.prediction.step_seconds:
-            break
-        best = made
-    if best is None:
-        assert lacking is not None, "at least one number was tried"
-        raise lacking
-    return best
+            found, least = plan(tried), tried
+            peak = found.prediction.peak_bytes
+            tried = peak if refused < peak < least else (least + refused) // 2
+        except InfeasibleError:
+            refused = tried
+            tried = min(2 * refused, (least + refused) // 2)
+    return least, found
+
+
+def _with_more(line: Line, more: Sequence[int]) -> Line:
+    """Devices with so many more bytes each; fewer where that is less than nothing."""
+    devices = zip(line.devices, more, strict=True)
+    return replace(line, devices=tuple(replace(device, bytes=max(1, device.bytes + size)) for device, size in devices))
+
+
+def _techniques_of(choices: Choices) -> Choices:
+    """What a candidate has."""
+    return Choices(techniques=choices.techniques, sharding="")
+
+
+def _keeps_everything(plan: Plan) -> bool:
+    return plan.pipeline is not None and not any(script.recomputations for script in plan.pipeline.scripts)
+
+
+def _least(error: InfeasibleError | InputError) -> int:
+    """Bytes that it tells; more than there can be where it tells none."""
+    return getattr(error, "minimum_bytes", None) or 1 << 62
 
 
 def _on_meta(source: TraceSource) -> bool:
     return any(p.device.type == "meta" for p in source.model.parameters())
-
-
-def _check(request: Request) -> None:
-    """Refuse what stages do not have yet."""
-    more = sorted(name for name in request.fixed if name not in OPEN)
-    if more or request.freeze:
-        what = f"fixed {more[0]}={request.fixed[more[0]]!r}" if more else f"freeze={list(request.freeze)!r}"
-        raise InputError(f"{what} is not for stages of a pipeline yet, which are trained as plain PyTorch trains them")
 
 
 def _of_pipeline(sample: Batch, ranks: int) -> Batch:
@@ -133,122 +411,3 @@ def _of_pipeline(sample: Batch, ranks: int) -> Batch:
         return tensor.repeat(ranks, *(1 for _ in tensor.shape[1:]))
 
     return batches.map_tensors(longer, sample)
-
-
-def _numbers(request: Request, stages: int, samples: int) -> Iterator[int]:
-    """Numbers of micro-batches to try: from one for each stage on, doubled; fewer where there are not as many samples."""
-    asked = request.micro_batches
-    if asked is not None:
-        yield asked
-        return
-    number = stages
-    if samples < stages or samples % stages:
-        number = next(n for n in range(samples, 0, -1) if samples % n == 0 and n <= max(stages, 1))
-    while number <= min(samples, MOST_ROUNDS * stages):
-        if samples % number == 0:
-            yield number
-        number *= 2
-
-
-def _line(topology: Topology, stages: int, budget_bytes: int) -> Line:
-    """The devices of the first pipeline; neighbours without a link of their own send over the slowest."""
-    slowest = _slowest(topology)
-    peers = []
-    for first in range(stages - 1):
-        between = [p for p in topology.peers if {p.first, p.second} == {first, first + 1}]
-        peers.append(between[0] if between else replace(slowest, first=first, second=first + 1))
-    devices = Line.of(topology).devices[:stages]
-    return Line(tuple(StageDevice(min(budget_bytes, d.bytes), d.speed) for d in devices), tuple(peers))
-
-
-def _slowest(topology: Topology) -> PeerLink:
-    assumed = PeerLink(0, 1, float(ASSUMED_BANDWIDTH), ASSUMED_LATENCY_SECONDS)
-    return min(topology.peers, key=lambda p: p.bandwidth, default=assumed)
-
-
-def _summing_seconds(topology: Topology, gradient_bytes: tuple[int, ...], replicas: int) -> float:
-    """Of the gradients of one stage over the pipelines, one parameter after the other, over the slowest link."""
-    if replicas == 1:
-        return 0.0
-    slowest = _slowest(topology)
-    ring = tuple(replace(slowest, first=n, second=(n + 1) % replicas) for n in range(replicas))
-    among = replace(topology, peers=ring)
-    return sum(
-        collective_seconds(among, "all_reduce", 2 * (size - size // replicas), tuple(range(replicas)))
-        for size in gradient_bytes
-    )
-
-
-def _plan(
-    source: TraceSource,
-    request: Request,
-    topology: Topology,
-    line: Line,
-    found: StagesFound,
-    weights: str,
-    unsure: str,
-) -> Plan:
-    assert request.budget is not None
-    cut = found.pipeline.cut
-    stages, number, ranks = len(cut.stages), cut.micro_batches, len(topology.devices)
-    replicas = ranks // stages
-    setting = pipeline_setting(cut.schedule, stages, replicas)
-    size = stages * batches.size(source.sample) // number
-    choices = Choices(number, size, weights, sharding=setting)
-    summing = max(_summing_seconds(topology, sizes, replicas) for sizes in found.gradient_bytes)
-    passes = max(cut.pass_seconds, 1e-12)
-    predicted = tuple(
-        RankPrediction(
-            rank,
-            found.peak_bytes[rank % stages],
-            cut.step_seconds + summing,
-            rank % stages,
-            max(0.0, 1 - cut.busy_seconds[rank % stages] / passes),
-        )
-        for rank in range(ranks)
-    )
-    fullest = max(range(stages), key=lambda stage: found.peak_bytes[stage])
-    peak = found.peak_bytes[fullest]
-    for stage, (needed, device) in enumerate(zip(found.peak_bytes, line.devices, strict=True)):
-        if needed > device.bytes:
-            raise InfeasibleError(
-                f"the best cut found needs {format_bytes(needed)} on device {stage}, which has {format_bytes(device.bytes)}: "
-                "give it more, or take more micro-batches",
-                budget_bytes=device.bytes,
-                minimum_bytes=needed,
-            )
-    pipeline: PipelinePlan = replace(found.pipeline, replicas=replicas)
-    average = sum(rank.waiting for rank in predicted) / ranks
-    told = (
-        f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(stages, number):.1f} % for "
-        f"{stages} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
-    )
-    on_meta = (f"{unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
-    return Plan(
-        request.budget.bytes,
-        choices,
-        # Every rank follows the script of its stage.
-        script=Script(),
-        prediction=Prediction(
-            peak,
-            max(found.plain_peak_bytes),
-            cut.step_seconds + summing,
-            found.plain_seconds + summing,
-            min(cut.bound_seconds, cut.step_seconds) + summing,
-            found.seconds_are,
-            peak_phase=found.phases[fullest],
-            peak_module=f"stage {fullest}, {pipeline.named(fullest)}",
-            peak_operation=f"{cut.schedule}, {number} micro-batches",
-            plain_with=in_words(choices),
-            ranks=predicted,
-        ),
-        signature=batches.signature(source.sample),
-        model=found.model,
-        device=source.machine.name,
-        torch_version=torch.__version__,
-        clip_norm=request.clip_norm,
-        notes=(told, *on_meta),
-        changed_buffers=found.changed_buffers,
-        device_kind=source.machine.kind,
-        pipeline=pipeline,
-    )

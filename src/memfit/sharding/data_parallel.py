@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import dispatch
-from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
+from memfit.sharding.state_sharding import sharded_state, stepped
 
 
 class DataParallel(ShardedModel):
@@ -56,9 +55,8 @@ class DataParallel(ShardedModel):
         self._send_zeros()
         self._engine.reducer._rebuild_buckets()
         self._send_zeros()
-        self._buckets = list(
-            {dispatch.storage_key(p.grad): p.grad.detach() for p in self.trainable() if p.grad is not None}.values()
-        )
+        self._views = [(p, p.grad.detach()) for p in self.trainable() if p.grad is not None]
+        self._buckets = list({dispatch.storage_key(view): view for _, view in self._views}.values())
         for parameter in self.trainable():
             parameter.grad = None
         self._handles = [
@@ -98,28 +96,18 @@ class DataParallel(ShardedModel):
     ) -> torch.optim.Optimizer:
         """The user's own; under ZeRO 1 one like it for this rank's parameters."""
         made = make(iter(self.trainable()))
-        if not self._shards_state:
-            return arrange(made)
-        chunked = made if isinstance(made, ChunkedOptimizer) else None
-        kind, defaults = type(made) if chunked is None else chunked.kind, made.defaults
-
-        def local(groups: Any, **_: Any) -> torch.optim.Optimizer:
-            own = [{k: v for k, v in group.items() if k != "params"} | {"params": group["params"]} for group in groups]
-            plain = kind(own, **_accepted(kind, defaults))
-            return arrange(plain if chunked is None else chunked.around(plain))
-
-        groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own advice about its TorchScript optimizers
-            return ZeroRedundancyOptimizer(groups, optimizer_class=local, process_group=self.group)  # type: ignore[arg-type]
+        return sharded_state(made, self.group, arrange) if self._shards_state else arrange(made)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Under ZeRO 1 the one inside of torch's."""
-        return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        return stepped(optimizer)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Gradients are sent in the last one."""
+        """Gradients are sent in the last one; those of the others are added up in the buckets, from the first step on, in which none is there yet."""
+        for parameter, view in [] if last else self._views:
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
         with nullcontext() if last else self._engine.no_sync():
             yield
 
@@ -144,11 +132,3 @@ class DataParallel(ShardedModel):
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _accepted(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's defaults, what its constructor takes: some note more than they are given (AdamW's `decoupled_weight_decay`)."""
-    import inspect
-
-    names = inspect.signature(kind).parameters
-    return {name: value for name, value in defaults.items() if name in names}

@@ -7,6 +7,7 @@ from math import prod
 
 from torch import nn
 
+from memfit.sharding.state_sharding import dealt_out
 from memfit.techniques.sharding import way_of
 
 
@@ -30,9 +31,18 @@ def fullest(model: nn.Module, setting: str) -> int:
     way, ranks, _ = way_of(setting)
     if way != "zero1":
         return 0  # `fully_shard` hands out rows from the first rank on
-    trained = [tuple(p.shape) for p in model.parameters() if p.requires_grad]
-    sizes = [sum(map(prod, share)) for share in _partition(trained, ranks)]
+    sizes = _dealt_out(model, ranks)
     return sizes.index(max(sizes))
+
+
+def most_elements(model: nn.Module, ranks: int) -> int:
+    """Elements of the parameters whose state the fullest rank has under ZeRO 1."""
+    return max(_dealt_out(model, ranks))
+
+
+def _dealt_out(model: nn.Module, ranks: int) -> list[int]:
+    trained = [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+    return [sum(map(prod, share)) for share in _partition(trained, ranks)]
 
 
 def _rows(shapes: Sequence[tuple[int, ...]], ranks: int, rank: int) -> list[tuple[int, ...]]:
@@ -45,11 +55,6 @@ def _rows(shapes: Sequence[tuple[int, ...]], ranks: int, rank: int) -> list[tupl
 
 
 def _partition(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[tuple[int, ...]]]:
-    """Whole parameters, the largest first, each to the rank that has the least so far: as ZeroRedundancyOptimizer deals them out."""
-    sizes = [0] * ranks
-    shares: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for shape in sorted(shapes, key=prod, reverse=True):
-        rank = sizes.index(min(sizes))
-        sizes[rank] += prod(shape)
-        shares[rank].append(shape)
-    return shares
+    """Whole parameters, as ZeroRedundancyOptimizer deals them out."""
+    (dealt,) = dealt_out([[prod(shape) for shape in shapes]], ranks)
+    return [[shapes[position] for position in share] for share in dealt]

@@ -18,6 +18,7 @@ import torch
 
 from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
+from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.step.program import OptimizerFactory
 from memfit.train import deepspeed_merge, readers, text
@@ -25,6 +26,7 @@ from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
 from memfit.train.deepspeed_merge import TOTAL
 
+LARGE_BYTES: Final = 2 << 30  # of parameters: to plan for another device a larger model is not put into memory
 _AUTO: Final = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
@@ -75,7 +77,7 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         InputError: data that cannot be read; an extra that is not installed.
     """
     say = progress or (lambda _text, _share: None)
-    device = choose_device(config.fit.device) if weights else torch.device("cpu")
+    device = choose_device(str(config.fit.device)) if weights else torch.device("cpu")
     say("reading the model", 0.0)
     seed_all(config.train.seed)
     model, loss_fn = build_model(config, weights=weights)
@@ -149,6 +151,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if is_machine(name):
+            raise ConfigError(
+                f"fit.device: {name!r} is the name of a GPU, for which memfit can plan; torch has no device of that name to run on: write cuda, or auto"
+            ) from error
         raise ConfigError(f"fit.device: torch cannot use {name!r} here: {str(error).splitlines()[0]}") from error
     return device
 
@@ -158,11 +164,32 @@ def build_model(config: Config, *, weights: bool = True) -> tuple[torch.nn.Modul
     if config.model.hf is not None:
         return _from_folder(config, config.path(config.model.hf), weights=weights), None
     assert config.model.python is not None
-    built = resolve(config.model.python, config, "model.python")(**config.model.args)
+    build = partial(resolve(config.model.python, config, "model.python"), **config.model.args)
+    built = build() if weights else _to_plan_for(build, config.train.seed)
     model, loss_fn = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model.python: {config.model.python} returned {type(model).__name__}, not a torch.nn.Module")
     return model, loss_fn
+
+
+def built_on_meta(build: Callable[[], Any]) -> Any:
+    """What a function builds, without memory where it can be built so: some look at the values of what they make."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return build()
+
+
+def _to_plan_for(build: Callable[[], Any], seed: int) -> Any:
+    """What a function builds: a large model without memory for its parameters; a small one as it is, since values of buffers may decide what forward does."""
+    built = built_on_meta(build)
+    model = built[0] if isinstance(built, tuple) and built else built
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    if sum(parameter.nbytes for parameter in parameters) > LARGE_BYTES:
+        return built
+    seed_all(seed)
+    return build()
 
 
 def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Module:

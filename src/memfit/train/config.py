@@ -118,7 +118,7 @@ class FitConfig:
         freeze: patterns of module paths that are not trained.
         fixed: choices of the planner pinned by name, such as micro_batches.
         clip_norm: largest global norm of the gradient.
-        device: where to train; "auto" is CUDA when there is one, else the CPU.
+        device: where to train; "auto" is CUDA when there is one, else the CPU. `memfit plan` takes the name of a GPU that is not here, too: 4090.
         devices: several of them, one for each rank: "4x24GiB", "4xh100", "4x24GiB@50GB/s" or just 4. The budget is then that of each, and each takes its own
             part of global_batch.
     """
@@ -131,7 +131,7 @@ class FitConfig:
     freeze: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
-    device: str = "auto"
+    device: str | int = "auto"
     devices: str | int | None = None
 
     def __post_init__(self) -> None:
@@ -315,6 +315,29 @@ def load_config(path: str | Path, settings: Iterable[str] = (), ranks: int | Non
     Raises:
         ConfigError: the file cannot be read, or says something that cannot be meant.
     """
+    data = _content(path)
+    settings = tuple(settings)
+    try:
+        for setting in settings:
+            override(data, setting)
+        return from_json(data, Path(path).resolve().parent, ranks)
+    except ConfigError as error:
+        raise ConfigError(_told_where(str(error), str(path), settings)) from None
+
+
+def read_content(path: str | Path, settings: Iterable[str] = ()) -> dict[str, Any]:
+    """What a configuration file holds, with overrides, for somebody else to check; arguments as for `load_config`.
+
+    Raises:
+        ConfigError: the file cannot be read, or an override is none.
+    """
+    data = _content(path)
+    for setting in settings:
+        override(data, setting)
+    return data
+
+
+def _content(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -326,13 +349,7 @@ def load_config(path: str | Path, settings: Iterable[str] = (), ranks: int | Non
         raise ConfigError(f"{path}: {yaml_reader.reason(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections such as model, data and fit")
-    settings = tuple(settings)
-    try:
-        for setting in settings:
-            override(data, setting)
-        return from_json(data, Path(path).resolve().parent, ranks)
-    except ConfigError as error:
-        raise ConfigError(_told_where(str(error), str(path), settings)) from None
+    return data
 
 
 _OPTIONS: Final = {"fit.budget": "--budget", "fit.devices": "--devices"}  # that have one of their own

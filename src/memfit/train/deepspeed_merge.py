@@ -13,7 +13,6 @@ from memfit.errors import ConfigError
 from memfit.hardware.machine import Machine
 from memfit.hardware.network import devices_of
 from memfit.integrations.deepspeed import AUTO, DeepSpeedConfig, Optimizer, read, source
-from memfit.ranks import place
 
 TOTAL: Final = (
     "scheduler.params.total_num_steps"  # "auto" is the run's number of steps, which is known when its data is
@@ -85,6 +84,8 @@ def ranks_of(devices: Any, ranks: int | None = None) -> int:
     """That share a batch; arguments as for `merged`."""
     if isinstance(devices, (str, int)):
         return len(devices_of(devices, Machine("", "cpu", 1, 1.0, 1.0, 1.0)).devices)  # what they are does not matter
+    from memfit.ranks import place  # needs torch, which whoever reads a configuration may do without
+
     there = place()
     return ranks or (1 if there is None else there[1])
 

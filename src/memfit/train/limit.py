@@ -32,14 +32,11 @@ def enforce(model: torch.nn.Module, device: torch.device, read_bytes: int = 0) -
         The limit in bytes of a step; None for none.
 
     Raises:
-        ConfigError: the variable holds no number of bytes.
+        ConfigError: the variable holds no number of bytes, nor one for each rank.
     """
-    text = os.environ.get(VARIABLE)
-    if not text:
+    limit = _named()
+    if limit is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{VARIABLE}={text!r} is not a number of bytes: write digits, or unset it")
-    limit = int(text)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -55,6 +52,22 @@ def enforce(model: torch.nn.Module, device: torch.device, read_bytes: int = 0) -
     if hard == resource.RLIM_INFINITY or allowed <= hard:
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
     return limit
+
+
+def _named() -> int | None:
+    """What the environment names for this process; None for nothing."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    each = text.split(",")
+    if not all(size.isdecimal() and int(size) > 0 for size in each):
+        raise ConfigError(f"{VARIABLE}={text!r} is not a number of bytes: write digits, or unset it")
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if len(each) not in {1, ranks}:
+        raise ConfigError(
+            f"{VARIABLE}={text!r} is for {len(each)} ranks, and there are {ranks}: give one number for all, or one for each"
+        )
+    return int(each[int(os.environ.get("RANK") or 0) if len(each) > 1 else 0])
 
 
 def _writable_bytes() -> int | None:

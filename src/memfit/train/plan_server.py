@@ -4,8 +4,8 @@ Whoever weighs many runs (`memfit tune`) asks here, and never imports torch itse
 differ in learning rate or seed share everything; those that differ in the budget alone share all traces; and those that differ in what is allowed, frozen
 or fixed share the traces of the techniques that both have.
 
-A question is a line of JSON on standard input: {"config": {...}, "plan": FILE}. The answer is a line on standard output: {"fits": true, "peak_bytes": ...}
-after the plan was written to FILE; {"fits": false, "minimum_bytes": ...}; or {"error": "ConfigError", "message": ...}.
+A question is a line of JSON on standard input: {"config": {...}, "plan": FILE}. The answer is a line on standard output: {"fits": true, "peak_bytes": ...,
+"rank_bytes": [...]} after the plan was written to FILE; {"fits": false, "minimum_bytes": ...}; or {"error": "ConfigError", "message": ...}.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memfit.planning import Planning
 from memfit.train import ranks
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config, from_json
-from memfit.train.plans import assembled, check_budget, lower_tier, plan_arguments
+from memfit.train.plans import assembled, check_budget, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import SilentDisplay
 from memfit.values.plan import Plan
 
@@ -41,6 +41,7 @@ class _Known:
     assembly: Assembly
     source: TraceSource
     plannings: dict[str, Planning] = field(default_factory=dict)
+    of_ranks: dict[str, Plan] = field(default_factory=dict)
 
 
 class PlanServer:
@@ -68,6 +69,7 @@ class PlanServer:
             "fits": True,
             "budget_bytes": plan.budget_bytes,
             "peak_bytes": prediction.peak_bytes,
+            "rank_bytes": [rank.peak_bytes for rank in prediction.by_rank],
             "tiers": {use.tier: use.all_bytes for use in prediction.tiers},
             "step_seconds": prediction.step_seconds,
             "device": plan.device_kind,
@@ -80,8 +82,9 @@ class PlanServer:
             MemfitError: as for `memfit.plan`.
         """
         check_budget(config)
-        ranks.one_device(config, "a trial")
         known = self._of(config)
+        if config.fit.devices is not None:
+            return self._plan_of_ranks(config, known)
         request = requested(
             known.assembly.model,
             budget=config.fit.budget,
@@ -93,6 +96,14 @@ class PlanServer:
             known.plannings[key] = planning_for(known.source, request)
         assert request.budget is not None
         return known.plannings[key].plan(request.budget.bytes)
+
+    def _plan_of_ranks(self, config: Config, known: _Known) -> Plan:
+        """A plan for several devices; runs that differ in learning rate or seed share it."""
+        ranks.check(config, ranks.number_of(config))
+        key = json.dumps(config.to_json()["fit"], sort_keys=True)
+        if key not in known.of_ranks:
+            known.of_ranks[key] = make_plan(config, known.assembly, None, SilentDisplay())
+        return known.of_ranks[key]
 
     def _of(self, config: Config) -> _Known:
         data = config.to_json()

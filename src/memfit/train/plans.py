@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from memfit import api
-from memfit.clusters import ClusterPrediction, predict_cluster
+from memfit.clusters import RECOMPUTED, ClusterPrediction, predict_cluster
+from memfit.devices import share_of
 from memfit.errors import ConfigError
 from memfit.hardware.machine import known_machine
 from memfit.largest import Largest, largest_batch, largest_length
-from memfit.techniques.sharding import WAYS
+from memfit.techniques.sharding import ANY_PIPELINE, PIPELINES, WAYS
+from memfit.techniques.technique import listed
 from memfit.train import ranks
 from memfit.train.assemble import Assembly, assemble
 from memfit.train.config import Config
@@ -120,8 +122,8 @@ def make_plan(config: Config, assembly: Assembly, device: str | None, display: D
 
 def predict_few_blocks(
     config: Config, assembly: Assembly, device: str | None, display: Display
-) -> tuple[ClusterPrediction, ...]:
-    """Steps on many devices, of each way to share them out, from captures of a few of the model's blocks.
+) -> tuple[tuple[ClusterPrediction, ...], str, int]:
+    """Steps on many devices, of each way to share them out, from captures of a few of the model's blocks; the devices, in words; the bytes that each may hold.
 
     Raises:
         ConfigError: the configuration names no devices.
@@ -132,15 +134,24 @@ def predict_few_blocks(
     several = ranks.devices(config, assembly, device)
     assert several is not None
     asked = str(config.fit.fixed.get("sharding", "")).partition("/")[0]
+    if asked in (*PIPELINES, ANY_PIPELINE):
+        raise ConfigError(
+            f"fit.fixed.sharding: --few-blocks predicts {listed(WAYS)}, and {asked} cuts the model into stages: leave --few-blocks out, or name another way"
+        )
+    machine = several.devices[0]
+    budget_bytes = machine.memory_bytes if config.fit.budget is None else share_of(several, config.fit.budget)
     halves = [name for name in ("bf16", "fp16") if name in config.fit.allow]
     sample = assembly.batches.of_rank(0, len(several.devices)).sample()
     found: list[ClusterPrediction] = []
     for way in (asked,) if asked else WAYS:
         found += predict_cluster(
             assembly.model, sample, assembly.loss_fn, devices=several, optimizer=assembly.optimizer, way=way,
+            recompute=tuple(RECOMPUTED), micro_batches=int(config.fit.fixed.get("micro_batches", 1)),
             precision=halves[0] if halves else "full", clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
         )  # fmt: skip
-    return tuple(found)
+    nodes = several.nodes
+    where = f" in {len(nodes.sizes)} nodes" if nodes is not None and len(nodes.sizes) > 1 else ""
+    return tuple(found), f"{len(several.devices)} {machine.name}{where}", budget_bytes
 
 
 def make_largest(config: Config, assembly: Assembly, device: str | None, display: Display, what: str) -> Largest:

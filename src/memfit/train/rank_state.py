@@ -92,7 +92,10 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], Apart]:
         return together, apart
     saved = parts.optimizer.state_dict()["state"]
     for number, name in enumerate(parts.names()):
-        state, part = saved.get(number, {}), parts.parameters[name]
+        state = saved.get(number, {})
+        if not state:
+            continue
+        part = parts.parameters[name]
         if not all(_is_part(value, part) or _is_number(value) for value in state.values()):
             apart.shapes[name], apart.state[name] = list(part.shape), dict(state)
             continue
@@ -181,6 +184,8 @@ def load_whole(parts: Parts, weights: State, state: Mapping[str, State]) -> None
     numbered = {}
     for number, name in enumerate(parts.names()):
         saved = state.get(name, {})
+        if not saved:
+            continue
         whole = weights[name].shape
         if parts.shards and not all(
             _is_number(v) or (v.shape == whole and v.is_floating_point()) for v in saved.values()
@@ -189,15 +194,14 @@ def load_whole(parts: Parts, weights: State, state: Mapping[str, State]) -> None
                 f"the optimizer's state of {name} was saved by one process in a form that cannot be shared out (8-bit blocks, rows and columns): go on "
                 "with one process, or start anew from the weights"
             )
-        if saved:
-            numbered[number] = {k: v if _is_number(v) else parts.part_of(name, v) for k, v in saved.items()}
+        numbered[number] = {k: v if _is_number(v) else parts.part_of(name, v) for k, v in saved.items()}
     set_optimizer(parts.optimizer, {"state": numbered, "param_groups": parts.optimizer.state_dict()["param_groups"]})
 
 
 def _empty_state(parts: Parts, there: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Tensors for the optimizer's state that was saved as parts of wholes."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for name in parts.names():
+    for name in (each for each in parts.names() if each in parts.parameters):
         part, prefix = parts.parameters[name], _of_state(name, "")
         for key in (k for k in there if k.startswith(prefix)):
             about = there[key]

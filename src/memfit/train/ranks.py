@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Final
 
 from memfit.capture.trace_source import machine_of
 from memfit.devices import several_devices, share_of
 from memfit.errors import ConfigError
-from memfit.hardware.machine import Machine
+from memfit.hardware.machine import Machine, is_machine
 from memfit.hardware.machine_file import SUFFIXES, named_devices
 from memfit.hardware.topology import Topology
 from memfit.ranks import check_plan, place
-from memfit.sharding.agreement import Agreement
 from memfit.techniques.sharding import is_pipeline
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
@@ -43,8 +38,9 @@ def devices(config: Config, assembly: Assembly, device: str | None = None) -> To
     if config.fit.devices is None:
         return None
     found = several_devices(devices_named(config), machine_of(assembly.model, device))
+    if config.fit.budget is None:
+        return found
     each = max(machine.memory_bytes for machine in found.devices)
-    assert config.fit.budget is not None, "whoever plans has one"
     asked = share_of(found, config.fit.budget)
     if asked > each:
         raise ConfigError(
@@ -117,9 +113,13 @@ def devices_named(config: Config) -> str | int | Path:
 
 
 def elsewhere(config: Config) -> str | None:
-    """The GPU that its devices are, by the name in the table of machines; None where they are such as this computer's, or there is one."""
+    """The GPU that its devices are, by the name in the table of machines; None where they are such as this computer's.
+
+    With `fit.device: 4090` alone that is the one, wherever the run is planned.
+    """
     if config.fit.devices is None:
-        return None
+        name = str(config.fit.device)
+        return name if is_machine(name) else None
     return named_devices(devices_named(config), _ANY).devices[0].name or None
 
 
@@ -150,39 +150,12 @@ def restarted() -> bool:
 
 
 def wait_at_most(seconds: float | None) -> None:
-    """How long a rank waits for the others from here on."""
+    """How long a rank waits for the others from here on, in every group that it belongs to: the ranks of a pipeline have groups of their own."""
     if seconds is not None:
-        from torch.distributed.distributed_c10d import _set_pg_timeout
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-        _set_pg_timeout(timedelta(seconds=seconds))
-
-
-def check_alike(agreement: Agreement, config: Config, samples: int) -> None:
-    """Check that all ranks train the same.
-
-    Raises:
-        ConfigError: one has another configuration, other data or other versions than rank 0; on all ranks, naming that one.
-    """
-    own = _flat(config.to_json()) | {
-        "torch": torch.__version__,
-        "memfit": importlib.metadata.version("memfit"),
-        "the number of samples": samples,
-    }
-    of_all = agreement.of_all(own)
-    for rank, theirs in enumerate(of_all):
-        for key in sorted(theirs.keys() | of_all[0].keys()):
-            if theirs.get(key) != of_all[0].get(key):
-                raise ConfigError(
-                    f"rank {rank} has another {key} than rank 0 ({theirs.get(key)!r}, not {of_all[0].get(key)!r}): start all with the same configuration, data "
-                    "and versions"
-                )
-
-
-def _flat(data: Mapping[str, Any], front: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in data.items():
-        found |= _flat(value, f"{front}{key}.") if isinstance(value, Mapping) else {front + key: value}
-    return found
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 _ANY: Final = Machine("", "cpu", 1, 1.0, 1.0, 1.0)  # where only the number of devices matters

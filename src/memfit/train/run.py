@@ -17,7 +17,7 @@ from memfit.errors import ConfigError, PlanFileError, SnapshotError
 from memfit.integrations.deepspeed.training import RateSchedule
 from memfit.ranks import check_plan, fit_together, place
 from memfit.trackers import Tracker
-from memfit.train import limit, log, ranks, snapshot_folders, snapshots
+from memfit.train import alike, limit, log, ranks, snapshot_folders, snapshots
 from memfit.train.assemble import Assembly, read_deepspeed, without_bars
 from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in
 from memfit.train.config import Config, ScheduleConfig
@@ -106,13 +106,14 @@ def _on_ranks(
         check_budget(config, plan)
     assembly = assembled(config, display)
     assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
+    own = alike.marks_of(config, assembly)
     engine = fit_together(
         lambda: plan or make_plan(config, assembly, None, display),
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, **lower_tier(assembly), progress=display.stage,
     )  # fmt: skip
     assert engine.sharded is not None
     agreement = engine.sharded.agreement
-    ranks.check_alike(agreement, config, len(assembly.batches.samples))
+    alike.check_alike(agreement, own)
     ranks.wait_at_most(config.train.rank_timeout)
     return _train(config, assembly, engine, agreement.told(snapshot), display)
 

@@ -15,7 +15,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,13 @@ from memfit.engine.accumulation import weighted_micro_batches
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.integrations.adapter import Adapter, TrainerStep
 from memfit.integrations.lightning.logged import Calls, unlogged
-from memfit.integrations.lightning.refused import refuse, why_not_divided
+from memfit.integrations.lightning.refused import refuse, refuse_strategy, why_not_divided
+from memfit.integrations.lightning.several_ranks import (
+    LightningOnRanks,
+    as_call,
+    refuse_beside_shards,
+    refuse_shared_out,
+)
 from memfit.integrations.ranks import SharedStep, ranks_here
 from memfit.integrations.window import largest_batch
 from memfit.planner.solvers import doubled_up_to
@@ -47,7 +53,8 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         budget: bytes that a step may hold in all, as for `memfit.plan`.
         sample: a batch of the loader's, of the largest shape that will come; None: the training data is looked through.
         host_budget, disk_budget: as for `memfit.plan`, for activations; the optimizer's state stays on the device.
-        fixed: {"micro_batches": n}, parts in a whole step (those of all its batches), or {"loss_chunks": n}; the rest is Lightning's to say.
+        fixed: {"micro_batches": n}, parts in a whole step (those of all its batches), {"loss_chunks": n}, or on several ranks {"sharding": "data"},
+            "zero1", "zero2" or "zero3"; the rest is Lightning's to say.
         meter: measure the peak of each step (slower).
         progress: as for `memfit.plan`.
 
@@ -57,10 +64,11 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
 
     TRAINER = "Lightning"
     ENTRY = "FitToMemory"
-    CHOICES = ("loss_chunks", "micro_batches")
+    CHOICES = ("loss_chunks", "micro_batches", "sharding")
     SETTLED: ClassVar[Mapping[str, Any]] = {"state_format": "32bit"}
-    ON_RANKS: ClassVar[Mapping[str, Any]] = {"sharding": "data"}
     ALLOWS = False
+
+    _ranks: LightningOnRanks | None = None
 
     def __init__(
         self,
@@ -82,6 +90,16 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
 
     # -- before training -----------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse, before the strategy takes the module, what it would make of one that no plan can be made for.
+
+        Raises:
+            InputError: as `on_train_start`.
+        """
+        refuse_shared_out(pl_module)
+        if stage == "fit":
+            refuse_strategy(trainer)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Plan for the step of this trainer and rehearse it. Parameters and generators are left as they were, metrics are reset.
 
@@ -95,9 +113,14 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             trainer.strategy.model = pl_module
             gc.collect()  # the wrapper's buckets, which are in cycles
         accumulated = trainer.accumulate_grad_batches
+        self._backward = ExitStack()
         with generators_kept(), unlogged(pl_module):
             self._plan_for(trainer, pl_module, self._batch(trainer), accumulated)
-        self._planned.steps = trainer.global_step
+        engine = self._planned
+        engine.steps = trainer.global_step
+        if engine.sharded is not None:
+            refuse_beside_shards(trainer, engine)
+            self._ranks = LightningOnRanks(trainer, engine)
 
         own_step = self._own_step(trainer, pl_module)
 
@@ -106,8 +129,10 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             return self._followed(trainer, own_step, args, named)
 
         trainer.strategy.training_step = followed
-        if self.plan.choices.micro_batches > accumulated:
+        if self.plan.choices.micro_batches > (accumulated if engine.sharded is None else 1):
             pl_module.optimizer_zero_grad = _nothing
+            if engine.sharded is not None:
+                pl_module.on_validation_model_zero_grad = _nothing  # gradients are what is sent, and stay
 
     def _batch(self, trainer: Any) -> Batch:
         """One of the loader's, as `training_step` gets it."""
@@ -156,11 +181,9 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         )
         asked = self._divisor_asked(accumulated, size, range(1, size + 1))  # any, as a batch is divided here
         try:
-            engine = self._fit(step, asked)
+            self._fit(step, asked)
         except InfeasibleError as refused:
             raise _left_whole(refused, whole) if whole else refused from None
-        if engine.sharded is not None:
-            engine.optimizer = trainer.optimizers[0]  # the rehearsal had one like it
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
@@ -178,9 +201,23 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             with unlogged(module, calls), self._following():
                 return own_step(part, *rest, **named)
 
+        def ran_last(part: Batch) -> Any:
+            """The part whose backward is left to Lightning."""
+            if self._shared is not None:
+                ends = not trainer.fit_loop._should_accumulate()  # noqa: SLF001 - by which Lightning itself decides
+                self._backward.enter_context(self._shared.micro_batch(last=ends))
+            return ran(part)
+
         if self._shared is not None and counting is not None:
             self._check_as_many_on_all(len(counting))
-        output = ran(batch) if counting is None else _added_up(trainer, counting, ran, calls, self._shared)
+        output = (
+            ran_last(batch) if counting is None else _added_up(trainer, counting, ran, ran_last, calls, self._shared)
+        )
+        if output is None and self._shared is not None:
+            raise InputError(
+                "training_step gave None, which leaves out a batch on this rank, and the others would wait for its gradients: give a loss of zero that "
+                "depends on the parameters"
+            )
         calls.log(module)  # a moment later, still inside Lightning's own call of training_step
         if output is not None:
             self._note_loss(_loss_in(output))
@@ -189,21 +226,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
     def _own_step(self, trainer: Any, module: Any) -> Callable[..., Any]:
         """The strategy's `training_step`; on several ranks called as the module, in whose hooks gradients are made ready to be sent."""
         own: Callable[..., Any] = trainer.strategy.training_step
-        if ranks_here() == 1:
-            return own
-
-        def called(*args: Any, **named: Any) -> Any:
-            def forward(*inside: Any, **more: Any) -> Any:
-                vars(module).pop("forward")  # what training_step calls is the module's own
-                return own(*inside, **more)
-
-            module.forward = forward
-            try:
-                return module(*args, **named)
-            finally:
-                vars(module).pop("forward", None)
-
-        return called
+        return own if ranks_here() == 1 else as_call(module, own)
 
     def _check_as_many_on_all(self, parts: int) -> None:
         """Check that every rank divides its batch into as many parts, as they wait for each other."""
@@ -229,6 +252,21 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         self._new_step()
         self._start_step(batch)
 
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Of a step's last backward, the gradients are there."""
+        if self.engine is not None:
+            self._backward.close()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """On several ranks, parameters are gathered for validation as it goes."""
+        if self._ranks is not None:
+            self._ranks.begin_evaluation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """They are shared out again."""
+        if self._ranks is not None:
+            self._ranks.end_evaluation()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The step is over where this was the last of its batches."""
         accumulated = trainer.accumulate_grad_batches
@@ -248,12 +286,17 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         if self.engine is not None:
             vars(trainer.strategy).pop("training_step", None)
             vars(module).pop("optimizer_zero_grad", None)
+            vars(module).pop("on_validation_model_zero_grad", None)
+        if self._ranks is not None:
+            self._ranks.release()
+            self._ranks = None
 
 
 def _added_up(
     trainer: Any,
     counting: Sequence[tuple[Batch, float]],
     ran: Callable[[Batch], Any],
+    ran_last: Callable[[Batch], Any],
     calls: Calls,
     shared: SharedStep | None = None,
 ) -> torch.Tensor:
@@ -263,6 +306,7 @@ def _added_up(
         trainer: whose backward it is.
         counting: parts, and the share of each in the batch's loss.
         ran: `training_step` on a part.
+        ran_last: on the last one.
         calls: what a part logs.
         shared: the step of several ranks, which send each other the gradients in the backward of the last part.
 
@@ -270,7 +314,7 @@ def _added_up(
         The batch's loss, whose gradient is the last part's alone.
     """
 
-    def loss_of(part: Batch, share: float) -> torch.Tensor:
+    def loss_of(part: Batch, share: float, ran: Callable[[Batch], Any]) -> torch.Tensor:
         output = ran(part)
         if output is None:
             raise InputError(
@@ -285,11 +329,11 @@ def _added_up(
     before: list[torch.Tensor] = []
     for part, share in first:
         with nullcontext() if shared is None else shared.micro_batch(last=False):
-            loss = loss_of(part, share)
+            loss = loss_of(part, share, ran)
             trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
         before.append(loss.detach())
         del loss  # must not lie beside the next part's
-    return sum(before, start=loss_of(*last))
+    return sum(before, start=loss_of(*last, ran_last))
 
 
 def _loss_in(output: Any) -> torch.Tensor:

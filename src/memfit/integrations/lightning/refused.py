@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule
 from memfit.errors import InputError
 from memfit.integrations.ranks import ranks_here
 
+# Of Lightning's: what they do by themselves is ZeRO 3, unless told otherwise.
+ZERO3: Final = ("FSDPStrategy", "ModelParallelStrategy")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 
 
@@ -25,11 +27,11 @@ def refuse(trainer: Any, module: Any) -> None:
             "automatic_optimization=False: in manual optimization training_step runs backward and the update itself, as often as it likes, so there is no "
             "step to plan for: use automatic optimization, or memfit.fit(..., fabric=fabric) in a loop of your own"
         )
-    _refuse_strategy(type(trainer.strategy).__name__, trainer.world_size)
-    if trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
+    accumulates = trainer.world_size > 1 and trainer.accumulate_grad_batches > 1
+    if accumulates and type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad:
         raise InputError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} on {trainer.world_size} ranks: which of a step's batches is the last, whose gradients "
-            "are sent, is not planned for: take a DataLoader of batches as many times larger, which are divided as the plan says"
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} on {trainer.world_size} ranks, and the module has an optimizer_zero_grad of its own: "
+            "gradients lie in what is sent to the other ranks and are zeroed there before each step, and the method would free them: leave it out"
         )
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
@@ -50,7 +52,13 @@ def refuse(trainer: Any, module: Any) -> None:
         )
 
 
-def _refuse_strategy(name: str, ranks: int) -> None:
+def refuse_strategy(trainer: Any) -> None:
+    """Refuse strategies that share the step out themselves, or leave it to no process of its own.
+
+    Raises:
+        InputError: it is one.
+    """
+    name, ranks = type(trainer.strategy).__name__, trainer.world_size
     if name == "SingleDeviceStrategy" or (name == "DDPStrategy" and ranks > 1 and ranks_here() == ranks):
         return
     if name == "DDPStrategy":
@@ -58,9 +66,11 @@ def _refuse_strategy(name: str, ranks: int) -> None:
             f"the strategy is DDPStrategy on {ranks} device{'s' if ranks > 1 else ''}: on one device take strategy='auto'; several are as many processes "
             "(devices=2, or torchrun)"
         )
+    way = ', FitToMemory(..., fixed={"sharding": "zero3"})' if name in ZERO3 else ""
     raise InputError(
-        f"the strategy is {name} on {ranks} devices: what Lightning has shared out is not memfit's to plan for. There is strategy='auto' for one device and "
-        "strategy='ddp' for several; ZeRO 1 to 3 are planned for in a loop of your own (memfit.fit(..., devices=n)) and in Hugging Face's Trainer"
+        f"the strategy is {name} on {ranks} device{'s' if ranks > 1 else ''}, which shares the step out itself, so that no plan could choose: take "
+        f"strategy='ddp'{way}, by which Lightning starts the ranks and memfit shares the step out (data parallel or ZeRO 1 to 3), or strategy='auto' for one "
+        "device"
     )
 
 

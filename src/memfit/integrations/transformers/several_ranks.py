@@ -20,6 +20,7 @@ import torch
 
 from memfit.engine import Engine
 from memfit.errors import InputError
+from memfit.integrations.optimizer_parts import gathers_itself, set_state, whole_state
 from memfit.integrations.ranks import SharedStep
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.sharding.sharded import ShardedModel
@@ -157,10 +158,15 @@ class TrainerOnRanks:
 
     # -- the optimizer -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._engine.optimizer is not None
+        return self._engine.optimizer
+
     def _save_optimizer(self, own: Callable[[str], None]) -> Callable[[str], None]:
         @functools.wraps(own)
         def save(output_dir: str) -> None:
-            whole = self._whole_state()
+            whole = whole_state(self._optimizer, self._sharded)
             trainer = self._trainer
             if trainer.args.should_save:
                 torch.save(whole, Path(output_dir, OPTIMIZER))
@@ -168,62 +174,19 @@ class TrainerOnRanks:
 
         return save
 
-    def _whole_state(self) -> dict[str, Any] | None:
-        """The state of all ranks, as the trainer's own optimizer would have it; on rank 0."""
-        optimizer = self._engine.optimizer
-        assert optimizer is not None
-        first = self._sharded.agreement.rank == 0
-        if _gathers_itself(optimizer):
-            gathers: Any = optimizer
-            gathers.consolidate_state_dict(to=0)
-            return optimizer.state_dict() if first else None
-        packed: dict[str, Any] = optimizer.state_dict()
-        names = {id(p): name for name, p in self._sharded.named().items()}
-        order = [p for group in optimizer.param_groups for p in group["params"]]
-        for number, parameter in enumerate(order):
-            state = dict(packed["state"].get(number, {}))
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
-                    placed: Any = self._sharded.placed(names[id(parameter)], value)
-                    whole = placed.full_tensor()  # one after the other
-                    state[key] = whole.cpu() if first else None
-            packed["state"][number] = state
-        return packed if first else None
-
     def _load_optimizer(self, own: Callable[[str | None], None]) -> Callable[[str | None], None]:
         @functools.wraps(own)
         def load(checkpoint: str | None) -> None:
-            if checkpoint is None or _gathers_itself(self._engine.optimizer):
+            if checkpoint is None or gathers_itself(self._optimizer):
                 own(checkpoint)  # torch's takes what it has of a whole state
                 return
             with suppress(FileNotFoundError):  # saved with save_only_model: as Trainer, without
                 saved = torch.load(Path(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True, mmap=True)
-                self._set_state(saved)
+                set_state(self._optimizer, self._sharded, saved)
                 scheduler = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
                 self._trainer.lr_scheduler.load_state_dict(scheduler)
 
         return load
-
-    def _set_state(self, saved: dict[str, Any]) -> None:
-        """This rank's part of a whole state."""
-        optimizer = self._engine.optimizer
-        assert optimizer is not None
-        names = {id(p): name for name, p in self._sharded.named().items()}
-        order = [p for group in optimizer.param_groups for p in group["params"]]
-        for number, parameter in enumerate(order):
-            name = names[id(parameter)]
-            shape = self._sharded.model.get_parameter(name).shape
-            state = dict(saved["state"].get(number, {}))
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape:
-                    state[key] = self._sharded.part_of(name, value).clone()
-            saved["state"][number] = state
-        optimizer.load_state_dict(saved)
-
-
-def _gathers_itself(optimizer: Any) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer, whose module takes a while to import."""
-    return hasattr(optimizer, "consolidate_state_dict")
 
 
 def _as_it_is(data: Any) -> Any:

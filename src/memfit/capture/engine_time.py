@@ -1,0 +1,139 @@
+"""What torch's engines for several ranks take of a processor beside kernels and collectives: Python around each gathering, each reduction, each parameter.
+
+On a GPU the host hands over work ahead of time, so this hides behind the kernels. Ranks that are processes of a computer wait for it. A stack of tiny blocks is
+run under the engine and without it, in a group that sends nothing, and the difference is what the engine takes; two numbers of parameters for each block tell
+what is for a block and what for a parameter. It is Python of `fully_shard` and ZeroRedundancyOptimizer; DistributedDataParallel's work for a parameter is C++.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from memfit.capture.process_group import OnFakeTensors, fake_mesh
+from memfit.identity import digest
+from memfit.sharding.sharded import ShardedModel
+from memfit.sharding.ways import shard
+from memfit.step.program import default_optimizer
+from memfit.storage.folders import measured_once
+
+BLOCKS: Final = 6
+PARAMETERS: Final = (2, 12)  # of each block
+WIDTH: Final = 16
+ROUNDS: Final = 12  # of which the fastest counts: what else runs only adds
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTime:
+    """Processor seconds of one rank, beside those of the collective itself.
+
+    Attributes:
+        fixed: of each kind of collective that an engine begins, whatever is sent.
+        for_a_parameter: of each kind, for each parameter in it.
+    """
+
+    fixed: Mapping[str, float]
+    for_a_parameter: Mapping[str, float]
+
+    def seconds(self, kind: str, parameters: int) -> float:
+        """Around one collective for so many parameters; none of a kind that was not measured."""
+        return self.fixed.get(kind, 0.0) + parameters * self.for_a_parameter.get(kind, 0.0)
+
+
+@cache
+def engine_time() -> EngineTime:
+    """Measured once for a computer and kept."""
+    identity = digest("engines", os.cpu_count(), torch.__version__, FORMAT)
+    return measured_once(EngineTime, "collectives", identity, _measured)
+
+
+class _Block(nn.Module):
+    """So little computing that only what lies around it counts. Of ones: random weights would be drawn from the user's generator."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(WIDTH, 1)) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+def _measured() -> EngineTime:
+    few, many = (_sharded(parameters) for parameters in PARAMETERS)
+    fixed, for_a_parameter = {}, {}
+    for kind in ("all_gather", "reduce_scatter"):
+        each = max(0.0, many[kind] - few[kind]) / (PARAMETERS[1] - PARAMETERS[0])
+        for_a_parameter[kind] = each
+        fixed[kind] = max(0.0, few[kind] - PARAMETERS[0] * each)
+    # Of two ranks each updates half of the parameters, and both begin the sending of all.
+    *_, update = _less(_seconds("zero1", mode=OnFakeTensors), _seconds("", PARAMETERS[1] // 2, mode=OnFakeTensors))
+    fixed["broadcast"] = max(0.0, update) / (BLOCKS * PARAMETERS[1])
+    return EngineTime(fixed, for_a_parameter)
+
+
+def _sharded(parameters: int) -> dict[str, float]:
+    """Of each block: its parameters are gathered in forward and again in backward, which reduces their gradients."""
+    forward, backward, _ = _less(_seconds("zero3", parameters), _seconds("", parameters))
+    return {"all_gather": forward / BLOCKS, "reduce_scatter": (backward - forward) / BLOCKS}
+
+
+def _less(more: tuple[float, ...], less: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(a - b for a, b in zip(more, less, strict=True))
+
+
+def _seconds(
+    way: str,
+    parameters: int = PARAMETERS[1],
+    mode: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[float, ...]:
+    """Of forward, backward and update of the stack: of each the fastest.
+
+    Args:
+        way: in which two ranks share it out; "" for plain PyTorch.
+        parameters: of each block.
+        mode: makes what all of it runs inside.
+    """
+    model = nn.Sequential(*(_Block(parameters) for _ in range(BLOCKS)))
+    if not way:
+        with mode():
+            return _fastest(model, default_optimizer(model.parameters()), None)
+    setting = f"{way}/2"
+    with fake_mesh(setting, "cpu") as mesh, mode():
+        sharded = shard(model, setting, mesh.get_group(), mesh, synchronised=False)
+        try:
+            return _fastest(model, sharded.optimizer(default_optimizer, lambda made: made), sharded)
+        finally:
+            sharded.close()
+
+
+def _fastest(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: ShardedModel | None) -> tuple[float, ...]:
+    times = []
+    x = torch.ones(1, WIDTH, WIDTH)
+    for _ in range(ROUNDS):
+        with nullcontext() if sharded is None else sharded.micro_batch(last=True):
+            begin = time.process_time()
+            loss = model(x).sum()
+            between = time.process_time()
+            loss.backward()
+            after = time.process_time()
+        if sharded is not None:
+            sharded.collect()
+        stepped = time.process_time()
+        optimizer.step()
+        times.append((between - begin, after - between, time.process_time() - stepped))
+        if sharded is None:
+            model.zero_grad()
+        else:
+            sharded.clear(accumulates=False)
+    return tuple(map(min, zip(*times, strict=True)))

@@ -1,0 +1,300 @@
+"""One model for pipelines of one batch: its chain of parts, and every stretch of them as a stage, captured and planned once, whatever cuts ask for it.
+
+Each stage is captured alone, in this process, fed with what it would receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memfit import batches
+from memfit.batches import Batch, LossFunction
+from memfit.capture.capture import capture
+from memfit.capture.part_calls import Around, find_part_calls
+from memfit.capture.source import StepSource
+from memfit.capture.trace_source import TraceSource
+from memfit.errors import InputError
+from memfit.parallel.other_stages import without_other_stages
+from memfit.parallel.pipeline import equal_micro_batches
+from memfit.parallel.stage_module import StageModule
+from memfit.planner.model_parts import Boundary, chain, part_calls
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
+from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, seconds_of, stage_levels
+from memfit.planner.timeline import Recomputations, Timeline
+from memfit.sharding.state_sharding import dealt_out, part_of, something
+from memfit.step.device import device_of
+from memfit.step.part_calls import PartCalls
+from memfit.step.program import OptimizerFactory
+from memfit.techniques.choices import BASELINE, Choices, regions
+from memfit.techniques.sharding import INTERLEAVED
+from memfit.values.stages import Cut, Parts, Recompute, Schedule, StageCost
+from memfit.values.trace import Trace
+
+LEVELS: Final = 3  # how far out blocks within blocks are looked at
+
+
+def chain_of(
+    model: nn.Module,
+    micro_batch: Batch,
+    loss_fn: LossFunction | None,
+    trace: Trace,
+    around: Around = nullcontext,
+) -> tuple[PartCalls, Parts]:
+    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut; and the calls of them.
+
+    Args:
+        model, micro_batch, loss_fn: the step.
+        trace: of it, with seconds.
+        around: makes what a forward and loss run inside.
+
+    Raises:
+        InputError: the forward does not call the same parts twice.
+    """
+    best: tuple[int, PartCalls, Any] | None = None
+    for outwards in range(LEVELS):
+        found = part_calls(trace, outwards)
+        calls = find_part_calls(model, micro_batch, loss_fn, [call.module for call in found], around)
+        allowed = sum(not reason for reason in calls.refused[1:])
+        if best is None or allowed > best[0]:
+            best = allowed, calls, found
+    assert best is not None
+    _, calls, found = best
+    if len(calls.calls) != len(found):
+        raise InputError(
+            "the forward calls its parts differently from one time to the next, so the model cannot be cut into stages"
+        )
+    boundaries = [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))]
+    return calls, chain(trace, found, boundaries)
+
+
+@dataclass(eq=False)
+class StagePlanner:
+    """Captures and plans stages of one model, each stretch of parts once.
+
+    Args:
+        source: of the model, its loss and its optimizer; its sample is the part of one rank.
+        batch: of a pipeline.
+        micro_batches: into which that is divided; they are of one size.
+        techniques: that the stages have, and what is frozen.
+        replicas: pipelines whose ranks with the same stage share out its optimizer's state; 1 where each has all of it.
+
+    Attributes:
+        whole: the trace of the undivided model for one micro-batch.
+        calls: of its parts.
+        parts: what they take by themselves.
+
+    Raises:
+        BatchError: the batch does not divide into so many micro-batches.
+        InputError: the model is not one for a pipeline.
+        CaptureError: the forward cannot be looked at without values.
+    """
+
+    source: TraceSource
+    batch: Batch
+    micro_batches: int
+    techniques: Choices = BASELINE
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        self._timelines: dict[tuple[int, int, int], Timeline] = {}
+        self._solvers: dict[tuple[int, int], Solver] = {}
+        self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
+        # The part that is handed in is there beside what the ranks have brought together.
+        self.own_part_bytes = batches.signature_bytes(batches.signature(self.source.sample))
+        fixed_bytes = batches.signature_bytes(batches.signature(self.batch)) + self.own_part_bytes
+        source, model = self.source, self.source.model
+        one = equal_micro_batches(self.batch, self.micro_batches)[0]
+        step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
+        self.whole = _without_calls(source.priced(capture(step, self.techniques.but(frozen=()))))
+        around = partial(regions, self.techniques, model, device_of(model).type)
+        self.calls, found = chain_of(model, one, source.loss_fn, self.whole, around)
+        self.parts = replace(found, fixed_bytes=fixed_bytes, recompute=True)
+
+    @property
+    def known(self) -> tuple[tuple[int, int], ...]:
+        """The stretches that were captured so far."""
+        return tuple(self._solvers)
+
+    def solver(self, first: int, end: int) -> Solver:
+        """For the step of this stretch as one stage, on the rank with the most state."""
+        if (first, end) not in self._solvers:
+            sizes = [sum(share) for share in self._shares(first, end)]
+            self._solvers[first, end] = Solver(self.timeline(first, end, sizes.index(max(sizes))))
+        return self._solvers[first, end]
+
+    def timeline(self, first: int, end: int, replica: int) -> Timeline:
+        """Of the step of this stretch as one stage in one of the pipelines; those that share out alike have one."""
+        shares = self._shares(first, end)
+        key = first, end, shares.index(shares[replica])
+        if key not in self._timelines:
+            self._timelines[key] = Timeline(self._trace(*key))
+        return self._timelines[key]
+
+    def _shares(self, first: int, end: int) -> list[list[int]]:
+        """Elements of the parameters whose state the ranks of this stage have, in the order in which they are dealt out."""
+        trained = [p.numel() for p in self.calls.parameters(self.source.model, first, end).values() if p.requires_grad]
+        (dealt,) = dealt_out([trained], self.replicas)
+        return [[trained[position] for position in share] for share in dealt]
+
+    def levels(self, first: int, end: int, recomputations: Recomputations, replica: int | None = None) -> StageLevels:
+        """What the stage holds under a plan, in one of the pipelines; None for the rank with the most state."""
+        last = end == len(self.calls.calls)
+        return stage_levels(
+            self.solver(first, end).timeline if replica is None else self.timeline(first, end, replica),
+            recomputations,
+            self.received_gradient_bytes(first),
+            0 if last else self.calls.crossing_bytes(end),
+            self.buffers_bytes(first, end) + self.own_part_bytes + self.solver(first, end).trace.changed_buffer_bytes,
+        )
+
+    def shared_bytes(self, stretches: Sequence[tuple[int, int]]) -> int:
+        """Of a rank with several stages, what is there once and counted in each of them: the batch, what is in no part, and tied parameters.
+
+        Gradient and optimizer state of a parameter that is tied between two stages of one rank stay counted in both.
+        """
+        if len(stretches) == 1:
+            return 0
+        model, calls = self.source.model, self.calls
+        inside = {id(b) for call in calls.calls for b in model.get_submodule(call.path).buffers()}
+        everywhere = sum(b.nbytes for b in model.buffers() if id(b) not in inside) + self.parts.fixed_bytes
+        there = [calls.parameters(model, *stretch).keys() | calls.read_between for stretch in stretches]
+        again = (max(0, sum(name in names for names in there) - 1) * p.nbytes for name, p in model.named_parameters())
+        return (len(stretches) - 1) * everywhere + sum(again)
+
+    def cost(self, first: int, end: int, found: Cut, has_bytes: int) -> StageCost:
+        """What the stage takes, for the cut: nowhere less than `rank_peak` says of it.
+
+        Args:
+            first, end: its parts.
+            found: whose schedule it is to run.
+            has_bytes: the least that a device has. Where it fits there with everything kept, no other way is looked for.
+        """
+        solver = self.solver(first, end)
+        forward, backward, update = seconds_of(solver.trace)
+        plain = self.levels(first, end, {})
+        state = plain.base_bytes + plain.gradient_bytes
+        kept = self._menu(first, end, plain_only=True)
+        most = self.micro_batches if found.schedule is Schedule.GPIPE else len(found.stages)
+        one = self._with_messages(kept[0][0], plain, found.schedule)
+        if state + one.pass_bytes + (most - 1) * one.kept_bytes > has_bytes:
+            kept = self._menu(first, end)
+        ways = (
+            self._with_messages(way, self.levels(first, end, solution.recomputations), found.schedule)
+            for way, solution in kept
+        )
+        return StageCost(forward, backward, state, tuple(ways), update)
+
+    def _menu(self, first: int, end: int, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+        key = first, end, plain_only
+        if key not in self._menus:
+            self._menus[key] = menu(self.solver(first, end), plain_only=plain_only)
+        return self._menus[key]
+
+    def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
+        sent = levels.received_gradient_bytes
+        held = sent + levels.sent_bytes
+        if schedule is Schedule.GPIPE:  # what one is done with, against what it has kept until then
+            held = (self.micro_batches - 1) * max(0, held - way.kept_bytes)
+        elif schedule is Schedule.INTERLEAVED:  # of the other stages of its rank, too
+            held *= self.micro_batches * INTERLEAVED
+        if not levels.sent_bytes:
+            held += self.micro_batches * NUMBER_BYTES
+        return replace(way, pass_bytes=max(way.pass_bytes + held, levels.update_bytes))
+
+    def solution(self, first: int, end: int, way: Recompute) -> Solution:
+        """The plan of a way to hold activations."""
+        return next(
+            solution
+            for known, solution in self._menu(first, end, plain_only=(first, end, False) not in self._menus)
+            if (known.kept_bytes, known.extra_seconds) == (way.kept_bytes, way.extra_seconds)
+        )
+
+    def _trace(self, first: int, end: int, replica: int) -> Trace:
+        source, model = self.source, self.source.model
+        with without_other_stages(model, self.calls, [(first, end)]):
+            stage = StageModule(model, source.loss_fn, self.calls, first, end)
+            size = batches.size(self.batch) // self.micro_batches
+            sample = {
+                "batch": self.batch,
+                "received": tuple(_buffers(meta, size, self.micro_batches) for meta in stage.received),
+                "gradients": tuple(_buffers(m, size, self.micro_batches) for m in stage.sent if m.requires_grad),
+            }
+            names = frozenset(self.calls.parameters(model, first, end))
+            make = (
+                None if source.optimizer is None else partial(self._optimizer, source.optimizer, stage, names, replica)
+            )
+            step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
+            captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
+            return _without_calls(source.priced(captured))
+
+    def _optimizer(
+        self, make: OptimizerFactory, stage: StageModule, names: frozenset[str], replica: int, _: Iterable[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """As a rank makes it: over the stage's own parameters, or its share of them."""
+        own = [p for n, p in stage.model.named_parameters() if p.requires_grad and n in names]
+        made = make(iter(something(own)))
+        return part_of(made, self.replicas, replica, lambda one: one) if self.replicas > 1 and own else made
+
+    def buffers_bytes(self, first: int, end: int) -> int:
+        """Of messages whose first dimension does not count samples: in the trace they are there once."""
+        size = batches.size(self.batch) // self.micro_batches
+        crossing = [self.calls.meta(label) for label in self.calls.crossing(first)] if first else []
+        if end < len(self.calls.calls):
+            crossing += [m for m in map(self.calls.meta, self.calls.crossing(end)) if m.requires_grad]
+        return (self.micro_batches - 1) * sum(m.bytes for m in crossing if not m.shape or m.shape[0] != size)
+
+    def received_gradient_bytes(self, first: int) -> int:
+        """Of what backward of a stage sends for one micro-batch."""
+        crossing = (self.calls.meta(label) for label in self.calls.crossing(first)) if first else ()
+        return sum(meta.bytes for meta in crossing if meta.requires_grad)
+
+
+def _without_calls(trace: Trace) -> Trace:
+    """What follows the forwards of a stage does not have its modules, so whole calls of them are not made again."""
+    return replace(trace, calls=tuple(replace(call, repeatable=False) for call in trace.calls))
+
+
+def _buffers(meta: Any, size: int, number: int) -> Tensor:
+    """What stands for the buffers of all micro-batches: one after the other, so that splitting the batch gives one to each."""
+    many = number if meta.shape and meta.shape[0] == size else 1
+    shape = (many * meta.shape[0], *meta.shape[1:]) if meta.shape else ()
+    return torch.empty(shape, dtype=meta.dtype, device="meta")
+
+
+class _GivenGradients(torch.autograd.Function):
+    """The start of a stage's backward: outputs on one side, the gradients received for them on the other."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], sent: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        """A scalar to begin with."""
+        ctx.gradients = gradients
+        ctx.sent = sent  # the schedule holds it until then, too
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        """What was received; nothing where no output has a gradient."""
+        return (None, None, *(ctx.gradients or (None,)))
+
+
+def _stage_loss(stage: nn.Module, sample: Any) -> Tensor:
+    assert isinstance(stage, StageModule)
+    received = [
+        tensor.detach().requires_grad_(meta.requires_grad)
+        for tensor, meta in zip(sample["received"], stage.received, strict=True)
+    ]
+    result = stage(sample["batch"], *received)
+    if isinstance(result, Tensor):
+        return result
+    # Where nothing is trained up to here, something of no bytes, so that there is a backward to write down.
+    outputs = [one for one in result if one.requires_grad] or [result[0].new_empty(0).requires_grad_()]
+    given: Tensor = _GivenGradients.apply(sample["gradients"], result, *outputs)  # type: ignore[no-untyped-call]
+    return given

@@ -1,0 +1,102 @@
+"""The optimizer's state shared out among ranks that have the same parameters (ZeRO 1): torch's ZeroRedundancyOptimizer around the user's optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.optimizers.chunked import ChunkedOptimizer
+
+Arrange = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+
+
+def sharded_state(made: torch.optim.Optimizer, group: dist.ProcessGroup, arrange: Arrange) -> torch.optim.Optimizer:
+    """An optimizer whose step updates this rank's parameters and sends them to the others.
+
+    Args:
+        made: the user's own, over all parameters.
+        group: ranks that have the same parameters.
+        arrange: what the choices make of an optimizer, for the one that steps this rank's own state.
+    """
+    with warnings.catch_warnings():
+        # torch's own advice about its optimizers in TorchScript, which are imported along
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
+        return ZeroRedundancyOptimizer(groups, optimizer_class=_like(made, arrange), process_group=group)  # type: ignore[arg-type]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has this rank's state: of torch's the one inside."""
+    inside: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return inside
+
+
+def part_of(made: torch.optim.Optimizer, ranks: int, rank: int, arrange: Arrange) -> torch.optim.Optimizer:
+    """The optimizer of one rank of so many, alone: with the parameters that ZeroRedundancyOptimizer deals out to it.
+
+    Args:
+        made: the user's own, over all parameters.
+        ranks, rank: how many share them out, and which of them.
+        arrange: as for `sharded_state`.
+    """
+    dealt = dealt_out([[p.numel() for p in group["params"]] for group in made.param_groups], ranks)
+    own = [
+        {**group, "params": [group["params"][position] for position in positions[rank]]}
+        for group, positions in zip(made.param_groups, dealt, strict=True)
+    ]
+    return _like(made, arrange)(own)
+
+
+def dealt_out(groups: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:
+    """Which parameters each rank gets: in each group the largest first, each to the rank that has the least so far, as ZeroRedundancyOptimizer does it.
+
+    Args:
+        groups: numbers of elements of the parameters of each group.
+        ranks: how many share them out.
+
+    Returns:
+        For each group and each rank, positions in the group.
+    """
+    sizes = [0] * ranks
+    found = []
+    for group in groups:
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        for position in sorted(range(len(group)), key=lambda one: group[one], reverse=True):
+            rank = sizes.index(min(sizes))
+            shares[rank].append(position)
+            sizes[rank] += group[position]
+        found.append(shares)
+    return found
+
+
+def something(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters for an optimizer; one of no elements where there are none, as torch makes no optimizer of nothing and schedules of the rate need one."""
+    return list(parameters) or [nn.Parameter(torch.empty(0))]
+
+
+def _like(made: torch.optim.Optimizer, arrange: Arrange) -> Callable[..., torch.optim.Optimizer]:
+    """Makes an optimizer like this one for other groups of parameters."""
+    chunked = made if isinstance(made, ChunkedOptimizer) else None
+    kind, defaults = type(made) if chunked is None else chunked.kind, made.defaults
+
+    def like(groups: Any, **_: Any) -> torch.optim.Optimizer:
+        own = [{k: v for k, v in group.items() if k != "params"} | {"params": group["params"]} for group in groups]
+        plain = kind(own, **_accepted(kind, defaults))
+        return arrange(plain if chunked is None else chunked.around(plain))
+
+    return like
+
+
+def _accepted(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's defaults, what its constructor takes: some note more than they are given (AdamW's `decoupled_weight_decay`)."""
+    names = inspect.signature(kind).parameters
+    return {name: value for name, value in defaults.items() if name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +32,28 @@ def small_chain() -> Any:
     return small.chain(), small.rows(64), small.squared_error
 
 
-def searched(build: Any = wide, **named: Any) -> tuple[Planning, Any]:
+def source_of(build: Any, device: str | None) -> TraceSource:
     model, sample, loss_fn = build()
-    source = TraceSource(model, sample, loss_fn, small.adamw, None, named.get("device"))
-    return planning_for(source, requested(model, **named)), model
+    return TraceSource(model, sample, loss_fn, small.adamw, None, device)
 
 
-def test_no_technique_does_better_than_its_bound() -> None:
-    search, _ = searched(host_budget="1GiB", allow=["8bit", "in_backward"], fixed={"micro_batches": 1})
+shared_source = functools.cache(source_of)
+"""What one test has captured is there for the next."""
+
+
+def searched(build: Any = wide, source: Any = shared_source, **named: Any) -> tuple[Planning, Any]:
+    found = source(build, named.get("device"))
+    return planning_for(found, requested(found.model, **named)), found.model
+
+
+GPU: Any = {"device": "rtx4090"}
+BOTH: Any = {"host_budget": "1GiB", "disk_budget": "1GiB"}
+
+
+@pytest.mark.slow  # `test_numbers_told` and `planner/` have the bounds in the quick run
+@pytest.mark.parametrize("device", [{}, GPU], ids=["cpu", "gpu"])
+def test_no_technique_does_better_than_its_bound(device: dict[str, Any]) -> None:
+    search, _ = searched(host_budget="1GiB", allow=["8bit", "in_backward"], fixed={"micro_batches": 1}, **device)
     plain = search.solver(1)
     seen = set()
     for way in search.bundle.candidates[1:]:
@@ -56,8 +71,17 @@ def test_no_technique_does_better_than_its_bound() -> None:
     assert seen == {"state_format", "state_place", "update", "streamed"}
 
 
-GPU: Any = {"device": "rtx4090"}
-BOTH: Any = {"host_budget": "1GiB", "disk_budget": "1GiB"}
+def test_the_smallest_budget_has_a_plan_where_an_update_makes_more_than_its_state() -> None:
+    """On a GPU AdamW takes the square roots of all second moments at once; in chunks, as where state is on the host, it does not."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))  # several chunks
+    sample = torch.randn(2, 2048), torch.randn(2, 2048)
+    named: Any = {"host_budget": "1GiB", "fixed": {"micro_batches": 1, "streamed": ""}, **GPU}
+    roomy = memfit.plan(model, sample, small.squared_error, 1 << 40, torch.optim.AdamW, **named)
+    smallest = memfit.smallest_budget(roomy)
+    assert smallest < roomy.prediction.plain_peak_bytes / 2
+    plan = memfit.replan(roomy, smallest)
+    assert plan.choices.state_place == "host"
+    assert plan.prediction.peak_bytes <= smallest
 
 
 @pytest.mark.parametrize(
@@ -132,11 +156,11 @@ def test_a_way_that_cannot_be_captured_is_rejected_with_the_reason(monkeypatch: 
         return captured(self, choices)
 
     monkeypatch.setattr(TraceSource, "trace_of", trace_of)
-    search, _ = searched(allow=["bf16"], fixed={"micro_batches": 1})
+    search, _ = searched(source=source_of, allow=["bf16"], fixed={"micro_batches": 1})
     made = search.plan((search.plain_peak() + search.smallest()[0]) // 2)
     assert "bf16 autocast: no kernel for it" in made.rejected
     with pytest.raises(memfit.CaptureError, match="no kernel for it"):
-        searched(fixed={"micro_batches": 1, "precision": "bf16"})[0].plan(1 << 40)
+        searched(source=source_of, fixed={"micro_batches": 1, "precision": "bf16"})[0].plan(1 << 40)
 
 
 def test_each_technique_of_a_plan_is_told_with_what_it_saves_and_costs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,7 @@ def fitted(budget: int | str, **named: Any) -> memfit.Engine:
     return memfit.fit(chain(4), rows(), squared_error, budget, adamw, **{"fixed": {"micro_batches": 1}, **named})
 
 
+@functools.cache
 def smallest() -> int:
     made = memfit.plan(chain(4), rows(), squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
     return memfit.smallest_budget(made)
@@ -223,3 +225,14 @@ def test_a_repair_that_fails_names_the_users_budget_and_one_that_would_do() -> N
         assert other.arguments is not None
         fitted(budget, **other.arguments)
     assert others
+
+
+@pytest.mark.usefixtures("one_thread", "taking_more")
+def test_a_plan_that_takes_less_than_the_budget_is_repaired_too() -> None:
+    """One for a little less than the budget would be the same plan."""
+    plain = memfit.plan(chain(4), rows(), squared_error, "1GiB", adamw, fixed={"micro_batches": 1})
+    budget = plain.prediction.peak_bytes + MISSING * 9 // 10
+    engine = fitted(budget)
+    assert engine.rehearsal is not None
+    assert engine.rehearsal.rounds == 2
+    assert engine.rehearsal.measured_peak_bytes <= budget

@@ -7,6 +7,7 @@ import json
 import pickle
 import shlex
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -223,8 +224,17 @@ class Stem(nn.Module):
 
 
 def test_what_is_frozen_is_what_comes_before_the_last_block() -> None:
-    assert below_the_last_block(Stem()) == ("embed", "body.first", "body.blocks.0", "body.blocks.1")
+    assert below_the_last_block(Stem()) == ("embed", "body.first", "body.blocks.[0-1]")
     assert below_the_last_block(nn.Linear(2, 2)) == ()
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 11, 32, 80, 126, 1001])
+def test_many_blocks_are_frozen_by_few_patterns(blocks: int) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(blocks)))
+    patterns = below_the_last_block(model)
+    assert len(patterns) <= 9
+    for number in range(blocks + 20):
+        assert sum(fnmatchcase(str(number), pattern) for pattern in patterns) == (number < blocks - 1)
 
 
 def test_adapters_go_beside_the_linear_layers_of_the_blocks() -> None:

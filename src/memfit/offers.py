@@ -26,8 +26,10 @@ from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices
 from memfit.techniques.conversions import conversion_of
 from memfit.techniques.freezing.freeze import frozen, frozen_parts
-from memfit.techniques.layer_streaming.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.techniques.layer_streaming import MODEL_ITSELF
+from memfit.techniques.layer_streaming.blocks import blocks_at, repeated_blocks
 from memfit.techniques.registry import BY_NAME
+from memfit.techniques.sharding import way_of
 from memfit.techniques.technique import Subject
 from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, TraceBundle
@@ -81,9 +83,14 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
                 f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave it out, or use a model that treats samples apart'
             )
     links = lower_tiers.measured_links(source.here, source.machine, request)
+    network = source.network
+    if network is not None:
+        links = lower_tiers.shared_out(links, network.most_on_a_computer)
+    elif sharding := str(fixed.get("sharding", "")):
+        links = lower_tiers.shared_out(links, way_of(sharding)[1])
     topology = Topology.single(source.machine, links)
-    if source.network is not None:
-        topology = replace(source.network, down=(links,) * len(source.network.devices))
+    if network is not None:
+        topology = replace(network, down=(links,) * len(network.devices))
     below = lower_tiers.opened(topology, request)
     choices = Choices(**{**converted, "micro_batches": micro_batches or 1, "frozen": tuple(freeze)})
     plain = source.trace_of(choices)

@@ -58,6 +58,23 @@ class Source(Protocol):
         """How the losses of micro-batches add up to the batch's."""
 
 
+class PlansAgain(Protocol):
+    """What has made a plan in this process and makes further ones of the same step: a `Planning`, or the one of a pipeline."""
+
+    @property
+    def source(self) -> Source | None:
+        """Of the step; None where nothing can be captured."""
+
+    def plan(self, budget_bytes: int | None = None) -> Plan:
+        """As `Planning.plan`."""
+
+    def smallest(self) -> tuple[int, Any]:
+        """As `Planning.smallest`."""
+
+    def as_captured(self, plan: Plan) -> PlansAgain:
+        """As `Planning.as_captured`."""
+
+
 class Planning:
     """Plans for one bundle at any budget.
 
@@ -148,9 +165,9 @@ class Planning:
         alone._solvers, alone._errors, alone.plain = self._solvers, self._errors, self.plain
         return alone
 
-    def as_captured(self, techniques: Choices) -> Planning:
-        """The same for one candidate by its traces so far: what was not captured is refused, as nothing can be captured in one of several ranks."""
-        candidate = Choices(techniques=techniques.techniques)
+    def as_captured(self, plan: Plan) -> Planning:
+        """The same for the techniques of a plan by their traces so far: what was not captured is refused, as one of several ranks can capture nothing."""
+        candidate = Choices(techniques=plan.choices.techniques)
         found = Planning(replace(self.bundle, candidates=(candidate,), refused=()))
         found._solvers, found.plain = self._solvers, self.plain
         return found
@@ -329,25 +346,33 @@ class Planning:
         return CaptureError(refused.refusal.text)
 
 
-_PLANNINGS: Final[dict[int, tuple[weakref.ref[Plan], Planning]]] = {}  # by the identity of a plan, as long as it lives
+_PLANNINGS: Final[
+    dict[int, tuple[weakref.ref[Plan], PlansAgain]]
+] = {}  # by the identity of a plan, as long as it lives
 
 
-def remember(plan: Plan, planning: Planning) -> Plan:
-    """Remember the `Planning` of a plan just made, or of a copy changed by `dataclasses.replace`. Returns the plan."""
+def remember(plan: Plan, planning: PlansAgain) -> Plan:
+    """Remember what has made a plan, or the original of a copy changed by `dataclasses.replace`. Returns the plan."""
     number = id(plan)
     _PLANNINGS[number] = weakref.ref(plan, lambda _: _PLANNINGS.pop(number, None)), planning
     return plan
 
 
-def planning_of(plan: Plan) -> Planning | None:
-    """The `Planning` of a plan; None where the plan was not made in this process, or is a changed copy."""
+def origin_of(plan: Plan) -> PlansAgain | None:
+    """What has made a plan; None where that was in another process, or the plan is a changed copy."""
     found = _PLANNINGS.get(id(plan))
     return found[1] if found is not None and found[0]() is plan else None
 
 
+def planning_of(plan: Plan) -> Planning | None:
+    """The `Planning` of a plan; None where the plan was not made in this process, is a changed copy, or has stages."""
+    origin = origin_of(plan)
+    return origin if isinstance(origin, Planning) else None
+
+
 def changed(plan: Plan, **fields: Any) -> Plan:
-    """A plan with some fields replaced, which keeps the `Planning` of the original."""
-    origin = planning_of(plan)
+    """A plan with some fields replaced, which keeps what has made the original."""
+    origin = origin_of(plan)
     made = replace(plan, **fields)
     return made if origin is None else remember(made, origin)
 
@@ -380,12 +405,12 @@ def smallest_budget(made: Plan | TraceBundle | Trace) -> int:
     return _planning(made).smallest()[0]
 
 
-def _planning(made: Plan | TraceBundle | Trace) -> Planning:
+def _planning(made: Plan | TraceBundle | Trace) -> PlansAgain:
     if isinstance(made, Trace):
         return Planning(TraceBundle.of(made))
     if isinstance(made, TraceBundle):
         return Planning(made)
-    origin = planning_of(made)
+    origin = origin_of(made)
     if origin is None:
         raise InputError(
             "this plan was loaded from a file, or is a changed copy, and carries no trace: keep the traces (memfit.record(...).save(path)) to plan again "

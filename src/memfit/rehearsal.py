@@ -90,7 +90,9 @@ def rehearsed(
         excess = engine.rehearsal.measured_peak_bytes - budget_bytes
         if excess <= 0 or number == REPAIR_ROUNDS:
             break
-        target = less_by(target, engine.rehearsal.measured_peak_bytes, budget_bytes)
+        # A plan may take less than it was planned for, and one for a little less than that be the same plan.
+        planned = min(target, engine.plan.prediction.peak_bytes)
+        target = less_by(planned, engine.rehearsal.measured_peak_bytes, budget_bytes)
         assert planning is not None, "an engine whose plan was made here is rehearsed"
         try:
             with engine.gathered():

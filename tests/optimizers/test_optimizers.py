@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memfit.errors import EngineError, InfeasibleError, InputError
 from memfit.optimizers import chunked
+from memfit.optimizers.alike import alike
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
 from memfit.optimizers.formats import BLOCK, blocks, dequantise, quantise
@@ -539,3 +540,22 @@ def test_a_file_cut_short_is_noticed(tmp_path: Any) -> None:
     with pytest.raises(EngineError, match=r"ends before 8\.00 KiB, something cut it .*: load the last snapshot"):
         train(optimizer, own, range(1, 2))
     assert torch.equal(own[0], before)
+
+
+def test_a_twin_steps_its_own_parameters_where_a_schedule_has_wrapped_step() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    own = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(own, 1)
+    twin = alike(own, model)(other.parameters())
+    before = [p.detach().clone() for p in (*model.parameters(), *other.parameters())]
+    for parameter in (*model.parameters(), *other.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    twin.step()
+    assert [torch.equal(p, was) for p, was in zip((*model.parameters(), *other.parameters()), before, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert (len(own.state), len(twin.state)) == (0, 2)
+    assert hasattr(own.step, "_wrapped_by_lr_sched")  # the schedule's own is left alone

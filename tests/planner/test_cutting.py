@@ -150,6 +150,28 @@ def test_a_cut_is_the_best_of_all_cuts(seed: int) -> None:
     _compare(parts, line, micro_batches, schedule, 1, any_order=any_order)
 
 
+@each_seed([0, 43, 87], 88)
+def test_chains_of_every_length_on_unequal_devices(seed: int) -> None:
+    """From 2 to 12 parts on 1 to 4 devices, no two of which have the same bytes, speed or links, under both schedules."""
+    length, number = 2 + seed // 8, 1 + seed // 2 % 4
+    schedule = (GPIPE, ONE_ONE)[seed % 2]
+    rng = random.Random(2000 + seed)
+    parts = tuple(
+        Part(
+            f"block.{i}", rng.uniform(1, 20), rng.uniform(1, 40), rng.randint(0, 50), rng.randint(1, 9), rng.randint(0, 9),
+            rng.randint(1, 9), rng.uniform(0, 3),
+        )
+        for i in range(length)
+    )  # fmt: skip
+    sizes, speeds = rng.sample(range(40, 700), number), rng.sample([0.25, 0.5, 1.0, 2.0, 3.0], number)
+    pairs = list(combinations(range(number), 2))
+    rates = rng.sample([0.25, 0.5, 1.0, 2.0, 4.0, 8.0], len(pairs))
+    peers = tuple(PeerLink(a, b, rate, rng.choice([0.0, 1.0])) for (a, b), rate in zip(pairs, rates, strict=True))
+    devices = tuple(StageDevice(size, speed) for size, speed in zip(sizes, speeds, strict=True))
+    chain = Parts(parts, (), 0, recompute=length < 7)
+    _compare(chain, Line(devices, peers), rng.randint(1, 6), schedule, 1, any_order=length < 8)
+
+
 @each_seed(12, 200)
 def test_interleaved_stages_are_the_best_of_all(seed: int) -> None:
     rng = random.Random(1000 + seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from memfit.step.modules import modules_of, parameters_of
+from memfit.step.modules import every_module, modules_of, parameters_of
 from models import build_gpt
 
 
@@ -20,6 +20,7 @@ def shared() -> nn.Module:
 def test_the_same_modules_and_parameters_in_the_same_order() -> None:
     for model in (shared(), build_gpt(layers=2, hidden=16, heads=2, batch=1, tokens=4, vocab=10)[0], nn.Linear(2, 2)):
         assert list(modules_of(model).items()) == list(model.named_modules())
+        assert every_module(model) == list(model.modules())
         found, torchs = parameters_of(model), list(model.parameters())
         assert len(found) == len(torchs)
         assert all(a is b for a, b in zip(found, torchs, strict=True))

@@ -89,6 +89,7 @@ def test_where_the_update_is_the_peak_its_workspace_counts(optimizer: Any, way: 
     check(way, wide, optimizer)
 
 
+@pytest.mark.slow  # each technique has its own in the quick run
 def test_each_technique_saves_what_it_claims() -> None:
     """With AdamW: of 8 bytes of state a parameter 2 are left, or none; of gradients, those of what is in work."""
     weighed = [way for way in WAYS if way.state_format == "32bit" or len(way.techniques) == 1]
@@ -103,7 +104,7 @@ def test_each_technique_saves_what_it_claims() -> None:
 
 
 HARD_LIMIT = """
-import resource, sys
+import resource
 import torch
 from torch import nn
 from memfit.optimizers.chunked import ChunkedOptimizer
@@ -119,12 +120,12 @@ small = [nn.Parameter(torch.zeros(1 << 10))]
 step(ChunkedOptimizer(torch.optim.AdamW(small, fused=True), state_place="disk"), small)  # what libraries take once
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (112 << 20), size + (112 << 20)))
-optimizer = torch.optim.AdamW(weights, fused=True)
-if sys.argv[1] == "disk":
-    optimizer = ChunkedOptimizer(optimizer, state_place="disk")
+optimizer = ChunkedOptimizer(torch.optim.AdamW(weights, fused=True), state_place="disk")
 for _ in range(3):
     step(optimizer, weights)
 print(float(weights[-1].detach().sum()))
+del optimizer
+step(torch.optim.AdamW(weights, fused=True), weights)
 """
 
 
@@ -133,17 +134,13 @@ print(float(weights[-1].detach().sum()))
 )
 def test_state_on_the_disk_is_not_in_memory(tmp_path: Path) -> None:
     """Under a limit of the system on all memory of the process, where state on the device does not fit."""
-    runs = {
-        place: subprocess.run(
-            [sys.executable, "-c", HARD_LIMIT, place],
-            env={**os.environ, "TMPDIR": str(tmp_path), "MALLOC_ARENA_MAX": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for place in ("device", "disk")
-    }
-    assert runs["device"].returncode != 0
-    assert "alloc" in runs["device"].stderr
-    assert runs["disk"].returncode == 0, runs["disk"].stderr
-    assert float(runs["disk"].stdout) < 0
+    ran = subprocess.run(
+        [sys.executable, "-c", HARD_LIMIT],
+        env={**os.environ, "TMPDIR": str(tmp_path), "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert float(ran.stdout or "nan") < 0, ran.stderr
+    assert ran.returncode != 0
+    assert "alloc" in ran.stderr

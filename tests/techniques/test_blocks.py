@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.techniques.layer_streaming.blocks import MODEL_ITSELF, blocks_at, repeated_blocks
+from memfit.techniques.layer_streaming import MODEL_ITSELF
+from memfit.techniques.layer_streaming.blocks import blocks_at, repeated_blocks
 from models import huggingface
 from models.transformer import build_gpt
 

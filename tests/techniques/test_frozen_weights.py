@@ -82,6 +82,7 @@ def by_hand(model: nn.Module, steps: int = 3, micro_batches: int = 1, precision:
     return losses
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     ("fraction", "precision"),
     [(1.0, "full"), (1.0, "bf16"), (0.5, "full"), (0.5, "bf16"), (0.0, "full"), (0.0, "bf16")],

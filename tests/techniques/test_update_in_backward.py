@@ -60,6 +60,7 @@ def chain() -> tuple[nn.Module, Any, Any]:
     return small.chain(3, batch_norm=True, dropout=0.1), small.rows(32), small.squared_error
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_gives_the_bits_of_an_update_after_backward(name: str) -> None:
     assert_same(both(INSIDE, chain, OPTIMIZERS[name]))

@@ -14,7 +14,7 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
-from memfit.train.assemble import resolve
+from memfit.train.assemble import built_on_meta, resolve
 from memfit.train.config import Config, DataConfig, ModelConfig
 
 TASKS: Final = {
@@ -160,7 +160,7 @@ def _tokens(words: int, predicted: bool, batch: int, length: int) -> Batch:  # n
 def _of_function(target: str, data: str | None) -> Named:
     config = Config(ModelConfig(python=target), DataConfig(python=data or target), folder=".")
     build = resolve(target, config, "python")
-    made = _on_meta(build)
+    made = built_on_meta(build)
     model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -216,12 +216,3 @@ def _resized(items: Batch, batch: int, length: int) -> Batch:
     """Of a dataset's items the first so many, over and over; what is in them is as long as it is."""
     del length
     return batches.repeated(items, batch)
-
-
-def _on_meta(build: Callable[[], Any]) -> Any:
-    """What a function builds, without memory where it can be built so: some look at the values of what they make."""
-    try:
-        with torch.device("meta"):
-            return build()
-    except (RuntimeError, NotImplementedError, ValueError):
-        return build()

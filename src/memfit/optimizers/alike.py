@@ -53,5 +53,8 @@ def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
     twin = copy.copy(optimizer)
     # A copy goes the way of pickling, which leaves out what a subclass may have besides.
     twin.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name not in twin.__dict__})
+    # torch's schedulers put a counting copy of `step` on the optimizer, which would step that one, not its twin.
+    if hasattr(twin.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        del twin.step
     twin.state, twin.param_groups = defaultdict(dict), groups
     return twin

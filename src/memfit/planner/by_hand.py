@@ -37,6 +37,8 @@ from memfit.values.request import Budget
 from memfit.values.trace import Trace
 
 NAMED: Final = 3  # modules named in a note
+_PRODUCTS: Final = ("aten.mm.", "aten.addmm.")
+_ATTENTION: Final = ("aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +124,58 @@ def plan_by_hand(solvers: Solvers, placement: RecomputePlacement) -> Plan:
     return replace(made, notes=(*made.notes, *notes))
 
 
-def every_block(solver: Solver) -> Solution:
-    """Each repeated block rebuilt from what goes into it: torch's checkpoint around every block.
+def every_block(solver: Solver, each: int = 1) -> Solution:
+    """Repeated blocks rebuilt from what goes into them: torch's checkpoint around every block, or around each second, third, ... one.
+
+    Args:
+        solver: of the step.
+        each: 1 for all of them; 2 for the second, the fourth and so on.
 
     Raises:
         InputError: the step has no repeated blocks.
     """
-    return _in_windows(solver, _units(solver.trace, 1))[0]
+    cut = _units(solver.trace, 1)
+    rebuilt = sorted(cut.dropped_in)[each - 1 :: each]
+    return _in_windows(solver, replace(cut, dropped_in=frozenset(rebuilt)))[0]
+
+
+def every_block_but_products(solver: Solver) -> Solution:
+    """Every repeated block rebuilt from what goes into it, from its attention and from every second product of matrices, the first one among them.
+
+    That is selective activation checkpointing by operation, as torchtitan has it (Liang et al. 2024, arXiv:2410.06511, section 2.1.3; `_get_custom_policy` of
+    torchtitan/parallelisms/parallelize_llama.py, version of 2024-12).
+
+    Raises:
+        InputError: the step has no repeated blocks.
+    """
+    trace = solver.trace
+    cut = _units(trace, 1)
+    window_of = windows(boundaries_after(solver.recipes, cut.ends), trace.forward_events)
+    products = dict.fromkeys(cut.dropped_in, 0)
+    kept: set[int] = set()
+    for event, code in enumerate(trace.events[: trace.forward_events]):
+        if code < 0 or window_of[event] not in products:
+            continue
+        operation = trace.operations[code]
+        if operation.name.startswith(_PRODUCTS):
+            products[window_of[event]] += 1
+        if operation.name.startswith(_ATTENTION) or (
+            operation.name.startswith(_PRODUCTS) and products[window_of[event]] % 2
+        ):
+            kept.update(operation.makes)
+    return _in_windows(solver, cut, frozenset(kept))[0]
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------------
 
 
 @uncollected()
-def _in_windows(solver: Solver, cut: _Windows) -> tuple[Solution, list[str]]:
-    """Everything that can be rebuilt is dropped in the windows of the cut, and what the user should know of it."""
+def _in_windows(solver: Solver, cut: _Windows, kept: frozenset[int] = frozenset()) -> tuple[Solution, list[str]]:
+    """Everything that can be rebuilt is dropped in the windows of the cut, but for what is to be kept, and what the user should know of it."""
     recipes, trace = solver.recipes, solver.trace
     cuts = boundaries_after(recipes, cut.ends)
     window_of = windows(cuts, trace.forward_events)
-    crossing = {s for boundary in cuts for s in boundary.storages}
+    crossing = {s for boundary in cuts for s in boundary.storages} | (kept & set(recipes.managed))
     inside = {s for s in recipes.saved - crossing if window_of[trace.storages[s].birth] in cut.dropped_in}
     dropped = inside & recipes.rebuildable
     held = crossing - recipes.saved

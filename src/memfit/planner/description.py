@@ -11,7 +11,7 @@ from memfit.garbage import uncollected
 from memfit.planner.caching_allocator import reserved_bytes
 from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection, named
-from memfit.planner.script_compiler import compile_calls, compile_script, most_calls
+from memfit.planner.script_compiler import compile_calls, compile_script, knowing_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
@@ -160,7 +160,7 @@ def script_of(solver: Solver, solution: Solution) -> Script:
     if solver.trace.paths:
         return compile_calls(solver.draws, solution.recomputations)
     script = compile_script(solver.recipes, solution.recomputations)
-    return replace(script, most_calls=most_calls([solver.trace])) if script.plain else script
+    return knowing_calls(script, [solver.trace]) if script.plain else script
 
 
 def _first_forward(solver: Solver, capacity: int) -> tuple[FirstForward, int]:

@@ -37,12 +37,20 @@ def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[St
         gradient_bytes=trace.bytes_of(Category.GRADIENT),
         state_bytes=state_bytes,
         activation_bytes=trace.bytes_of(Category.ACTIVATION),
+        update_temporary_bytes=_update_temporary_bytes(timeline),
         step_seconds=trace.plain_step_seconds,
         update_seconds=sum(o.seconds for o in trace.operations if o.phase is Phase.OPTIMIZER),
         head=head_of(timeline),
         state_transfer_seconds=None if link is None else state_transfers(state_bytes, link).waited_seconds,
         streaming=None if link is None or not layers else _streaming(trace, link, layers),
     )
+
+
+def _update_temporary_bytes(timeline: Timeline) -> int:
+    trace = timeline.trace
+    floor = timeline.floor_with_offloading()[trace.pass_events :]
+    held = sum(trace.bytes_of(category) for category in _OF_ANY_BATCH)
+    return max(0, int(floor.max()) - held) if len(floor) else 0
 
 
 def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> StreamingFacts:

@@ -26,7 +26,7 @@ _MAKES_NOTHING: Final = ("aten.empty", "aten.resize_")
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """Seconds of a step of one micro-batch, its collectives beside computing.
+    """Seconds of a step, its collectives beside computing.
 
     Attributes:
         seconds: of the step.
@@ -49,20 +49,27 @@ def overlapped(
     recomputations: Mapping[int, Sequence[int]] | None = None,
     run_seconds: Callable[[int], float] | None = None,
 ) -> Overlapped:
-    """Play a step's two streams through.
+    """Play a step's two streams through: as many passes as it has micro-batches, of which the last one synchronises gradients, then the update.
 
     Args:
-        trace: of the step.
+        trace: of the step; its update comes after backward.
         recomputations: recipes that run before unpack events.
         run_seconds: of one run of a recipe (`Timeline.run_seconds`).
     """
     streams = _Streams()
     again = recomputations or {}
-    for event, code in enumerate(trace.events):
-        if again and run_seconds is not None:
-            streams.compute(sum(run_seconds(recipe) for recipe in again.get(event, ())))
-        if code >= 0:
-            streams.queue(trace.operations[code])
+    once = trace.synchronising if trace.micro_batches > 1 else frozenset()
+
+    def play(events: Sequence[int], left_out: frozenset[int]) -> None:
+        for event, code in enumerate(events):
+            if again and run_seconds is not None:
+                streams.compute(sum(run_seconds(recipe) for recipe in again.get(event, ())))
+            if code >= 0 and code not in left_out:
+                streams.queue(trace.operations[code])
+
+    for _ in range(trace.micro_batches - 1):
+        play(trace.events[: trace.pass_events], once)
+    play(trace.events, frozenset())
     return Overlapped(max(streams.computing, streams.network), streams.computed, streams.sent)
 
 

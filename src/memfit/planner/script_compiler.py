@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -43,19 +43,36 @@ def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:
             if own[number] and key not in scripts:
                 any_size = len(seen[path.calls.forms[key]]) > 1
                 scripts[key] = compile_script(path.timeline.recipes, own[number], call, any_size=any_size)
-    return Script(
+    script = Script(
         calls=tuple(CallScript(*key, script) for key, script in scripts.items() if not script.plain),
         most_operations=max(path.trace.forward_operations for path in draws.paths),
-        most_calls=most_calls(path.trace for path in draws.paths),
     )
+    return knowing_calls(script, [path.trace for path in draws.paths])
 
 
-def most_calls(paths: Iterable[Trace]) -> dict[str, int]:
-    """Of each module, its calls on the path that has most of them."""
+def knowing_calls(script: Script, paths: Sequence[Trace]) -> Script:
+    """The script with what is known of the calls of modules on these paths: by it alone a longer path is told where single operations are not compared.
+
+    Two short paths may be known, and a third have the calls of both. So what calls keep is added up, too.
+    """
+    calls = [Counter(call.module for call in path.calls) for path in paths]
     most: Counter[str] = Counter()
-    for path in paths:
-        most |= Counter(call.module for call in path.calls)
-    return dict(most)
+    for own in calls:
+        most |= own
+    if not script.plain:
+        return replace(script, most_calls=dict(most))
+    each: dict[str, int] = {}
+    for path, own in zip(paths, calls, strict=True):
+        kept: Counter[str] = Counter()
+        for number in {save.storage for save in path.saves}:
+            storage = path.storages[number]
+            if 0 <= storage.birth < path.forward_events:
+                kept[storage.module] += storage.bytes
+        for module, size in kept.items():
+            if own[module]:
+                each[module] = max(each.get(module, 0), -(-size // own[module]))
+    largest = max(sum(each.get(module, 0) * count for module, count in own.items()) for own in calls)
+    return replace(script, most_calls=dict(most), call_bytes=each, most_call_bytes=largest)
 
 
 def compile_script(

@@ -160,8 +160,8 @@ def rank_peak(
 
     Args:
         order: what it runs.
-        schedule: of which that is. In torch's GPipe what forward and backward send is held to the end of the step; in 1F1B only the last gradient, and the
-            last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
+        schedule: of which that is. In torch's GPipe and interleaved 1F1B what forward and backward send is held to the end of the step; in 1F1B only the last
+            gradient, and the last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
         stages: of this rank, by number.
         shared_bytes: there throughout and counted in each stage: to be counted once.
     """
@@ -170,6 +170,7 @@ def rank_peak(
     done = dict.fromkeys(stages, 0)
     warm_up = {s: in_flight(order, s) for s in stages}
     micro_batches = 1 + max(action.micro_batch for action in order)
+    holds = schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD
     peak, phase = 0, Phase.FORWARD
     for action in order:
         levels = stages[action.stage]
@@ -179,10 +180,10 @@ def rank_peak(
         here = base + sum(stages[s].kept_bytes * n for s, n in held.items())
         here += sum(stages[s].gradient_bytes for s, n in done.items() if n)
         for s, n in done.items():
-            here += stages[s].received_gradient_bytes * (n if schedule is Schedule.GPIPE else min(n, 1))
+            here += stages[s].received_gradient_bytes * (n if holds else min(n, 1))
             here += NUMBER_BYTES * n if not stages[s].sent_bytes else 0
-            here += stages[s].sent_bytes * n if schedule is Schedule.GPIPE else 0
-        if schedule is Schedule.ONE_FORWARD_ONE_BACKWARD and ahead > 1 and done[action.stage] >= ahead - 1:
+            here += stages[s].sent_bytes * n if holds else 0
+        if not holds and ahead > 1 and done[action.stage] >= ahead - 1:
             here += levels.sent_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
         if action.backward:
             here += levels.backward_bytes if done[action.stage] else levels.first_backward_bytes

@@ -140,8 +140,8 @@ def changes(source: TraceSource, request: Request, room_bytes: int) -> list[Chan
         *_offloading(source, request, room_bytes),
         *_switches(source),
         *_allowed(request),
-        *_freezing(source, request),
         *_adapters(source, request),
+        *_freezing(source, request),
     ]
     return sorted(found, key=lambda change: change.effect)
 
@@ -249,7 +249,7 @@ def _freezing(source: TraceSource, request: Request) -> Iterator[Change]:
 
 
 def below_the_last_block(model: nn.Module) -> tuple[str, ...]:
-    """Paths of what comes before the last of the model's repeated blocks, in the order in which it is registered; () where there are no such blocks."""
+    """Patterns of what comes before the last of the model's repeated blocks, in the order in which it is registered; () where there are no such blocks."""
     found = repeated_blocks(model)
     if not found or len(found[0].paths) < 2:
         return ()
@@ -268,7 +268,32 @@ def below_the_last_block(model: nn.Module) -> tuple[str, ...]:
         id(p) for path in (*before, *below) for p in model.get_submodule(path).parameters()
     }
     held = any(id(p) in trained for p in model.get_submodule(last).parameters())
-    return (*before, *below) if held else ()
+    return (*before, *_patterns(below)) if held else ()
+
+
+def _patterns(paths: Sequence[str]) -> list[str]:
+    """The paths themselves, or fewer patterns that match the same where their ends are numbers in a row: "layers.[0-9]", "layers.1[0-4]"."""
+    parents, numbers = zip(*(path.rpartition(".")[::2] for path in paths), strict=True)
+    if len(set(parents)) > 1 or not all(number.isdigit() for number in numbers):
+        return list(paths)
+    first, last = int(numbers[0]), int(numbers[-1])
+    if [int(number) for number in numbers] != list(range(first, last + 1)):
+        return list(paths)
+    front = f"{parents[0]}." if parents[0] else ""
+    return [front + pattern for pattern in _of_numbers(first, last)]
+
+
+def _of_numbers(first: int, last: int) -> Iterator[str]:
+    while first <= last:
+        # The longest row from here on whose numbers differ in one digit and have any after it.
+        free = max(
+            place for place in range(len(str(first))) if first % 10**place == 0 and first + 10**place - 1 <= last
+        )
+        digit = first // 10**free % 10
+        end = min(9, digit + (last - first + 1) // 10**free - 1)
+        higher = str(first // 10 ** (free + 1)) if first >= 10 ** (free + 1) else ""
+        yield higher + (str(digit) if end == digit else f"[{digit}-{end}]") + "[0-9]" * free
+        first += (end - digit + 1) * 10**free
 
 
 class _Adapted(TraceSource):

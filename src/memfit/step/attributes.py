@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.step.modules import modules_of
+from memfit.step.modules import every_module
 
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
 LARGEST_CONTAINER: Final = 10_000
@@ -97,7 +97,7 @@ class PlainValues:
         self._held = [
             (module, list(vars(module)), {name: v for name, v in vars(module).items() if isinstance(v, PLAIN)})
             for model in models
-            for module in modules_of(model).values()
+            for module in every_module(model)
             if not type(module).__module__.startswith("torch.")
         ]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.errors import EngineError
-from memfit.step.modules import modules_of
+from memfit.step.modules import every_module, modules_of
 
 
 def norm_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -58,9 +58,10 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
+        some = any(module._buffers for module in every_module(model))  # noqa: SLF001 - as below
         self._places = [
             (f"{path}.{name}" if path else name, module, name, buffer)
-            for path, module in modules_of(model).items()
+            for path, module in (modules_of(model) if some else {}).items()
             for name, buffer in module._buffers.items()  # noqa: SLF001 - named_buffers leaves out the ones that are None
         ]
         self._copies = copies

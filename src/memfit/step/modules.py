@@ -23,10 +23,27 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """The same without their paths, which take most of the time to make."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append(module)
+        children = module._modules  # noqa: SLF001 - as above
+        if children:
+            waiting += [child for child in reversed(children.values()) if child is not None]
+    return found
+
+
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """All parameters, each once, in the order of `parameters`."""
     found: dict[nn.Parameter, None] = {}
-    for module in modules_of(model).values():
+    for module in every_module(model):
         for parameter in module._parameters.values():  # noqa: SLF001 - as above
             if parameter is not None:
                 found[parameter] = None

@@ -19,7 +19,7 @@ from torch import nn
 
 from memfit.dispatch import has_storage, storage_key
 from memfit.step.attributes import LARGEST_CONTAINER, PLAIN, held_by, items_of, length
-from memfit.step.modules import modules_of
+from memfit.step.modules import every_module, modules_of
 
 _OF_TORCH: Final = frozenset(nn.Module().__dict__)
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
@@ -98,7 +98,7 @@ class HeldByModules:
 
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
-        for module in modules_of(self._model).values():
+        for module in every_module(self._model):
             if type(module).__module__.startswith("torch."):  # torch's own keep no such state
                 continue
             for name, value in vars(module).items():

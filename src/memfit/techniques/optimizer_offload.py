@@ -51,10 +51,11 @@ class OptimizerOffload(Technique):
         return Offer(weighed, places, why_not)
 
     def bound(self, facts: StepFacts) -> OptimisticBound | None:
-        """All of the state; its copies cannot be overlapped with anything."""
+        """All of the state, and what an update that is not in chunks holds beside it; its copies cannot be overlapped with anything."""
         if facts.state_transfer_seconds is None:
             return None
-        return OptimisticBound(facts.state_bytes, facts.state_transfer_seconds - facts.update_seconds)
+        saved = facts.state_bytes + facts.update_temporary_bytes
+        return OptimisticBound(saved, facts.state_transfer_seconds - facts.update_seconds)
 
     def optimizer_settings(self, setting: str) -> Mapping[str, Any]:
         """The chunked optimizer keeps its state there."""

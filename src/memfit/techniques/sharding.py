@@ -3,21 +3,24 @@
 "data" is data parallelism (Li et al. 2020, PyTorch Distributed, arXiv:2006.15704): everything is on every rank. The rest is ZeRO (Rajbhandari et al. 2020,
 arXiv:1910.02054): "zero1" shares out the optimizer's state, "zero2" also gradients and, between steps, parameters, "zero3" parameters inside the step, too.
 "gpipe" (Huang et al. 2019, arXiv:1811.06965) and "1f1b" (Narayanan et al. 2021, arXiv:2006.09503) are pipelines: each rank has some of the layers, all of its
-pipeline's batch passes through them in micro-batches, and pipelines beside each other are data parallel. The engines are torch's own; `memfit.sharding` and
-`memfit.parallel` put them around the model.
+pipeline's batch passes through them in micro-batches, and pipelines beside each other are data parallel; with "+zero1" they share out the optimizer's state. In
+an "interleaved" one (Narayanan et al. 2021, arXiv:2104.04473) each rank has two stages.
+The engines are torch's own; `memfit.sharding` and `memfit.parallel` put them around the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from memfit.errors import InputError
 from memfit.techniques.technique import Offer, StepFacts, Subject, Technique, listed
 
 WAYS: Final = ("data", "zero1", "zero2", "zero3")
-PIPELINES: Final = ("gpipe", "1f1b")
+PIPELINES: Final = ("gpipe", "1f1b", "interleaved")
 ANY_PIPELINE: Final = "pipeline"  # where a user leaves the schedule open
+SHARDED_STATE: Final = "zero1"  # of pipelines beside each other
 
 _WORDS: Final = {
     "data": "data parallel",
@@ -25,7 +28,8 @@ _WORDS: Final = {
     "zero2": "optimizer state and gradients sharded (ZeRO 2)",
     "zero3": "optimizer state, gradients and parameters sharded (ZeRO 3)",
 }
-_SCHEDULES: Final = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_SCHEDULES: Final = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+INTERLEAVED: Final = 2  # stages on each rank: more of them send more often, and leave less of the waiting to save
 
 
 def setting_of(way: str, ranks: int, rank: int = 0) -> str:
@@ -33,29 +37,61 @@ def setting_of(way: str, ranks: int, rank: int = 0) -> str:
     return f"{way}/{ranks}" + (f"@{rank}" if rank else "")
 
 
-def pipeline_setting(schedule: str, stages: int, replicas: int = 1) -> str:
-    """As `Choices` have it: "1f1b/4" for one pipeline of four stages, "1f1b/2x2" for two pipelines of two stages each."""
-    return f"{schedule}/{stages}" + (f"x{replicas}" if replicas > 1 else "")
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """Pipelines beside each other: "1f1b/4" is one of four stages, "1f1b/2x3" three of two stages each, "1f1b/2x3+zero1" the same with sharded state.
+
+    "interleaved/4" is one of eight stages on four ranks.
+
+    Attributes:
+        schedule: in which order micro-batches pass, one of `PIPELINES`.
+        ranks: of one pipeline, each with a stage, or `INTERLEAVED` of them.
+        replicas: how many pipelines there are; they are data parallel.
+        shards_state: the ranks that have the same stage share out its optimizer state.
+    """
+
+    schedule: str
+    ranks: int
+    replicas: int = 1
+    shards_state: bool = False
+
+    def __str__(self) -> str:
+        """As `Choices` have it."""
+        shape = f"{self.ranks}x{self.replicas}" if self.replicas > 1 else str(self.ranks)
+        return f"{self.schedule}/{shape}" + (f"+{SHARDED_STATE}" if self.shards_state else "")
+
+    @classmethod
+    def of(cls, setting: str) -> Pipelines:
+        """From what `str` makes of it.
+
+        Raises:
+            InputError: it is not of this form.
+        """
+        shape, plus, sharded = setting.partition("+")
+        schedule, _, numbers = shape.partition("/")
+        ranks, _, replicas = numbers.partition("x")
+        if schedule not in PIPELINES or not ranks.isdecimal() or not (replicas or "1").isdecimal():
+            raise _of_no_form(setting)
+        made = cls(schedule, int(ranks), int(replicas or 1), shards_state=bool(plus))
+        if made.ranks < 2 or made.replicas < 1 or (plus and (sharded != SHARDED_STATE or made.replicas < 2)):
+            raise _of_no_form(setting)
+        return made
+
+    @property
+    def per_rank(self) -> int:
+        """Stages on each rank."""
+        return INTERLEAVED if self.schedule == "interleaved" else 1
+
+    def in_words(self) -> str:
+        """As in: 2 pipelines of 2 stages (1F1B) on 4 ranks."""
+        what = f"{self.replicas} pipelines" if self.replicas > 1 else "a pipeline"
+        state = ", each stage's optimizer state sharded (ZeRO 1)" if self.shards_state else ""
+        return f"{what} of {self.ranks * self.per_rank} stages ({_SCHEDULES[self.schedule]}) on {self.ranks * self.replicas} ranks{state}"
 
 
 def is_pipeline(setting: str) -> bool:
     """Whether ranks have stages."""
-    return setting.partition("/")[0] in PIPELINES
-
-
-def stages_of(setting: str) -> tuple[int, int]:
-    """Ranks of a pipeline, and how many pipelines there are beside each other.
-
-    Raises:
-        InputError: it is not of this form.
-    """
-    way, _, rest = setting.partition("/")
-    stages, _, replicas = rest.partition("x")
-    if way not in PIPELINES or not stages.isdecimal() or not (replicas or "1").isdecimal():
-        raise _of_no_form(setting)
-    if int(stages) < 2 or int(replicas or 1) < 1:
-        raise _of_no_form(setting)
-    return int(stages), int(replicas or 1)
+    return setting.partition("/")[0].partition("+")[0] in PIPELINES
 
 
 def way_of(setting: str) -> tuple[str, int, int]:
@@ -66,8 +102,8 @@ def way_of(setting: str) -> tuple[str, int, int]:
     """
     way, _, rest = setting.partition("/")
     if way in PIPELINES:
-        stages, replicas = stages_of(setting)
-        return way, stages * replicas, 0
+        pipelines = Pipelines.of(setting)
+        return way, pipelines.ranks * pipelines.replicas, 0
     ranks, _, rank = rest.partition("@")
     if way not in WAYS or not ranks.isdecimal() or int(ranks) < 1 or not (rank or "0").isdecimal():
         raise _of_no_form(setting)
@@ -79,12 +115,12 @@ def way_of(setting: str) -> tuple[str, int, int]:
 def _of_no_form(setting: str) -> InputError:
     return InputError(
         f"sharding={setting!r}: one of {listed((*WAYS, *PIPELINES))} and the number of ranks is needed, as in {setting_of('zero3', 4)!r}; of pipelines the "
-        f"stages of one and how many there are, as in {pipeline_setting('1f1b', 2, 2)!r}"
+        f"ranks of one and how many there are, as in {str(Pipelines('1f1b', 2, 2))!r}, and +{SHARDED_STATE} where several share out their optimizer's state"
     )
 
 
 class Sharding(Technique):
-    """Setting: way and number of ranks, "zero3/4", or schedule, stages and pipelines, "1f1b/2x2"; "" for one device."""
+    """Setting: way and number of ranks, "zero3/4", or schedule, ranks of a pipeline and pipelines, "1f1b/2x2" or "1f1b/2x2+zero1"; "" for one device."""
 
     name = "sharding"
     baseline = ""
@@ -100,8 +136,7 @@ class Sharding(Technique):
         """As in: data parallel on 4 ranks."""
         way, ranks, _ = way_of(setting)
         if way in PIPELINES:
-            stages, replicas = stages_of(setting)
-            return f"{f'{replicas} pipelines' if replicas > 1 else 'a pipeline'} of {stages} stages ({_SCHEDULES[way]}) on {ranks} ranks"
+            return Pipelines.of(setting).in_words()
         return f"{_WORDS[way]} on {ranks} ranks"
 
     def claim(self, without: StepFacts, used: StepFacts, setting: str) -> tuple[int, str]:

@@ -89,6 +89,8 @@ class StepFacts:
     Attributes:
         micro_batches: in which the step was captured.
         parameter_bytes, gradient_bytes, state_bytes, activation_bytes: totals by category over the step.
+        update_temporary_bytes: that the optimizer holds while it updates, beside parameters, gradients and state. A foreach update makes some for all
+            parameters at once.
         step_seconds, update_seconds: of the whole step in which nothing is dropped, and of the optimizer in it.
         head: the loss head; None where there is none.
         state_transfer_seconds: to copy the optimizer's state to the device and back once; None where it cannot be offloaded.
@@ -100,6 +102,7 @@ class StepFacts:
     gradient_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
+    update_temporary_bytes: int = 0
     step_seconds: float = 0.0
     update_seconds: float = 0.0
     head: LossHead | None = None

@@ -32,7 +32,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Stages for ranks. Rank r has stage r modulo their number; each run of so many ranks is a pipeline, and the pipelines are replicas of each other.
+    """Stages for ranks. Each run of as many ranks as the cut has devices is a pipeline, whose stages go round its ranks; pipelines are replicas of each other.
 
     Attributes:
         cut: the stages, their schedule, and what a step of them takes.
@@ -54,22 +54,27 @@ class PipelinePlan:
 
     @property
     def stages(self) -> int:
-        """Of a pipeline, one on each of its ranks."""
+        """Of a pipeline."""
         return len(self.cut.stages)
+
+    @property
+    def length(self) -> int:
+        """Ranks of a pipeline."""
+        return len(self.cut.devices)
 
     @property
     def ranks(self) -> int:
         """Of all pipelines."""
-        return self.stages * self.replicas
+        return self.length * self.replicas
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Of each stage, the part before which it ends."""
         return tuple(stage.end for stage in self.cut.stages)
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Which pipeline a rank belongs to, and its stage."""
-        return divmod(rank, self.stages)
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank has, in the order in which forward runs them."""
+        return tuple(range(rank % self.length, self.stages, self.length))
 
     def named(self, stage: int) -> str:
         """A stage by its first and last part."""
@@ -126,4 +131,10 @@ class PipelinePlan:
             raise ValueError(f"a pipeline of {len(ends)} stages with {len(made.scripts)} scripts")
         if list(ends) != sorted(set(ends)) or ends[-1] != len(made.parts):
             raise ValueError(f"stages end before parts {list(ends)} of {len(made.parts)}")
+        if made.stages % made.length or [
+            stage.device for stage in made.cut.stages
+        ] != made.stages // made.length * list(made.cut.devices):
+            raise ValueError(
+                f"its stages are on devices {[stage.device for stage in made.cut.stages]}, which do not go round"
+            )
         return made

@@ -134,7 +134,7 @@ class Plan:
                 else []
             ),
             *(
-                f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides: {use.contents}."
+                f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides{' on each device' if p.ranks else ''}: {use.contents}."
                 for use in p.tiers
                 if use.all_bytes
             ),

@@ -148,6 +148,8 @@ class Script:
         first: what is followed instead in a first forward that builds what later ones find.
         most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
         most_calls: of each module on the known path that calls it most often, where single operations are not compared; empty where that is not known.
+        call_bytes: of each module, what one call keeps for backward in plain PyTorch, calls within it aside; where nothing is dropped.
+        most_call_bytes: that the calls of the known path that keeps most add up to.
     """
 
     operations: tuple[str, ...] = ()
@@ -167,6 +169,8 @@ class Script:
     first: FirstForward | None = None
     most_operations: int = 0
     most_calls: Mapping[str, int] = field(default_factory=dict)
+    call_bytes: Mapping[str, int] = field(default_factory=dict)
+    most_call_bytes: int = 0
 
     @property
     def plain(self) -> bool:
@@ -223,6 +227,8 @@ class Script:
             "first": None if self.first is None else [dict(self.first.before), self.first.script.to_json()],
             "most_operations": self.most_operations,
             "most_calls": dict(self.most_calls),
+            "call_bytes": dict(self.call_bytes),
+            "most_call_bytes": self.most_call_bytes,
         }
 
     @classmethod
@@ -275,6 +281,8 @@ class Script:
             None if data["first"] is None else FirstForward(dict(data["first"][0]), cls.from_json(data["first"][1])),
             int(data.get("most_operations", 0)),
             {str(module): int(calls) for module, calls in data.get("most_calls", {}).items()},
+            {str(module): int(size) for module, size in data.get("call_bytes", {}).items()},
+            int(data.get("most_call_bytes", 0)),
         )
         count = len(operations)
         if len(script.wanted) != count:

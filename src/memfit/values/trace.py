@@ -45,6 +45,10 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+REDUCTIONS: Final = ("all_reduce", "reduce_scatter")  # collectives that add up what ranks have
+FILLS_REDUCTION: Final = "fsdp.chunk_cat"
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """One allocation.
@@ -256,9 +260,30 @@ class Trace:
     @property
     def plain_step_seconds(self) -> float:
         """Seconds of one optimizer step in which nothing is dropped."""
-        # An update inside backward happens in the last pass only.
+        # An update inside backward happens in the last pass only, and so does what synchronises gradients.
         every = sum(self.operations[e].seconds for e in self.events if e >= 0)
-        return every + self.pass_seconds * (self.micro_batches - 1) + self.waited_seconds
+        once = sum(self.operations[number].seconds for number in self.synchronising) if self.micro_batches > 1 else 0.0
+        return every + (self.pass_seconds - once) * (self.micro_batches - 1) + self.waited_seconds
+
+    @property
+    def synchronising(self) -> frozenset[int]:
+        """Operations of backward that reduce gradients over all ranks, with what fills and reads their buffers: the last micro-batch alone runs them."""
+        found: set[int] = set()
+        reduced: set[int] = set()
+        for code in self.events[: self.pass_events]:
+            operation = self.operations[code] if code >= 0 else None
+            if operation is None or operation.phase is not Phase.BACKWARD:
+                continue
+            touched = (*operation.reads, *operation.writes)
+            if operation.collective is not None and operation.collective.kind in REDUCTIONS:
+                reduced.update(touched, operation.makes)
+                found.add(code)
+            elif operation.name.startswith(FILLS_REDUCTION):
+                found.add(code)
+            elif not reduced.isdisjoint(touched) and operation.collective is None:
+                reduced.update(operation.makes)
+                found.add(code)
+        return frozenset(found)
 
     def bytes_of(self, *categories: Category) -> int:
         """Bytes of all storages of these categories, whenever they are alive."""

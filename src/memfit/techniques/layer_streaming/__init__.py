@@ -6,9 +6,11 @@ A streamed step has an order of its own (layer by layer, micro-batch by micro-ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from memfit.techniques.technique import DialectKey, Offer, OptimisticBound, StepFacts, Subject, Technique
+
+MODEL_ITSELF: Final = "."  # path of the blocks that are children of the model itself
 
 
 class LayerStreaming(Technique):
@@ -29,7 +31,7 @@ class LayerStreaming(Technique):
 
     def words(self, setting: str) -> str:
         """As in: layers of encoder.layer streamed."""
-        return f"layers of {setting} streamed"
+        return f"layers of {'the model' if setting == MODEL_ITSELF else setting} streamed"
 
     def claim(self, without: StepFacts, used: StepFacts, setting: str) -> tuple[int, str]:
         """All that belongs to parameters, but for two layers."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.techniques.layer_streaming import MODEL_ITSELF
 from memfit.units import format_bytes
-
-MODEL_ITSELF: Final = "."  # path of the blocks that are children of the model itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ class UpdateInBackward(Technique):
         return None
 
     def bound(self, facts: StepFacts) -> OptimisticBound:
-        """All gradients; one that is still in the cache may be read for nothing."""
-        return OptimisticBound(facts.gradient_bytes, -facts.update_seconds)
+        """All gradients, and what an update of all parameters at once holds beside them; a gradient that is still in the cache may be read for nothing."""
+        return OptimisticBound(facts.gradient_bytes + facts.update_temporary_bytes, -facts.update_seconds)
 
     def why_no_optimizer(self, optimizer: Any, setting: str) -> str | None:
         """Why this optimizer cannot update inside backward."""

@@ -25,6 +25,7 @@ QUESTIONS = (
     "planning",
     "growth",
     "overhead",
+    "slowdowns",
     "frontier",
     "fit",
     "predict",
@@ -41,6 +42,7 @@ QUESTIONS = (
     "clusters",
     "sharding",
     "tune",
+    "service",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 

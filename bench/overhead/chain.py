@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 import memfit
+from memfit.engine.compiled import CompiledScript
+from memfit.engine.follower import Follower
 from memfit.planning import planning_of
+from memfit.values.script import KEPT
 
 LAYERS = 100
 
@@ -64,6 +68,25 @@ def planned(engine: memfit.Engine, batch: torch.Tensor) -> Callable[[], None]:
         with engine.forward():
             loss = loss_of(engine.model, batch)
         loss.backward()
+        engine.model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def all_followed(engine: memfit.Engine, batch: torch.Tensor) -> Callable[[], None]:
+    """Each operation and each saved tensor compared with the engine's plan, nothing dropped, and no stretch left out."""
+    script = engine.plan.script
+    kept = replace(script, steps=(), saves=(KEPT,) * len(script.saves), makes={}, recorded={}, kept_stretches=())
+    compiled = CompiledScript(kept)
+
+    def run() -> None:
+        follower = Follower(compiled)
+        with follower.following():
+            loss = loss_of(engine.model, batch)
+        loss.backward()
+        follower.end()
+        if follower.divergence is not None:
+            raise AssertionError(follower.divergence)
         engine.model.zero_grad(set_to_none=True)
 
     return run

@@ -149,7 +149,9 @@ def apart(command: Sequence[str], options: argparse.Namespace, names: Sequence[s
         [sys.executable, *command, *given], capture_output=True, text=True, check=False, env={**os.environ, **GIVEN_BACK, "OMP_NUM_THREADS": "1"}
     )  # fmt: skip
     if done.returncode == 0:
-        found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if "losses" in line))
+        # Other ranks write into the same pipe: what gloo tells may be on the line before it or behind.
+        line = next(line for line in done.stdout.splitlines() if "losses" in line)
+        found: dict[str, Any] = json.JSONDecoder().raw_decode(line[line.index("{") :])[0]
         return found
     lines = done.stderr.strip().splitlines()
     errors = [

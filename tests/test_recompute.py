@@ -213,6 +213,7 @@ def test_what_must_not_run_twice_stays_and_is_named() -> None:
 # -- blocks ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     ("name", "paths"),
     [

@@ -72,7 +72,8 @@ def plan(
         optimizer: makes the optimizer from the parameters; None when only gradients are computed. A class or a name of `torch.optim` ("AdamW") will do, and an
             optimizer of this model, which `fit` then steps.
         host_budget: bytes of the nearest lower memory tier to which activations, optimizer state and streamed layers may be offloaded: host memory for a GPU
-            (None: no limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded.
+            (None: no limit), the disk for a CPU (None: nothing is offloaded). 0: nothing is offloaded. With `devices`, of each one; a share ("50%") is then one
+            of a device's part of its computer's.
         disk_budget: for a GPU, together with `host_budget`, bytes of the disk to which activations that do not fit into `host_budget`, or the optimizer's
             state, may be offloaded; copies pass through a few MiB of host memory. None or 0: no disk. On a CPU `host_budget` is the limit for the disk.
         allow: what may change results: "bf16" and "fp16" (forward and loss under autocast, fp16 with a gradient scaler), "8bit" (optimizer state);
@@ -89,7 +90,8 @@ def plan(
         devices: several of them, one for each rank: 4, "4x24GiB", "4xh100", "4x24GiB@50GB/s" (the links between them), "2x8xh100" (nodes of eight), the path
             of a machine file (`memfit.hardware.machine_file`), or a `Topology`. The sample is then
             the batch of one rank and the budget that of one device. Data parallelism, ZeRO 1, 2 and 3, and pipelines are compared;
-            `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2" (two stages, two pipelines) pipelines.
+            `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2" (two stages, two pipelines) pipelines,
+            "1f1b/2x2+zero1" those in which each stage's optimizer state is shared out, and "interleaved/4" one of eight stages on four devices.
         progress: called with a description of the current work and the share done (0 to 1).
 
     Raises:
@@ -105,6 +107,7 @@ def plan(
         device = device if topology.devices[0].name == here.name else topology.devices[0].name
     request = requested(
         model,
+        sharers=1 if topology is None else topology.most_on_a_computer,
         budget=budget if topology is None else share_of(topology, budget),
         host_budget=host_budget,
         disk_budget=disk_budget,

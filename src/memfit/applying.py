@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,11 +20,11 @@ from memfit.engine.engine import Engine
 from memfit.engine.new_paths import Learner
 from memfit.engine.plan_table import MOST_PLANS
 from memfit.engine.size_watch import PathSizes
-from memfit.errors import InfeasibleError, InputError, PlanFileError
+from memfit.errors import EngineError, InfeasibleError, InputError, PlanFileError
 from memfit.offers import planning_for
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
-from memfit.planning import planning_of
+from memfit.planning import origin_of, planning_of
 from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import group_of, shard
 from memfit.step.arranging import arranged
@@ -59,8 +60,7 @@ def apply(
     Args:
         plan: made in this process or loaded from a file.
         model: of the structure that the plan was made for; this very object is trained.
-        loss_fn, optimizer: needed for a loaded plan, and for one with stages; any other plan from this process remembers its
-            own. The optimizer may be an object or a function that makes it.
+        loss_fn, optimizer: needed for a loaded plan; a plan from this process remembers its own. The optimizer may be an object or a function that makes it.
         fill: for a plan that streams layers of a model on the meta device: gives the modules their values one by one, so the model is never in memory as a
             whole.
         lower_tier: folder for everything that the plan offloads to disk; with a GPU also for streamed layers, which are in host memory otherwise. None for
@@ -81,8 +81,8 @@ def apply(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
             "(train/eval). Plan again for this model"
         )
-    planning = planning_of(plan)
-    source = planning.source if planning is not None else None
+    planning, origin = planning_of(plan), origin_of(plan)
+    source = origin.source if origin is not None else None
     absent = any(p.device.type == "meta" for p in model.parameters())
     if absent and not (plan.choices.streamed and fill is not None):
         raise InputError(
@@ -93,6 +93,7 @@ def apply(
     convert(plan.choices, model)
     remember(model, plan.choices, conversion.before if conversion is not None else have, model_digest(model))
     loss_fn = loss_function(loss_fn)
+    loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer_factory(optimizer, model)
     chosen: Any = given if given is not None else (source.optimizer if source is not None else None)
     sharded: ShardedModel | None = None
@@ -110,7 +111,6 @@ def apply(
         chosen = chosen(p for p in model.parameters() if p.requires_grad)
     if chosen is not None and sharded is None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
-    loss_fn = loss_fn if loss_fn is not None or source is None else source.loss_fn
     stream: LayerStream | None = None
     if plan.choices.streamed:  # Only now, when the optimizer has the parameters: streaming empties those of the blocks.
         stream = LayerStream(
@@ -122,7 +122,8 @@ def apply(
             except BaseException:
                 stream.close()  # Puts the layers back into the user's model: no engine is returned that could do it.
                 raise
-    engine = Engine(plan, model, loss_fn, chosen, stream, folder=lower_tier, sharded=sharded)
+    make = partial(Engine, plan, model, loss_fn, chosen, stream, folder=lower_tier, sharded=sharded)
+    engine = make() if sharded is None or not plan.script.lower_bytes else _on_all_ranks(make, sharded)
     # What one rank would plan anew, all would have to.
     if planning is not None and source is not None and sharded is None:
         engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
@@ -241,3 +242,24 @@ def _planner_of(
         return planning.plan() if placement is None else planning.plan_by_hand()  # Placed by hand, it stays so.
 
     return made
+
+
+def _on_all_ranks(make: Callable[[], Engine], sharded: ShardedModel) -> Engine:
+    """An engine that reserves space on lower tiers: on all ranks, or on none.
+
+    Raises:
+        InfeasibleError, EngineError: one rank has no space, or can create no file; on all ranks, naming that one.
+    """
+    engine: Engine | None = None
+    failed: InfeasibleError | EngineError | None = None
+    try:
+        engine = make()
+    except (InfeasibleError, EngineError) as error:
+        failed = error
+    first = sharded.agreement.first_error(failed)
+    if engine is not None and first is None:
+        return engine
+    if failed is not None:
+        raise failed
+    assert first is not None, "this rank or another one has failed"
+    raise EngineError(f"rank {first[0]} cannot offload what the plan offloads, so no rank has begun: {first[1]}")

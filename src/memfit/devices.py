@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from memfit.capture.gloo_time import MOST_RANKS, as_processes
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import CaptureError, InfeasibleError, InputError
 from memfit.hardware.machine import Machine
 from memfit.hardware.machine_file import Devices, named_devices
-from memfit.hardware.network import ASSUMED_BANDWIDTH
+from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
-from memfit.pipelining.planning import plan_pipelines, settings_for
+from memfit.pipelining.planning import PipelinePlanning, settings_for
 from memfit.planning import changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
@@ -30,13 +31,20 @@ WORTH_MORE: Final = 1.01
 
 
 def several_devices(devices: Devices, here: Machine) -> Topology:
-    """The devices that a user named.
+    """The devices that a user named; where they are such as this CPU and nothing is said of links, processes of this computer.
 
     Raises:
         ConfigError: the machine file cannot be read.
         InputError: they cannot be read.
     """
-    return named_devices(devices, here)
+    found = named_devices(devices, here)
+    told = (
+        isinstance(devices, Topology)
+        or found.nodes is not None
+        or not set(found.peers) <= set(devices_of(len(found.devices), here).peers)
+    )
+    processes = here.kind == "cpu" and all(device.name == here.name for device in found.devices)
+    return as_processes(found) if processes and not told and len(found.devices) > 1 else found
 
 
 def share_of(topology: Topology, budget: Budget) -> int:
@@ -128,6 +136,11 @@ def plan_sharded(
         f"seconds of collectives are estimated for {_links(topology)}, and counted as if none of them overlapped with computing: "
         "a step may be faster by what does"
     )
+    if topology.processes:
+        note = (
+            f"seconds of collectives are the processor's, measured among {min(ranks, MOST_RANKS)} ranks of gloo on this computer: where ranks have no "
+            "core of their own a step takes longer"
+        )
     return changed(best, rejected=(*best.rejected, *turned_down), notes=(*best.notes, assumed, note))
 
 
@@ -144,7 +157,7 @@ def _links(topology: Topology) -> str:
 
 def _ways(asked: str, ranks: int) -> tuple[str, ...]:
     """The settings to weigh: all, or those that a user leaves open."""
-    way = asked.partition("/")[0]
+    way = asked.partition("/")[0].partition("+")[0]
     if way and way not in (*WAYS, *PIPELINES, ANY_PIPELINE):
         raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}")
     sharded = [setting_of(each, ranks) for each in WAYS if way in {"", each}]
@@ -169,7 +182,7 @@ def _planned(
     if is_pipeline(setting):
         if make is not None:
             raise InputError("a trainer runs the whole model in every process, so it trains no stages")
-        return plan_pipelines(source, request, topology, setting)
+        return PipelinePlanning(source, request, topology, setting).plan()
     if not topology.alike:
         raise InputError("it deals out equal parts, and these devices are not alike")
     way, ranks, _ = way_of(setting)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +24,13 @@ MEANT_WITH_A_UNIT: Final = 256  # a bare number below it is one of GiB or MiB th
 LINK_LATENCY_SECONDS: Final = 10e-6  # assumed for a copy between a GPU that is not in this computer and its host
 
 
-def requested(model: nn.Module, **arguments: Any) -> Request:
+def requested(model: nn.Module, *, sharers: int = 1, **arguments: Any) -> Request:
     """The request that the arguments of a public function make, for this model's device or the one that they name.
+
+    Args:
+        model: whose step is planned.
+        sharers: devices of one computer that train together. Each has budgets of its own, so a share of lower tiers is one of its part of them.
+        arguments: of the public function.
 
     Raises:
         InputError, BudgetError: as for `Request.of`, or no device of that name is known, or the model is none.
@@ -37,7 +41,12 @@ def requested(model: nn.Module, **arguments: Any) -> Request:
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
         _check_budget(model, arguments["budget"], machine)
-    return Request.of(partial(capacity, machine, folder=arguments.get("folder")), **arguments)
+
+    def own_part(tier: str) -> int:
+        there = capacity(machine, tier, arguments.get("folder"))
+        return there if tier == "device" else there // sharers
+
+    return Request.of(own_part, **arguments)
 
 
 def _check_budget(model: nn.Module, given: Any, machine: Machine) -> None:
@@ -92,6 +101,16 @@ def measured_links(here: torch.device, machine: Machine, request: Request) -> tu
         latency_seconds=disk.latency_seconds + nearest.latency_seconds,
     )
     return nearest, through_host
+
+
+def shared_out(links: tuple[Link, ...], sharers: int) -> tuple[Link, ...]:
+    """The links as each of several devices of a computer has them when all copy at once: a disk is one for all, a GPU's bus its own."""
+    return tuple(
+        replace(link, out_bandwidth=link.out_bandwidth / sharers, in_bandwidth=link.in_bandwidth / sharers)
+        if link.tier == "disk"
+        else link
+        for link in links
+    )
 
 
 def opened(topology: Topology, request: Request) -> Link | None:

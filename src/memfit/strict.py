@@ -107,8 +107,9 @@ def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:
             return convert(option, value, path)
         except ConfigError as error:
             problems.append(error)
-    if len(wanted) == 1:
-        raise problems[0]
+    deeper = [problem for problem in problems if str(problem).startswith((f"{path}.", f"{path}["))]
+    if len(wanted) == 1 or len(deeper) == 1:  # the one form that was meant, with a mistake inside
+        raise (deeper or problems)[0]
     raise ConfigError(f"{path}: expected {' or '.join(described(o) for o in wanted)}, found {_shown(value)}")
 
 

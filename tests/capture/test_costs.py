@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from models.outcome import measured_peak
 CPU = torch.device("cpu")
 
 pytestmark = [
+    pytest.mark.measured_seconds,
     pytest.mark.usefixtures("one_thread"),
     # torch hides this warning of its own, but not where warnings are errors; then no capture would be a fake one.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -286,14 +288,14 @@ def test_products_take_no_more_than_is_predicted_and_what_is_predicted_where_the
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that are measured."""
     names: list[str] = []
-    repeated = timing.KernelTimer._warm_seconds
+    measure = timing.KernelTimer.measure
 
-    def noted(self: timing.KernelTimer, call: CallSpec, *arguments: Any) -> float:
-        names.append(str(call.func))
-        return repeated(self, call, *arguments)
+    def noted(self: timing.KernelTimer, wanted: Mapping[str, CallSpec], *arguments: Any) -> dict[str, Cost]:
+        names.extend(str(call.func) for call in wanted.values())
+        return measure(self, wanted, *arguments)
 
-    monkeypatch.setattr(timing.KernelTimer, "_warm_seconds", noted)
-    monkeypatch.setattr(ReferenceWork, "slowdown", lambda _self, *, now=False: 1.0)
+    monkeypatch.setattr(timing.KernelTimer, "measure", noted)
+    busy_for(monkeypatch, 1.0)
     return names
 
 
@@ -356,10 +358,11 @@ def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
     """The machine is as busy as these say, one for each time that somebody looks; then as the last one says."""
     left = list(slowdowns)
 
-    def slowdown(_self: ReferenceWork, *, now: bool = False) -> float:
+    def seconds(work: ReferenceWork, *, now: bool = False) -> float:
+        work.least_seconds = 1.0
         return left.pop(0) if len(left) > 1 else left[0]
 
-    monkeypatch.setattr(ReferenceWork, "slowdown", slowdown)
+    monkeypatch.setattr(ReferenceWork, "seconds", seconds)
 
 
 def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
@@ -370,15 +373,18 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     first = CostTable(CPU, tmp_path)
     taken = first.measure(calls)
     assert {cost.slowdown for cost in taken.values()} == {2.0}
-    assert len(timed) == 2 * len(calls)  # once more at once
+    assert len(timed) == len(calls)
     busy_for(monkeypatch, 1.0)
     assert first.measure(calls) == taken
     assert CostTable(CPU, tmp_path).measure(calls) == taken  # within one process costs stay
     timed.clear()
     in_another_process(monkeypatch)
     busy_for(monkeypatch, 1.9)
-    assert CostTable(CPU, tmp_path).measure(calls) == taken  # still as busy
+    still = CostTable(CPU, tmp_path).measure(calls)  # about as busy
     assert timed == []
+    assert {key: cost.seconds / 1.9 for key, cost in still.items()} == pytest.approx(
+        {key: cost.seconds / 2.0 for key, cost in taken.items()}
+    )
     in_another_process(monkeypatch)
     busy_for(monkeypatch, 1.05)
     again = CostTable(CPU, tmp_path).measure(calls)
@@ -390,25 +396,40 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     assert timed == []
 
 
-def test_the_second_look_counts_where_the_machine_was_busy_for_a_moment(
-    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+def test_costs_are_the_same_on_a_machine_that_is_slower_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = captured_chain().calls
-    # One look for each call while its memory is profiled, then one before and one after each that is timed.
-    busy_for(monkeypatch, *[2.0] * (len(calls) + 1), 1.0)
-    taken = CostTable(CPU, tmp_path).measure(calls)
-    assert {cost.slowdown for cost in taken.values()} == {1.0}
-    assert len(timed) == len(taken) + 1
+    looks = itertools.cycle([1.0, 1.0, 1.7, 1.7, 1.7])
+    slower = [1.0]
+
+    def seconds(work: ReferenceWork, *, now: bool = False) -> float:
+        work.least_seconds, slower[0] = 1.0, next(looks)
+        return slower[0]
+
+    monkeypatch.setattr(ReferenceWork, "seconds", seconds)
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: 1e-3 * slower[0])
+    table = CostTable(CPU, tmp_path)
+    taken = table.measure(calls)
+    assert table._known.slowdown == 1.7  # at most of the looks
+    for cost in taken.values():
+        assert cost.seconds == pytest.approx(1.7e-3, rel=0.3)
+    in_another_process(monkeypatch)
+    busy_for(monkeypatch, 1.0)
+    slower[0] = 1.0
+    for cost in CostTable(CPU, tmp_path).measure(calls).values():
+        assert cost.seconds == pytest.approx(1e-3, rel=0.3)
 
 
 def test_the_reference_work_knows_its_least_time() -> None:
     seconds = iter([0.0, 3.0, 3.0, 5.0, 5.0, 9.0, 9.0, 13.0, 13.0, 14.0, 14.0, 16.0])
     work = ReferenceWork(lambda: next(seconds))
-    assert work.slowdown(now=True) == 1.0
+    assert work.seconds(now=True) == 2.0
     assert work.least_seconds == 2.0
-    assert work.slowdown() == 1.0  # a moment ago
-    assert work.slowdown(now=True) == 2.0
-    assert work.slowdown(now=True) == 1.0
+    assert work.seconds() == 2.0  # a moment ago
+    assert work.seconds(now=True) == 4.0
+    assert work.least_seconds == 2.0
+    assert work.seconds(now=True) == 1.0
     assert work.least_seconds == 1.0
 
 

@@ -117,8 +117,10 @@ def test_a_capture_under_other_draws_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:a forward differed from the plan and was ended there")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:
+    """A draw may be larger than those that were tried: then the step begins anew, under a plan that knows it."""
     torch.manual_seed(0)
     model, batch = Jittered(), sample()
     plain = memfit.plan(model, batch, small.squared_error, 1 << 40, None, fixed={"micro_batches": 1})
@@ -132,7 +134,7 @@ def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:
     for seed in range(20, 32):
         torch.manual_seed(seed)
         record = engine.step(batch, meter=True)
-        assert record.divergences == ()
+        assert all("values have decided on larger sizes than are known" in told for told in record.divergences)
         assert record.peak_bytes is not None
         peaks.append(record.peak_bytes)
     assert len(set(peaks)) > 1

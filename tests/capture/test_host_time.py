@@ -14,9 +14,12 @@ from memfit.capture.capture import capture
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import with_costs
 from memfit.capture.host_time import CACHE_BYTES, HostTime, host_time, shares_evicted
+from memfit.capture.reference_work import ReferenceWork
 from memfit.capture.source import StepSource
 from memfit.techniques.choices import BASELINE
 from memfit.values.trace import Trace
+
+pytestmark = pytest.mark.measured_seconds
 
 CPU = torch.device("cpu")
 KNOWN = HostTime(7e-6, 20e-6, 60e-6)
@@ -37,6 +40,7 @@ def test_nothing_is_drawn_and_no_mode_is_left_on() -> None:
 def test_it_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([KNOWN])
     monkeypatch.setattr(cost_table, "host_time", lambda _: next(times))
+    monkeypatch.setattr(ReferenceWork, "slowdown", lambda _: 1.0)
     table = CostTable(CPU, tmp_path)
     assert table.host_time() == KNOWN
     assert table.host_time() == KNOWN

@@ -258,6 +258,7 @@ def tables(entries: int | None) -> nn.Module:
     return Tabled()
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used before"])
 @pytest.mark.parametrize("entries", [1, None])
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 
 from cli.commands import Ran
 from memfit.cli import doctor, extras
+from memfit.cli.main import parser
 from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
 from memfit.trackers import tensorboard
@@ -79,7 +81,12 @@ def test_help_and_bad_arguments_do_not_wait_for_torch() -> None:
     assert "--budget" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["plan", "frontier", "train", "resume", "explain", "doctor"])
+def _verbs() -> list[str]:
+    (verbs,) = (each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
+    return list(verbs.choices)
+
+
+@pytest.mark.parametrize("verb", _verbs())
 def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     ran = Ran(capsys, verb, "--help")
 

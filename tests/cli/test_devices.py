@@ -31,7 +31,8 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
     capsys: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
-    told = Ran(capsys, "plan", run_file, "--devices", "4x24GiB", "--save", "plan.json", "--json")
+    zero = ("--set", "fit.fixed.sharding=zero3")
+    told = Ran(capsys, "plan", run_file, "--devices", "4x24GiB", *zero, "--save", "plan.json", "--json")
     in_file = Ran(capsys, "plan", run_file, "--set", "fit.devices=4x24GiB", "--set", "fit.fixed.sharding=data")
 
     assert told.status == in_file.status == 0
@@ -41,6 +42,19 @@ def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
     assert memfit.Plan.from_json(saved).choices.sharding.endswith("/4")
     assert "float32[2, 64]" in saved["signature"]  # a quarter of the batch
     assert "At its peak each of the ranks holds: 0 " in in_file.out
+
+
+def test_a_gpu_that_the_configuration_names_is_planned_for_and_not_trained_on(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    named = Ran(capsys, "plan", run_file, "--set", "fit.device=4090", "--budget", "1GiB", "--json")
+    asked = Ran(capsys, "plan", run_file, "--device", "4090", "--budget", "1GiB", "--json")
+    trained = Ran(capsys, "train", run_file, "--set", "fit.device=4090")
+
+    assert named.status == asked.status == 0
+    assert named.data == asked.data
+    assert trained.status == 3
+    assert "fit.device: '4090' is the name of a GPU" in trained.err
 
 
 @pytest.mark.parametrize(
@@ -54,6 +68,7 @@ def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
         (["--devices", "9x1GiB"], 3, "a batch has 8 samples for 9 ranks"),
         (["--devices", "4x1GiB", "--budget", "10KiB"], 1, "no way of sharing the step out among 4 devices fits"),
         (["--devices", "4xh100", "--few-blocks"], 3, "the model has no list of repeated blocks that are alike"),
+        (["--devices", "1xh100", "--few-blocks"], 3, "devices names one device, and a step is shared out among two"),
         (["--devices", "4x1GiB", "--save-trace", "t.json"], 3, "fit.devices: a trace is of one device"),
     ],
 )
@@ -106,7 +121,8 @@ def test_a_few_blocks_tell_the_step_of_many_devices(capsys: pytest.CaptureFixtur
     ran = Ran(capsys, "plan", run_file, "--set", "model.python=deep_toy:build", "--set", "fit.budget=1GiB", *settings)
 
     assert ran.status == 0, ran.err
-    assert [(each["recompute"], each["fits"]) for each in ran.data["predictions"]] == [("none", True), ("blocks", True)]
+    told = [(each["recompute"], each["fits"]) for each in ran.data["predictions"]]
+    assert told == [(recompute, True) for recompute in ("none", "selective", "alternate", "blocks")]
 
 
 def test_a_frontier_is_of_one_device(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
@@ -196,8 +212,11 @@ def test_a_rank_above_its_budget_is_repaired_in_processes_that_were_started_with
     assert "the plan was made by another process, so no smaller one can be made here" in told.stderr
 
 
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(
-    capsys: pytest.CaptureFixture[str], run_file: Path
+    capsys: pytest.CaptureFixture[str],
+    run_file: Path,
+    resumed: bool,  # noqa: FBT001 - a case
 ) -> None:
     alone(capsys, run_file)
     settings = ("--set", "train.out=two", "--set", "fit.fixed.sharding=pipeline")
@@ -217,6 +236,8 @@ def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(
     assert len(report["rehearsal"]["ranks"]) == 2
     same_as_alone("two")  # of the last batch of an epoch, which is smaller, and of evaluations, too
     assert memfit.Plan.load(Path("two", "plan.json")).choices.sharding == "1f1b/2"
+    if not resumed:
+        return
     ran = Ran(capsys, "resume", "two", "--nproc", "1", "--set", "train.steps=5", "--json")
     assert (ran.status, ran.data["step"]) == (0, 5)
     same_as_alone("two")

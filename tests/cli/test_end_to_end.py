@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+import forking
+from memfit.cli.main import main
 from memfit.train import log
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cli"
@@ -62,8 +65,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _command(folder: Path, arguments: tuple[str, ...], out: Path, err: Path) -> None:
+    """In a process of its own."""
+    os.chdir(folder)
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.exit(main(list(arguments)))
+
+
 def memfit(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Status, JSON answer and messages."""
+    """Status, JSON answer and messages of the command in a process that has imported torch."""
+    with tempfile.TemporaryDirectory() as said:
+        out, err = Path(said, "out"), Path(said, "err")
+        process = forking.process(_command, folder, (*arguments, "--json"), out, err)
+        forking.start([process])
+        try:
+            process.join(300)
+        finally:
+            process.kill()
+            process.join()
+        assert process.exitcode is not None
+        return process.exitcode, json.loads(out.read_text()), err.read_text()
+
+
+def from_the_beginning(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """The same in a new interpreter, as from a shell."""
     command = [sys.executable, "-m", "memfit", *arguments, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -152,7 +178,9 @@ def test_a_trace_written_once_gives_plans_for_other_budgets_without_the_model(fo
     assert status == 0
     for name in ("toy.py", "run.yaml", "train.npz"):
         (folder / name).unlink()
-    status, again, _ = memfit(folder, "plan", "--trace", "step.gz", "--budget", "225KiB", "--save", "plan.json")
+    status, again, _ = from_the_beginning(
+        folder, "plan", "--trace", "step.gz", "--budget", "225KiB", "--save", "plan.json"
+    )
     assert status == 0
     assert again["peak_bytes"] == first["peak_bytes"]
     assert (folder / "plan.json").exists()

@@ -60,16 +60,23 @@ def test_the_answer_is_true_and_its_python_runs(capsys: pytest.CaptureFixture[st
     assert data["peak_bytes"] <= data["budget_bytes"] == 32 << 20
     assert data["seconds_are"] == "estimated"
     assert (data["trained"] == data["parameters"]) == (method == "full")
-    # The same question with one sample more than the largest batch.
-    asked = ("estimate", folder, "--gpu", "rtx 4090 24GB", "--method", method, "--budget", "32MiB", "--json", "--batch")
-    more = Ran(capsys, *asked, data["largest_batch"] + 1)
-    assert more.status == 1
-    assert more.data["largest_batch"] == data["largest_batch"]
-    assert more.data["minimum_bytes"] > 32 << 20
     exec(compile(data["python"].replace("33554432B", "1GiB"), "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
     losses = capsys.readouterr().out.split()
     assert len(losses) == 3
     assert all(float(loss) > 0 for loss in losses)
+
+
+@pytest.mark.slow  # the search for the largest batch has a test of its own, `test_largest`
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_one_sample_more_than_is_told_does_not_fit(
+    capsys: pytest.CaptureFixture[str], folder: Path, method: str
+) -> None:
+    asked = ("estimate", folder, "--gpu", "rtx 4090 24GB", "--method", method, "--budget", "32MiB", "--json", "--batch")
+    largest = Ran(capsys, *asked, 8).data["largest_batch"]
+    more = Ran(capsys, *asked, largest + 1)
+    assert more.status == 1
+    assert more.data["largest_batch"] == largest
+    assert more.data["minimum_bytes"] > 32 << 20
 
 
 def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(

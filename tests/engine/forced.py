@@ -40,9 +40,10 @@ def forced(
     optimizer: Any = None,
     parts: int = 1,
     link: Link = LINK,
+    **fixed: Any,
 ) -> tuple[memfit.Plan, Trace]:
     """A plan that offloads as it is told, not as it pays."""
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts})
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": parts, **fixed})
     search = planning_of(plain)
     trace = search.solver(parts).trace
     recipes = Recipes(trace, link)

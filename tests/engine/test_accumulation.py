@@ -77,7 +77,7 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned() -> memfit.Plan:
     return memfit.plan(Tagger(), texts(), None, "1GiB", sgd, fixed={"micro_batches": 4})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -52,12 +53,20 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def planned(share: float = 0.85, **more: Any) -> tuple[Blocks, torch.Tensor, Engine]:
+def untrained() -> tuple[Blocks, torch.Tensor]:
     torch.manual_seed(0)
-    model, batch = Blocks(), torch.randn(256, 16)
-    free = memfit.plan(model, batch, loss_of, 1 << 40, fixed={"micro_batches": 1})
-    budget = int(share * free.prediction.plain_peak_bytes)
-    plan = memfit.plan(model, batch, loss_of, budget, fixed={"micro_batches": 1}, **more)
+    return Blocks(), torch.randn(256, 16)
+
+
+@functools.cache
+def free() -> memfit.Plan:
+    """Captured once for all tests: a plan is for every model of the same structure."""
+    return memfit.plan(*untrained(), loss_of, 1 << 40, fixed={"micro_batches": 1})
+
+
+def planned(share: float = 0.85) -> tuple[Blocks, torch.Tensor, Engine]:
+    model, batch = untrained()
+    plan = memfit.replan(free(), int(share * free().prediction.plain_peak_bytes))
     return model, batch, memfit.apply(plan, model, loss_of)
 
 

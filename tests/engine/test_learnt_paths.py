@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import batches
+from memfit.engine.steps import _kept_where_left
 from memfit.values.report import StepRecord
+from memfit.values.script import CallScript, Script, Step
 from models.paths import HIDDEN, Block, loss_of, sample, seeded
+from sweeps import each_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "settled")
 
@@ -143,7 +147,7 @@ def trained(
     fixed = {"micro_batches": micro_batches, "update": update}
     most = memfit.plan(model, sample(), loss_of, 1 << 50, small.adamw, fixed=fixed)
     budget = round(share * most.prediction.plain_peak_bytes)
-    plan = memfit.plan(model, sample(), loss_of, budget, small.adamw, fixed=fixed)
+    plan = memfit.replan(most, budget)
     engine = memfit.apply(plan, model)
     optimizer = small.adamw(reference.parameters())
     records = []
@@ -337,6 +341,43 @@ def test_what_a_loop_of_ones_own_does_is_learnt_where_it_hands_over_the_batch() 
         optimizer.zero_grad()
         assert loss.item() == expected.item()
     assert told == [step + 1 == FIRST for step in range(FIRST + 2)]
+
+
+class LeavingOut(nn.Module):
+    """Leaves blocks out by Python's random numbers, the first one and all of them, too: a block saves less where nothing before it wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() >= 0.2:
+                x = x + block(x)
+        return x
+
+
+@pytest.mark.slow
+@each_seed(2, 16)
+def test_steps_on_paths_that_cannot_all_be_learnt_stay_in_the_budget(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(0)
+    model, batch = LeavingOut(), torch.randn(512, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = memfit.fit(model, batch, lambda m, b: m(b).pow(2).mean(), "8100KiB", small.adamw)
+        records = [engine.step(batch, meter=True) for _ in range(60)]
+    assert above(records, 8100 << 10) == []
+
+
+def test_where_a_forward_has_left_all_plans_the_one_is_followed_that_keeps_least_from_there_on() -> None:
+    plain, by_operations, by_calls = (
+        Script(),
+        Script(steps=(Step(0, (), (), ()),)),
+        Script(calls=(CallScript("m", 0, Script()),)),
+    )
+    plans: list[Any] = [SimpleNamespace(script=script) for script in (plain, by_operations, by_calls)]
+    assert sorted(plans, key=_kept_where_left) == plans[::-1]
 
 
 class Refusing(nn.Module):

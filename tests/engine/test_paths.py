@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "settled")
 
 SIZES_ONLY = {"Cropped"}  # the same operations in other sizes: within the budget, but not predicted to the byte
 NIGHT = {
+    "Cropped",
     "Exchanged",
     "SelfConditioned",
     "LeftOutByNumpy",

@@ -75,6 +75,7 @@ def reference_loop(
     return losses
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("optimizer", [small.adamw, foreach])
 @pytest.mark.parametrize("parts", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -108,10 +109,19 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def blocks() -> tuple[Blocks, Tensor, memfit.Plan]:
+def untrained() -> tuple[Blocks, Tensor]:
     torch.manual_seed(0)
-    model, batch = Blocks(), torch.randn(256, 16)
-    return model, batch, undivided(model, batch, loss_of)
+    return Blocks(), torch.randn(256, 16)
+
+
+@functools.cache
+def base_of_blocks() -> memfit.Plan:
+    """Captured once for all tests: a plan is for every model of the same structure."""
+    return undivided(*untrained(), loss_of)
+
+
+def blocks() -> tuple[Blocks, Tensor, memfit.Plan]:
+    return *untrained(), base_of_blocks()
 
 
 @pytest.mark.parametrize("rows", [0, -1])

@@ -48,6 +48,7 @@ def test_nobody_can_delete_what_lies_below_a_run(technique: str, folder: Path) -
         assert alike(state_of(made), states[number]), number
 
 
+@pytest.mark.slow  # `test_runs` fills the room below under swap in the quick run
 def test_a_disk_that_is_full_by_now_stops_no_run(tmp_path: Path) -> None:
     """A filesystem in a namespace of its own, filled to the last block after the first step."""
     if shutil.which("unshare") is None:

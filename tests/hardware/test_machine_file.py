@@ -142,6 +142,11 @@ def test_devices_in_nodes_are_written_in_a_few_words() -> None:
     assert cluster.devices == (known_machine("h100"),) * 16
     assert cluster.nodes == Nodes((8, 8), Wire(360e9, SWITCH_LATENCY_SECONDS), Wire(400e9, BETWEEN_LATENCY_SECONDS))
     assert devices_of("2x4x24GiB", HERE).devices[0].memory_bytes == 24 * GIB
+    assert devices_of("8x4090", HERE).devices[0].name == "rtx4090"  # no number of bytes
+    assert devices_of("8x25769803776", HERE).devices[0].memory_bytes == 24 * GIB
+    for text in ("8x8x8xh100", "8x8x", "8x24gigs"):
+        with pytest.raises(InputError, match="write how many and what"):
+            devices_of(text, HERE)
     assert (
         devices_of("8xa100-80", HERE).devices[0] == devices_of("8xA100 80GB", HERE).devices[0] == known_machine("a100")
     )

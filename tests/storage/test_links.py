@@ -14,6 +14,7 @@ from memfit.hardware.machine import Link
 from memfit.storage import links
 
 
+@pytest.mark.measured_seconds
 def test_the_link_is_measured_once_for_each_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path / "cache"))
     measured: list[Path] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 10
+FORMAT: Final = 11
 
 
 class _KnownCosts:
@@ -35,11 +35,13 @@ class _KnownCosts:
     Attributes:
         settled: digests of the calls whose costs something in this process has asked for.
         least_reference_seconds: that the reference work has taken in any process; infinite where it has not been timed.
+        slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
     """
 
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
         self.least_reference_seconds = inf
+        self.slowdown: float | None = None
         self._path = path
         self._costs: dict[str, Cost] = {}
         self._rows: dict[str, Any] = {}  # as they were read, until somebody asks for them
@@ -105,7 +107,7 @@ _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 class CostTable:
     """Costs of one device, read from and kept on disk.
 
-    What was timed on a busy CPU is timed once more at once, and again by a later process that finds it less busy. Within one process a cost stays as it was
+    What was timed on a busy CPU is timed again by a later process that finds it less busy. Within one process a cost stays as it was
     when first asked for, so that all candidates of a plan have the same, and all plans that are compared.
     """
 
@@ -130,13 +132,10 @@ class CostTable:
             # Random operations are timed too: what the user's run draws must not depend on what was in the cache.
             with forked_generators():
                 self._time(wanted, calls, progress)
-                busy = {key: d for key, d in wanted.items() if _slowdown(known.get(d)) > BUSY}
-                if busy:
-                    self._time(busy, calls, progress)
             known.append(wanted.values(), inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(digests.values())
         found = {key: known.get(d) for key, d in digests.items()}
-        return {key: cost for key, cost in found.items() if cost is not None}
+        return {key: self._here(cost) for key, cost in found.items() if cost is not None}
 
     def host_time(self) -> HostTime:
         """What this computer takes beside the kernels; timed once, and once more where the machine was busy."""
@@ -144,18 +143,26 @@ class CostTable:
         if self._wanted({key: key for key in _HOST}):
 
             def slowdown() -> float:
-                return 1.0 if self._reference is None else self._reference.slowdown(now=True)
+                return 1.0 if self._reference is None else self._reference.slowdown()
 
             before = slowdown()
             seconds = astuple(host_time(processor_clock()))
-            busy = max(before, slowdown())
+            busy = (before + slowdown()) / 2
             if any(busy < _slowdown(known.get(key)) for key in _HOST):
                 for key, each in zip(_HOST, seconds, strict=True):
-                    known.put(key, Cost(each, slowdown=busy))
+                    known.put(key, Cost(each / busy, slowdown=busy))
                 known.append(_HOST, inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(_HOST)
         costs = [known.get(key) for key in _HOST]
-        return HostTime(*(cost.seconds for cost in costs if cost is not None))
+        return HostTime(*(self._here(cost).seconds for cost in costs if cost is not None))
+
+    def _here(self, cost: Cost) -> Cost:
+        """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""
+        if self._reference is None or not cost.measured:
+            return cost
+        if self._known.slowdown is None:
+            self._known.slowdown = self._reference.slowdown()
+        return replace(cost, seconds=cost.seconds * self._known.slowdown)
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""
@@ -164,7 +171,7 @@ class CostTable:
         wanted = {key: d for key, d in fresh.items() if slowdowns[d] == inf}
         busy = {key: d for key, d in fresh.items() if BUSY < slowdowns[d] < inf}
         if busy and self._reference is not None:
-            now = self._reference.slowdown(now=True)
+            now = self._reference.slowdown()
             wanted |= {key: d for key, d in busy.items() if now < QUIETER * slowdowns[d]}
         return wanted
 
@@ -177,6 +184,8 @@ class CostTable:
             if progress is not None:
                 progress("timing operations", number / len(wanted))
 
+        if self._reference is not None:
+            self._reference.slowdown()  # so that its least time is known before anything is compared with it
         timer = KernelTimer(self.device, calls, self._reference)
         found = timer.measure({key: calls[key] for key in wanted}, tell)
         machine = present_machine(self.device)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from memfit import dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
+from memfit.capture.engine_time import engine_time
 from memfit.capture.generator_states import GENERATOR_STATE
+from memfit.capture.gloo_time import seconds_among
 from memfit.capture.host_time import ELSEWHERE, HostTime, shares_evicted
-from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
+
+# Operations in which `fully_shard` puts parameters or gradients together for a collective; besides those they read what they write into.
+_BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in.default", "fsdp.chunk_cat.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,12 @@ class Cost:
     """One kind of operation.
 
     Attributes:
-        seconds: of one run.
+        seconds: of one run; as the timer gives them, and on disk, of a machine that does nothing else.
         workspace_bytes: allocated while it runs and freed before it returns.
         made_bytes: of the storages it returns, in order; None when not measured.
         layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
-        slowdown: time of the reference work while this was measured, over the least that it takes (`reference_work`).
+        slowdown: the least time of the reference work while this was measured, over the least that it ever took (`reference_work`).
         in_cold_caches: the mean of runs in warm and in cold caches, not of warm ones alone.
     """
 
@@ -67,12 +72,18 @@ def with_costs(
     drawn = [list(sizes) for sizes in trace.drawn_bytes]
     operations = []
     notes = list(trace.notes)
+    together = 0  # parameters of the next collective
     for op, evicted in zip(trace.operations, shares_evicted(trace), strict=True):
         among = op.collective
         if among is not None:
-            seconds = collective_seconds(network, among.kind, among.bytes, among.ranks)
+            seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
+            if network is not None and network.processes:
+                seconds += engine_time().seconds(among.kind, together) * host.factor_in(evicted)
             operations.append(replace(op, seconds=seconds))
+            together = 0
             continue
+        if op.name in _BEFORE_COLLECTIVES:
+            together = len(op.reads) - 1
         if op.name == GENERATOR_STATE:
             operations.append(op)
             continue

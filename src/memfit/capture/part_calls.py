@@ -7,7 +7,8 @@ that it depends on (a *taint*, kept by storage); what runs between parts unites 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +25,22 @@ from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
 from memfit.step.part_calls import PLAIN, Forward, Label, PartCall, PartCalls, TensorMeta, taken_over
 
+Around = Callable[[], AbstractContextManager[object]]
+
 
 def find_part_calls(
-    model: nn.Module, micro_batch: Batch, loss_fn: LossFunction | None, paths: Sequence[str]
+    model: nn.Module,
+    micro_batch: Batch,
+    loss_fn: LossFunction | None,
+    paths: Sequence[str],
+    around: Around = nullcontext,
 ) -> PartCalls:
     """The calls of the modules at these paths in one forward on a micro-batch. The model is left as it is; it may be on the meta device.
+
+    Args:
+        model, micro_batch, loss_fn: as for `memfit.plan`.
+        paths: of the parts.
+        around: makes what a forward and loss run inside.
 
     Raises:
         CaptureError: fake tensors cannot run the model (its path depends on values of activations).
@@ -45,9 +57,11 @@ def find_part_calls(
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, micro_batch)
         with forked_generators(), lent(model, fake, loss_fn), mode:
             # The first forward may build what later ones find, so the second is looked at.
-            batches.loss_of(model, sample, loss_fn)
+            with around():
+                batches.loss_of(model, sample, loss_fn)
+            torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
             look = _Look(model)
-            with look, taken_over(model, paths, look.called):
+            with around(), look, taken_over(model, paths, look.called):
                 loss = batches.loss_of(model, sample, loss_fn)
             return look.finished(loss)
     except MemfitError:

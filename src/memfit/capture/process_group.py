@@ -8,6 +8,7 @@ buckets are tensors of integers, so those are real; and it waits for a future th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,7 +49,9 @@ def fake_group(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
         finally:
             dist.destroy_process_group(group)
         return
+    said_by = sys.excepthook  # torch puts one in its place that begins each line with the rank, and leaves it there
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    sys.excepthook = said_by
     try:
         default = dist.group.WORLD
         assert default is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import inf
+from statistics import median
 from typing import Final
 
 import torch
@@ -17,6 +18,7 @@ BUSY: Final = 1.25  # times its least time that the reference work takes on a bu
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
 EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again; that takes about a twentieth of them
 RUNS: Final = 2
+LOOKS: Final = 9
 
 
 class ReferenceWork:
@@ -35,17 +37,21 @@ class ReferenceWork:
         self._clock = clock
         self._matrix: torch.Tensor | None = None
         self._numbers = torch.empty(0)
-        self._slowdown = 1.0
+        self._seconds = inf
         self._timed_at = -inf
 
-    def slowdown(self, *, now: bool = False) -> float:
-        """Its time over the least that it has taken; that of a moment ago where it was timed a moment ago and not `now`."""
+    def seconds(self, *, now: bool = False) -> float:
+        """That it takes; that it took a moment ago where it was timed a moment ago and not `now`."""
         if now or time.monotonic() - self._timed_at > EVERY_SECONDS:
-            taken = min(self._once() for _ in range(RUNS))
-            self.least_seconds = min(self.least_seconds, taken)
-            self._slowdown = taken / self.least_seconds
+            self._seconds = min(self._once() for _ in range(RUNS))
+            self.least_seconds = min(self.least_seconds, self._seconds)
             self._timed_at = time.monotonic()
-        return self._slowdown
+        return self._seconds
+
+    def slowdown(self) -> float:
+        """Its time now over the least that it has taken: the median of some, as it is another from one to the next."""
+        taken = median(self.seconds(now=True) for _ in range(LOOKS))
+        return taken / self.least_seconds
 
     def _once(self) -> float:
         if self._matrix is None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -30,11 +32,14 @@ CACHE_BYTES: Final = 64 << 20
 OVERHEAD_SECONDS: Final = 20e-6  # shorter operations are all overhead, of which `host_time` knows what cold caches add
 # Reading the clock takes about a microsecond. So operations shorter than this are timed several in a row, about this long.
 IN_A_ROW_SECONDS: Final = 200e-6
-MEASURE_SECONDS: Final = 0.004  # each call is repeated until about this long has been measured
-MOST_REPEATS: Final = 7
-# One run of a few may have met something else that ran just then: the two shortest have to agree, or it is run again.
+MEASURE_SECONDS: Final = 0.002  # each call is repeated until about this long has been measured, in each round
+MOST_REPEATS: Final = 4
+ROWS: Final = 3
+# A machine that others use is slower for moments and for seconds on end, so one call's runs right after each other say little, and its time is over that of
+# the reference work. All calls are timed in turn, and those again of which half of the times differ by more than this. Medians are taken, not the shortest
+# times: a call that is short and run often would look faster than one that is long.
 AGREEMENT: Final = 1.1
-ROWS: Final = 5
+ROUNDS: Final = range(3, 8)
 VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: the setup of a first run is small in comparison
 MEMORY_BOUND: Final = 0.1  # operations that spend less than this fraction of their time on memory traffic are timed with warm caches alone
 # Operations this long are timed under the profiler: its few microseconds are negligible in them.
@@ -54,7 +59,7 @@ class KernelTimer:
         self, device: torch.device, calls: Mapping[str, CallSpec], reference: ReferenceWork | None = None
     ) -> None:
         self.device = device
-        self._slowdown: Callable[[], float] = (lambda: 1.0) if reference is None else reference.slowdown
+        self._reference = reference
         self._calls = calls
         self._cache_filler: torch.Tensor | None = None
 
@@ -71,14 +76,14 @@ class KernelTimer:
         """Bytes of every call from one profiler session; seconds from the same session for long operations, without the profiler for short ones."""
         names: dict[str, str] = {}
         found: dict[str, Cost] = {}
-        short: dict[str, CallSpec] = {}
+        timed: dict[str, _Timed] = {}
 
         def profile_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             progress(len(names))
             name = f"memfit.cost.{len(names)}"
             names[name] = key
             times: list[float] = []
-            before = self._slowdown()
+            before = self._reference_seconds()
             made: tuple[int, ...] = ()
             layouts: ResultLayouts = ()
             # A first run may allocate what then stays, and take longer: the last span of a name counts, and the shortest time.
@@ -89,36 +94,39 @@ class KernelTimer:
                 times.append(clock() - begin)
                 made, layouts = _results(result, args, kwargs)
                 del result
-            if min(times) >= PROFILED_SECONDS:
-                seconds, cold = self._seconds(call, args, kwargs, made, times)
-                busy = max(before, self._slowdown())
-                found[key] = Cost(seconds, 0, made, layouts, slowdown=busy, in_cold_caches=cold)
-            else:
-                found[key] = Cost(0.0, 0, made, layouts)
-                short[key] = call
+            found[key] = Cost(0.0, 0, made, layouts)
+            timed[key] = _Timed()
+            if times[-1] >= PROFILED_SECONDS:
+                timed[key].add(times[-1], None, (before + self._reference_seconds()) / 2)
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
-            before = self._slowdown()
-            seconds, cold = self._seconds(call, args, kwargs, found[key].made_bytes or (), [])
-            busy = max(before, self._slowdown())
-            found[key] = replace(found[key], seconds=seconds, slowdown=busy, in_cold_caches=cold)
-            del short[key]
+            before = self._reference_seconds()
+            warm = self._warm_seconds(call, args, kwargs)
+            cold = self._cold_seconds(call, args, kwargs) if self._meets_cold_caches(call, found[key], warm) else None
+            timed[key].add(warm, cold, (before + self._reference_seconds()) / 2)
 
         clock = processor_clock()
         shared = Filled(self.device)
         with profiled() as profile:
             self._each(wanted, shared, profile_call)
-        self._each(dict(short), shared, time_call)
+        for _ in range(ROUNDS.stop - 1):
+            again = {key: wanted[key] for key, each in timed.items() if not each.settled}
+            self._each(again, shared, time_call)
+            for key in again:
+                timed[key].rounds += 1
         workspaces = {
             names[name]: workspace_of(changes)
             for name, changes in spans_and_changes(profile, "memfit.cost.").items()
             if name in names
         }
+        least = 1.0 if self._reference is None else self._reference.least_seconds
         return {
-            key: replace(cost, workspace_bytes=workspaces.get(key, 0))
-            for key, cost in found.items()
-            if key not in short
+            key: timed[key].cost(cost, workspaces.get(key, 0), least) for key, cost in found.items() if timed[key].warm
         }
+
+    def _reference_seconds(self) -> float:
+        """Of the reference work by now."""
+        return 1.0 if self._reference is None else self._reference.seconds()
 
     def _on_cuda(self, wanted: Mapping[str, CallSpec], progress: Callable[[int], None]) -> dict[str, Cost]:
         found: dict[str, Cost] = {}
@@ -135,7 +143,7 @@ class KernelTimer:
             remaining = torch.cuda.memory_allocated(self.device) - before
             made, layouts = _results(result, args, kwargs)
             del result
-            seconds = self._warm_seconds(call, args, kwargs, [])
+            seconds = self._warm_seconds(call, args, kwargs)
             found[key] = Cost(seconds, max(0, peak - max(0, remaining)), made, layouts)
 
         self._each(wanted, Filled(self.device), measure_call)
@@ -156,46 +164,31 @@ class KernelTimer:
                 measure(key, call, args, kwargs)
                 del args, kwargs
 
-    def _seconds(
-        self, call: CallSpec, args: Any, kwargs: Any, made: Iterable[int], times: list[float]
-    ) -> tuple[float, bool]:
-        """Seconds of one run on the CPU, and whether cold caches are in them: then it is the mean of warm and cold ones, as bytes may be in the caches or not.
-
-        `times` are of earlier warm runs.
-        """
-        warm = self._warm_seconds(call, args, kwargs, times)
-        touched = call.input_bytes + sum(made)
+    def _meets_cold_caches(self, call: CallSpec, cost: Cost, warm: float) -> bool:
+        """Whether it makes a difference to a call on the CPU if what it reads is in the caches."""
+        touched = call.input_bytes + sum(cost.made_bytes or ())
         if touched > CACHE_BYTES or warm < OVERHEAD_SECONDS:
-            return warm, False
-        memory_seconds = present_machine(self.device).roofline_seconds(0.0, touched, half=False)
-        if memory_seconds < MEMORY_BOUND * warm:
-            return warm, False
-        return (warm + max(warm, self._cold_seconds(call, args, kwargs))) / 2, True
+            return False
+        return present_machine(self.device).roofline_seconds(0.0, touched, half=False) >= MEMORY_BOUND * warm
 
-    def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any, times: list[float]) -> float:
-        """The shortest of several runs, those of `times` included: other load on the machine only adds time."""
-        times = list(times)
-        while not times or (
-            times[0] < VERY_LONG_SECONDS
-            and len(times) < MOST_REPEATS
-            and (len(times) < 2 or sum(times) < MEASURE_SECONDS or not _agree(times))
-        ):
+    def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
+        """The median of several runs."""
+        times = [self._run_seconds(call, args, kwargs)]
+        while len(times) < MOST_REPEATS and sum(times) < MEASURE_SECONDS:
             times.append(self._run_seconds(call, args, kwargs))
-        fastest = min(times)
-        if self.device.type == "cuda" or fastest > IN_A_ROW_SECONDS / 2:
-            return fastest
-        runs = max(1, int(IN_A_ROW_SECONDS / max(fastest, 1e-6)))
-        return min(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS))
+        if self.device.type == "cuda":
+            return min(times)
+        if min(times) > IN_A_ROW_SECONDS / 2:
+            return median(times)
+        runs = max(1, int(IN_A_ROW_SECONDS / max(min(times), 1e-6)))
+        return median(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS))
 
     def _cold_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
-        """The shortest of two runs with cold caches, of more where they do not agree."""
+        """One run with cold caches."""
         if self._cache_filler is None:
             self._cache_filler = torch.ones(CACHE_BYTES // 4)
-        times: list[float] = []
-        while len(times) < 2 or (len(times) < MOST_REPEATS and not _agree(times)):
-            self._cache_filler.add_(0.0)
-            times.append(self._run_seconds(call, args, kwargs))
-        return min(times)
+        self._cache_filler.sum()
+        return self._run_seconds(call, args, kwargs)
 
     def _run_seconds(self, call: CallSpec, args: Any, kwargs: Any, runs: int = 1) -> float:
         """Seconds of one of so many runs in a row."""
@@ -215,10 +208,60 @@ class KernelTimer:
             return (clock() - begin) / runs
 
 
+class _Timed:
+    """What the rounds have found of one call.
+
+    Attributes:
+        warm, cold: seconds in warm and in cold caches, over those of the reference work meanwhile.
+        rounds: in which it was timed, or could not be.
+    """
+
+    def __init__(self) -> None:
+        self.warm: list[float] = []
+        self.cold: list[float] = []
+        self.rounds = 0
+        self._long = False
+        self._reference_seconds = inf
+
+    def add(self, warm: float, cold: float | None, reference_seconds: float) -> None:
+        """What it took in one round, and the reference work beside it."""
+        self.warm.append(warm / reference_seconds)
+        if cold is not None:
+            self.cold.append(cold / reference_seconds)
+        self._long = self._long or warm >= VERY_LONG_SECONDS
+        self._reference_seconds = min(self._reference_seconds, reference_seconds)
+
+    @property
+    def settled(self) -> bool:
+        """Whether more rounds would say nothing new."""
+        return self._long or (
+            self.rounds + 1 >= ROUNDS.start and _agree(self.warm) and (not self.cold or _agree(self.cold))
+        )
+
+    def cost(self, cost: Cost, workspace_bytes: int, least: float) -> Cost:
+        """A cost with these seconds: the mean of warm and cold caches, as bytes may be in them or not.
+
+        Args:
+            cost: the rest of it.
+            workspace_bytes: of it.
+            least: seconds that the reference work has taken.
+        """
+        warm = median(self.warm)
+        seconds = (warm + max(warm, median(self.cold))) / 2 if self.cold else warm
+        return replace(
+            cost,
+            seconds=seconds * least,
+            workspace_bytes=workspace_bytes,
+            slowdown=self._reference_seconds / least,
+            in_cold_caches=bool(self.cold),
+        )
+
+
 def _agree(times: Iterable[float]) -> bool:
-    """Whether the two shortest of some times are about the same."""
-    first, second = sorted(times)[:2]
-    return second <= AGREEMENT * first
+    """Whether the middle half of some times are about the same."""
+    times = sorted(times)
+    middle = times[len(times) // 4 : len(times) - len(times) // 4]
+    return middle[-1] <= AGREEMENT * middle[0]
 
 
 def processor_clock() -> Callable[[], float]:

@@ -169,6 +169,9 @@ class TraceSource:
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         present = [*model.parameters(), *model.buffers(), *batches.leaves(self.sample), *gradients]
+        network = self.network
+        if network is None and self._table is not None and self.here.type == "cpu":
+            network = Topology((self.machine,), processes=True)
         trace = with_costs(
             captured,
             costs,
@@ -176,7 +179,7 @@ class TraceSource:
             device=self.machine.name,
             allocation_bytes=self.machine.allocation_bytes,
             other_bytes=self._other_bytes(captured, present),
-            network=self.network,
+            network=network,
             host=host_time_of(self._table),
         )
 

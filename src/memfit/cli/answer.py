@@ -93,13 +93,18 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """The arguments that change a configuration."""
     parser.add_argument("--budget", metavar="BYTES", help='what training may take: "8GiB", "512MiB" (sets fit.budget)')
+    add_set(parser, "optim.lr=1e-4")
+
+
+def add_set(parser: argparse.ArgumentParser, example: str) -> None:
+    """The argument that changes one key of a file, with an example of such a change."""
     parser.add_argument(
         "--set",
         dest="settings",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one key, as if it stood in the file: --set optim.lr=1e-4",
+        help=f"change one key, as if it stood in the file: --set {example}",
     )
 
 

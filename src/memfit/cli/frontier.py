@@ -40,11 +40,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     from memfit.api import frontier_points
     from memfit.train import progress
     from memfit.train.plans import make_frontier
+    from memfit.train.ranks import elsewhere
     from memfit.values.report import Report
 
     display = progress.display()
     try:
-        plans = make_frontier(config, arguments.device, display, arguments.points)
+        plans = make_frontier(config, arguments.device or elsewhere(config), display, arguments.points)
     finally:
         display.close()
     points = frontier_points(plans)

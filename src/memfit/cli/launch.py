@@ -90,7 +90,7 @@ def _hand_on(plan: Plan, file: Path) -> None:
 
     plan.save(file)
     planning = planning_of(plan)
-    if planning is not None:
+    if planning is not None:  # of stages there is no bundle
         planning.bundle.save(file.with_name(TRACES))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status, add_deepspeed, add_settings, read_config
 from memfit.errors import ConfigError, PlanFileError
-from memfit.units import format_bytes, format_seconds, parse_bytes
+from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.clusters import ClusterPrediction
@@ -47,8 +47,8 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--few-blocks",
         action="store_true",
-        help="with --devices: predict bytes and seconds from captures of a few of the model's blocks, with nothing and with every block recomputed; for models "
-        "and clusters of any size",
+        help="with --devices: predict bytes and seconds from captures of a few of the model's blocks, with nothing and every block recomputed and two ways "
+        "between; for models and clusters of any size. Without a budget each device has all of its memory",
     )
     parser.add_argument(
         "--largest",
@@ -88,13 +88,14 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
     from memfit.train.ranks import elsewhere
 
-    check_budget(config)
+    if not arguments.few_blocks:
+        check_budget(config)
     display = progress.display()
     device = arguments.device or elsewhere(config)
     try:
         assembly = assembled(config, display, device)
         if arguments.few_blocks:
-            return _few_blocks(predict_few_blocks(config, assembly, device, display), config)
+            return _few_blocks(*predict_few_blocks(config, assembly, device, display))
         if arguments.largest is not None:
             found = make_largest(config, assembly, device, display, arguments.largest)
             return _largest(found, arguments.largest)
@@ -104,31 +105,66 @@ def run(arguments: argparse.Namespace) -> Answer:
         plan = make_plan(config, assembly, device, display)
     finally:
         display.close()
-    return _answer(plan, arguments, config)
+    from memfit.train.loop import total_steps
+
+    return _answer(plan, arguments, config, total_steps(config.train, assembly.batches))
 
 
-def _few_blocks(found: Sequence[ClusterPrediction], config: Config) -> Answer:
+RECOMPUTED = {
+    "none": "nothing",
+    "selective": "blocks but attention and every second product",
+    "alternate": "every second block",
+    "blocks": "every block",
+}
+
+
+def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: int) -> Answer:
     """What a step takes on each device, way by way."""
-    budget_bytes = (
-        parse_bytes(config.fit.budget) if config.fit.budget is not None and "%" not in str(config.fit.budget) else None
+    first = found[0]
+    split = f", in {first.micro_batches} micro-batches" if first.micro_batches > 1 else ""
+    computing = (
+        "all are estimated"
+        if first.seconds_are == "estimated"
+        else "computing is measured on this computer, collectives are estimated"
     )
+    each_has = f"{first.samples // first.ranks} of {first.samples} samples on each{split}"
     lines = [
-        f"{found[0].blocks} blocks on {found[0].ranks} devices; seconds of a step with no collective beside computing, and with all that can be"
+        f"{first.blocks} blocks on {devices}, each of which may hold {format_bytes(budget_bytes)}; {each_has}.",
+        f"Seconds of a step are between those with collectives beside computing and those with nothing beside it; {computing}.",
+        "",
+        f"{'shared out':<10}  {'recomputed':<45}  {'peak of each':>12}  {'fits':<4}  seconds of a step",
     ]
     rows = []
     for each in found:
-        fits = budget_bytes is None or each.peak_bytes <= budget_bytes
-        rows.append({**asdict(each), "fits": fits})
+        fits = each.peak_bytes <= budget_bytes
+        rows.append({**asdict(each), "state_bytes": each.state_bytes, "fits": fits})
+        peak = format_bytes(each.peak_bytes) if each.exact else f"~{format_bytes(each.peak_bytes)}"
+        seconds = f"{format_seconds(each.overlapped_seconds)} to {format_seconds(each.step_seconds)}"
         lines.append(
-            f"{each.way:<6} {'every block recomputed' if each.recompute == 'blocks' else 'nothing recomputed':<22} {format_bytes(each.peak_bytes):>10} on each"
-            f"{'' if each.exact else ', about'}{'' if fits else ', more than the budget'}; "
-            f"{format_seconds(each.step_seconds)}, {format_seconds(each.overlapped_seconds)} ({each.seconds_are})"
+            f"{each.way:<10}  {RECOMPUTED[each.recompute]:<45}  {peak:>12}  {'yes' if fits else 'no':<4}  {seconds}"
         )
-    fits_some = any(row["fits"] for row in rows)
+    fitting = [each for each, row in zip(found, rows, strict=True) if row["fits"]]
+    lines.append("")
+    if not all(each.exact for each in found):
+        lines.append(
+            "~ is about: blocks do not add up alike there (ZeRO 1 deals out whole parameters, data parallelism sends them in buckets)."
+        )
+    if fitting:
+        best = min(fitting, key=lambda each: each.step_seconds)
+        lines.append(
+            f"Fastest that fits: {best.way}, {RECOMPUTED[best.recompute]} recomputed: {format_bytes(best.peak_bytes)} on each device, "
+            f"{best.samples / best.step_seconds:.3g} to {best.samples / best.overlapped_seconds:.3g} samples a second on all of them."
+        )
+    else:
+        least = min(found, key=lambda each: each.peak_bytes)
+        lines.append(
+            f"Nothing fits: the least is {format_bytes(least.peak_bytes)} on each device, with {least.way} and {RECOMPUTED[least.recompute]} recomputed. "
+            "Take more or larger devices, fewer samples on each (fit.global_batch), or more micro-batches (fit.fixed.micro_batches)."
+        )
     return Answer(
-        {"verb": "plan", "fits": fits_some, "predictions": rows},
+        {"verb": "plan", "fits": bool(fitting), "budget_bytes": budget_bytes, "predictions": rows},
         "\n".join(lines),
-        Status.FITS if fits_some else Status.DOES_NOT_FIT,
+        Status.FITS if fitting else Status.DOES_NOT_FIT,
     )
 
 
@@ -182,8 +218,12 @@ def _deepspeed(plan: Plan, config: Config | None) -> Written:
     return deepspeed.write(plan, optimizer=deepspeed.Optimizer(which["type"], {**settings, **more}), nvme_path=folder)
 
 
-def _answer(plan: Plan, arguments: argparse.Namespace, config: Config | None = None) -> Answer:
+def _answer(
+    plan: Plan, arguments: argparse.Namespace, config: Config | None = None, steps: int | None = None
+) -> Answer:
     data = {"verb": "plan", "fits": True, **plan.summary()}
+    if steps is not None:
+        data["total_steps"] = steps
     text = plan.explain()
     if arguments.save is not None:
         _written(plan.save, arguments.save, "plan")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, Status
+from memfit.cli.answer import Answer, Status, add_set
 from memfit.errors import ConfigError, PlanFileError
 
 if TYPE_CHECKING:
@@ -24,13 +24,11 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", metavar="N", type=int, help="trials in all (sets search.trials)")
     parser.add_argument("--budget", metavar="BYTES", help="what all trials together may take (sets search.budget)")
     parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one key, as if it stood in the file: --set search.at_once=2",
+        "--cluster",
+        metavar="ADDRESS",
+        help='run trials on the machines of this Ray cluster, "auto" for ours (sets search.cluster)',
     )
+    add_set(parser, "search.at_once=2")
     parser.add_argument(
         "--export",
         choices=("katib", "trainjob"),
@@ -64,7 +62,7 @@ def _search(arguments: argparse.Namespace) -> Search:
     from memfit.tune.search import load_search
 
     settings = list(arguments.settings)
-    for name in ("trials", "budget"):
+    for name in ("trials", "budget", "cluster"):
         value = getattr(arguments, name)
         if value is not None:
             settings.append(f"search.{name}={json.dumps(value)}")

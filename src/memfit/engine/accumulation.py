@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,8 +37,8 @@ def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]
     return [(micro_batch, share) for micro_batch, share in zip(split, shares, strict=True) if share != 0.0]
 
 
-def weighted_on_ranks(plan: Plan, batch: Batch, sharded: ShardedModel) -> list[tuple[Batch, float]]:
-    """The micro-batches of this rank's part of a batch, each with its weight: its share in the loss of all ranks' parts, times the number of ranks.
+def weighted_on_ranks(plan: Plan, split: Sequence[Batch], sharded: ShardedModel) -> list[tuple[Batch, float]]:
+    """This rank's micro-batches of a step, each with its weight: its share in the loss of all ranks' micro-batches, times the number of ranks.
 
     Gradients are averaged over ranks; so the mean of these weights is what makes it the mean over samples, or tokens, of all. Every rank runs as many
     micro-batches, as the others wait for its part in collectives: a rank that has fewer repeats one with a weight of 0, as one has in which nothing counts.
@@ -46,7 +46,6 @@ def weighted_on_ranks(plan: Plan, batch: Batch, sharded: ShardedModel) -> list[t
     Raises:
         BatchError: nothing in the whole batch counts; all ranks raise it.
     """
-    split = micro_batches_of(plan, batch)
     how = plan.choices.weights
     missing = sharded.agreement.largest(len(split)) - len(split)
     repeated = [(split[0], 0.0)] * missing

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as _hooks
 
 from memfit.step.modules import modules_of
+from memfit.values.script import Script
 
 
 class CallCounts:
@@ -39,10 +40,10 @@ class CallCounts:
 
 
 class UnfollowedForward:
-    """A forward under a plan that drops nothing: it runs as in plain PyTorch, and only calls of modules are counted.
+    """A forward under a plan that drops nothing: it runs as in plain PyTorch, and only calls of modules are counted, and what each keeps.
 
     Args:
-        most: as for `CallCounts`.
+        script: of the plan, which says how many there are and what they keep.
         model: whose modules.
         diverged: told of a call that no known path has; it may raise.
 
@@ -51,8 +52,9 @@ class UnfollowedForward:
         recomputations: none.
     """
 
-    def __init__(self, most: Mapping[str, int], model: nn.Module, diverged: Callable[[str], None]) -> None:
-        self._counts = CallCounts(most)
+    def __init__(self, script: Script, model: nn.Module, diverged: Callable[[str], None]) -> None:
+        self._counts = CallCounts(script.most_calls)
+        self._bytes, self._left = script.call_bytes, script.most_call_bytes
         self._names = {id(module): name for name, module in modules_of(model).items()}
         self._diverged = diverged
         self.divergence: str | None = None
@@ -71,7 +73,10 @@ class UnfollowedForward:
         name = self._names.get(id(module))
         if name is None or self.divergence is not None or not torch.is_grad_enabled():
             return
+        self._left -= self._bytes.get(name, 0)
         why = self._counts.begins(name)
+        if why is None and self._left < 0:
+            why = "calls of modules so far keep more than on any path that is known"
         if why is not None:
             self.divergence = why
             self._diverged(why)

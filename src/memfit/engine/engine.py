@@ -151,6 +151,8 @@ class Engine:
             self.stream = None
         self.plan = plan
         self.add(plan)
+        if self._pipelined is not None:
+            self._pipelined.follow(plan)
 
     def _stream_as(self, plan: Plan) -> None:
         path = plan.choices.streamed
@@ -225,7 +227,8 @@ class Engine:
         so gradients are added up in units of the first micro-batch and divided once: the same step as over all samples at once up to the order of additions.
 
         Args:
-            micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's, one at a time.
+            micro_batches: any that are larger than a micro-batch of the plan are split; those on other devices are copied to the engine's, one at a time. On
+                several ranks a list, since the last one has to be known.
             meter: as for `step`; of a list, all micro-batches that are on the device count.
 
         Raises:
@@ -254,6 +257,11 @@ class Engine:
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
         listed = micro_batches if isinstance(micro_batches, (list, tuple)) else ()
+        if self.sharded is not None and not listed:
+            raise InputError(
+                "engine.accumulate on several ranks needs a list of at least one batch: gradients are sent in the backward of the last one, which an iterator "
+                "does not tell"
+            )
         there = [tensor for each in listed for tensor in batches.leaves(each)]
         self._check_held(len(listed), there)
         record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
@@ -322,7 +330,10 @@ class Engine:
             with self._transactions.begin(self.scaling) as transaction:
                 self._finish(self._program(plan), self._pipelined.run(batch), transaction)
             return
-        weighted = self._weighted(plan, batch)
+        self._run(plan, self._weighted(plan, batch), watch)
+
+    def _run(self, plan: Plan, weighted: Sequence[tuple[Batch, float | None]], watch: PathWatch | None = None) -> None:
+        """A step of these micro-batches, each with its weight."""
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
             if self.stream is not None:
@@ -343,10 +354,17 @@ class Engine:
 
     def _weighted(self, plan: Plan, batch: Batch) -> Sequence[tuple[Batch, float | None]]:
         if self.sharded is not None:
-            return weighted_on_ranks(plan, batch, self.sharded)
+            return weighted_on_ranks(plan, micro_batches_of(plan, batch), self.sharded)
         return weighted_micro_batches(plan, batch) or [(batch, None)]
 
     def _accumulate(self, loaded: Iterable[Batch]) -> None:
+        if self.sharded is not None:
+            here = [batches.map_tensors(lambda t: t.to(self.device), batch) for batch in loaded]
+            for batch in here:
+                self._plans.plan_for(batches.signature(batch), self.plan, again=LARGER_WINDOW)
+            split = [part for batch in here for part in micro_batches_of(self.plan, batch)]
+            self._run(self.plan, weighted_on_ranks(self.plan, split, self.sharded))
+            return
         how, total, program = self.plan.choices.weights, Accumulated(), self._program(self.plan)
         with self._transactions.begin(self.scaling) as transaction:
             for batch in loaded:

@@ -42,8 +42,9 @@ class Executor:
         if first and compiled.first is not None:
             compiled = compiled.first[0]
         if compiled.script.plain:
-            most = compiled.script.most_calls
-            return UnfollowedForward(most, self._model, watch.diverged) if most and watch is not None else None
+            if watch is None or not compiled.script.most_calls:
+                return None
+            return UnfollowedForward(compiled.script, self._model, watch.diverged)
         sizes = None if watch is None or first else watch.sizes(only=not compiled.calls)
         if compiled.calls:
             return CallFollower(compiled, self._model, retain=retain, watch=watch, sizes=sizes)

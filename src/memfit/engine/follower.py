@@ -24,7 +24,7 @@ from memfit.engine.repeated_calls import CallsToRepeat, DroppedTensor
 from memfit.engine.size_watch import SizeWatch
 from memfit.engine.tape import Tape
 from memfit.step import generators
-from memfit.step.modules import modules_of
+from memfit.step.modules import every_module
 from memfit.values.script import KEPT
 
 _wants_gradient = dispatch.wants_gradient
@@ -127,7 +127,7 @@ class Follower(TorchDispatchMode):
                 stretches = KeptStretches(
                     self, hooks, lambda module: self._kept_from(module, modules), self._skipped, self._diverge
                 )
-                everything = {id(module) for module in modules_of(self._model).values()}
+                everything = {id(module) for module in every_module(self._model)}
                 with stretches.off_during(everything, [last for _, last in modules.values()]):
                     yield self
         self.finish()

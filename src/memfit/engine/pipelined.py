@@ -1,4 +1,4 @@
-"""A step of a rank that has a stage of the model: every micro-batch passes through all stages and back, each followed as the stage's script says."""
+"""A step of a rank that has stages of the model: every micro-batch passes through all stages and back, each followed as the stage's script says."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ class PipelinedStep:
     """
 
     def __init__(self, model: PipelinedModel, plan: Plan, executor: Executor) -> None:
-        assert plan.pipeline is not None, "a model that is divided is planned so"
-        _, stage = plan.pipeline.place_of(model.agreement.rank)
         self._model, self._executor = model, executor
-        self._compiled = CompiledScript(plan.pipeline.scripts[stage])
         self._total = Accumulated()
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Run the same stages as another plan for them says."""
+        assert plan.pipeline is not None, "a model that is divided is planned so"
+        mine = plan.pipeline.stages_of(self._model.agreement.rank)
+        self._compiled = [CompiledScript(plan.pipeline.scripts[stage]) for stage in mine]
 
     def prepare(self, batch: Batch) -> None:
         """As `PipelinedModel.prepare`."""
@@ -42,8 +46,9 @@ class PipelinedStep:
         return total
 
     @contextmanager
-    def _followed(self, _: int) -> Iterator[None]:
-        follower = self._executor.follower(self._compiled)
+    def _followed(self, position: int) -> Iterator[None]:
+        compiled = self._compiled[position]
+        follower = self._executor.follower(compiled)
         if follower is None:
             yield
             return
@@ -53,4 +58,4 @@ class PipelinedStep:
         if follower.divergence is not None:
             self._total.divergences.append(follower.divergence)
         else:
-            self._total.recomputations += self._compiled.script.recomputations
+            self._total.recomputations += compiled.script.recomputations

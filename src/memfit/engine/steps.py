@@ -41,6 +41,11 @@ class Trained(Protocol):
         """Have what a plan needs besides the model."""
 
 
+def _kept_where_left(plan: Plan) -> int:
+    """For sorting: where forward leaves it, a plan of calls keeps one call, a plan of operations all from there on, a plan that drops nothing everything."""
+    return 2 if plan.script.plain else 0 if plan.script.calls else 1
+
+
 class Steps:
     """The steps of one engine.
 
@@ -79,6 +84,8 @@ class Steps:
             others = self._others(signature, (plan, *left))
             may_end = looks < MOST_LOOKS_IN_A_STEP
             watch = self._watch(plan, signature, learner, known=bool(others)) if may_end else None
+            if watch is None and left:
+                plan = min((plan, *left), key=_kept_where_left)
             try:
                 record = take(plan, watch)
                 break

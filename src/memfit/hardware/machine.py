@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
@@ -206,6 +207,14 @@ def known_machine(name: str) -> Machine:
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
     raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
+
+
+def is_machine(name: str) -> bool:
+    """Whether the table has an entry for a name."""
+    with suppress(InputError):
+        known_machine(name)
+        return True
+    return False
 
 
 def _core_and_memory(name: str) -> tuple[str, int | None]:

@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from memfit.errors import InputError
+from memfit.errors import BudgetError, InputError
 from memfit.hardware.machine import GIGA, Machine, known_machine
 from memfit.hardware.topology import Nodes, PeerLink, Topology, Wire
 from memfit.units import parse_bytes
@@ -48,14 +48,11 @@ def devices_of(text: str | int, here: Machine) -> Topology:
     """
     form = _FORM.fullmatch(str(text))
     if form is None or int(form[2]) < 1 or int(form[1] or 1) < 1 or (form[5] and not form[1]):
-        raise InputError(
-            f'devices={text!r}: write how many and what, as "4x24GiB", "4xh100", "4x24GiB@50GB/s" or "2x8xh100@360GB/s,400GB/s", or name a machine file '
-            "(machines.yaml)"
-        )
+        raise _of_no_form(text)
     number, what = int(form[2]), form[3]
     machine = here
     if what is not None:
-        machine = replace(here, memory_bytes=parse_bytes(what)) if what[0].isdecimal() else known_machine(what)
+        machine = _named(text, what, here)
     inside = assumed_inside(machine)
     if form[4] is not None:
         inside = replace(inside, bandwidth=float(parse_bytes(form[4])))
@@ -68,6 +65,26 @@ def devices_of(text: str | int, here: Machine) -> Topology:
     ring = ((n, (n + 1) % number) for n in range(number if number > 2 else number - 1))
     peers = tuple(PeerLink(first, second, inside.bandwidth, inside.latency_seconds) for first, second in ring)
     return Topology((machine,) * number, (), peers)
+
+
+def _of_no_form(text: str | int) -> InputError:
+    return InputError(
+        f'devices={text!r}: write how many and what, as "4x24GiB", "4xh100", "4x24GiB@50GB/s" or "2x8xh100@360GB/s,400GB/s", or name a machine file '
+        "(machines.yaml)"
+    )
+
+
+def _named(text: str | int, what: str, here: Machine) -> Machine:
+    """A device by its name ("h100", "4090") or its bytes ("24GiB")."""
+    try:
+        return known_machine(what)
+    except InputError:
+        if not what[0].isdecimal():
+            raise
+    try:
+        return replace(here, memory_bytes=parse_bytes(what))
+    except BudgetError:
+        raise _of_no_form(text) from None
 
 
 def assumed_inside(machine: Machine) -> Wire:

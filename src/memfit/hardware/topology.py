@@ -90,12 +90,14 @@ class Topology:
         down: for each device, its links to lower tiers, the nearest first, as measured: no `free_bytes`, no `below`. Empty where they were not measured.
         peers: links between pairs of devices.
         nodes: in which the devices are; None where they are told by `peers` alone.
+        processes: the devices are processes of this computer, whose collectives are measured here and not told by links.
     """
 
     devices: tuple[Machine, ...]
     down: tuple[tuple[Link, ...], ...] = ()
     peers: tuple[PeerLink, ...] = ()
     nodes: Nodes | None = None
+    processes: bool = False
 
     @classmethod
     def single(cls, machine: Machine, links: tuple[Link, ...] = ()) -> Topology:
@@ -106,6 +108,11 @@ class Topology:
     def alike(self) -> bool:
         """Whether all devices are of one kind, with as much memory."""
         return len(set(self.devices)) == 1
+
+    @property
+    def most_on_a_computer(self) -> int:
+        """How many of the devices share one host's memory and disks: those of the largest node; where nothing is said of nodes, all."""
+        return len(self.devices) if self.nodes is None else max(self.nodes.sizes)
 
     def link_to(self, tier: str, device: int = 0) -> Link:
         """From a device to where something is offloaded: the tier of this name, else the nearest one.
@@ -159,4 +166,5 @@ class Topology:
         devices = ({**machine, "capability": tuple(machine.get("capability", (0, 0)))} for machine in data["devices"])
         of = data.get("nodes")
         nodes = None if of is None else Nodes(tuple(of["sizes"]), Wire(**of["inside"]), Wire(**of["between"]))
-        return cls(tuple(Machine(**machine) for machine in devices), down, peers, nodes)
+        processes = bool(data.get("processes"))
+        return cls(tuple(Machine(**machine) for machine in devices), down, peers, nodes, processes)

@@ -6,12 +6,21 @@ disk. A caller may name it (`lower_tier=` of `memfit.apply`); otherwise the envi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Value = TypeVar("Value", bound=DataclassInstance)
 
 SETTING: Final = "MEMFIT_OFFLOAD_DIR"
 FORMER_SETTING: Final = "MEMFIT_SWAP_DIR"
@@ -51,3 +60,26 @@ def cache_folder() -> Path:
     """Where measurements are kept: MEMFIT_CACHE_DIR, or memfit's folder in the user's cache."""
     base = os.environ.get("MEMFIT_CACHE_DIR")
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
+
+
+def measured_once(kind: type[Value], folder: str, identity: str, measure: Callable[[], Value]) -> Value:
+    """What was measured on this computer before, else what `measure` gives, kept for the next time.
+
+    The file is a convenience: one that cannot be read is measured again, and a read-only or full disk stops nothing.
+
+    Args:
+        kind: a dataclass of plain values.
+        folder: inside `cache_folder`.
+        identity: tells apart what is measured separately.
+        measure: what it raises is raised, and nothing is kept.
+    """
+    path = cache_folder() / folder / f"{identity}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return kind(**json.loads(path.read_text()))
+    found = measure()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(found)))
+        temporary.replace(path)
+    return found

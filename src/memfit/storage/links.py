@@ -5,13 +5,10 @@ The disk that is measured is the disk that is used: callers pass the folder that
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import threading
 import time
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +17,7 @@ import torch
 from memfit.errors import InputError
 from memfit.hardware.machine import Link
 from memfit.identity import digest
-from memfit.storage.folders import cache_folder
+from memfit.storage.folders import measured_once
 
 MEASURED_BYTES: Final = 64 << 20  # of a measured copy: what is shorter says more about caches than about the link
 PIECE_BYTES: Final = 8 << 20  # of a storage, as models have them
@@ -40,16 +37,9 @@ def nearest_link(device: torch.device, folder: Path) -> Link:
         RuntimeError: torch's own, where the host cannot pin memory.
     """
     identity = digest(device.type, *_measured(device, folder), torch.__version__, FORMAT)
-    path = cache_folder() / "links" / f"{identity}.json"
-    with suppress(OSError, ValueError, TypeError):
-        return Link(**json.loads(path.read_text()))
-    link = host_link(device) if device.type == "cuda" else disk_link(folder)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(link)))
-        temporary.replace(path)
-    return link
+    return measured_once(
+        Link, "links", identity, lambda: host_link(device) if device.type == "cuda" else disk_link(folder)
+    )
 
 
 def _measured(device: torch.device, folder: Path) -> tuple[object, ...]:

@@ -421,9 +421,37 @@ def test_costs_are_the_same_on_a_machine_that_is_slower_now_and_then(
         assert cost.seconds == pytest.approx(1e-3, rel=0.3)
 
 
+def test_a_run_that_got_new_pages_from_the_system_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, runs = [0], itertools.count()
+
+    def seconds(*_: Any) -> float:
+        """Every other run gets new pages, and takes twenty times as long."""
+        slow = next(runs) % 2 == 0
+        pages[0] += slow
+        return 20e-3 if slow else 1e-3
+
+    busy_for(monkeypatch, 1.0)
+    monkeypatch.setattr(timing, "new_pages", lambda: pages[0])
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", seconds)
+    for cost in CostTable(CPU, tmp_path).measure(captured_chain().calls).values():
+        assert cost.seconds == pytest.approx(1e-3)
+
+    def always(*_: Any) -> float:
+        pages[0] += 1
+        return 20e-3
+
+    in_another_process(monkeypatch)
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", always)
+    for cost in CostTable(CPU, tmp_path / "other").measure(captured_chain().calls).values():
+        assert cost.seconds == pytest.approx(20e-3)  # as it will be in training
+
+
 def test_the_reference_work_knows_its_least_time() -> None:
-    seconds = iter([0.0, 3.0, 3.0, 5.0, 5.0, 9.0, 9.0, 13.0, 13.0, 14.0, 14.0, 16.0])
-    work = ReferenceWork(lambda: next(seconds))
+    looks = ([9.0, 5.0, 2.0, 2.0, 3.0], [9.0, 4.0, 5.0, 4.0, 4.0], [3.0, 1.0, 1.0, 2.0, 1.0])
+    clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
+    work = ReferenceWork(lambda: next(clock))
     assert work.seconds(now=True) == 2.0
     assert work.least_seconds == 2.0
     assert work.seconds() == 2.0  # a moment ago

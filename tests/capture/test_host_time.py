@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,29 @@ from memfit.capture import cost_table
 from memfit.capture.capture import capture
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import with_costs
-from memfit.capture.host_time import CACHE_BYTES, HostTime, host_time, shares_evicted
+from memfit.capture.host_time import TOUCHED, HostTime, host_time, touched_before
 from memfit.capture.reference_work import ReferenceWork
 from memfit.capture.source import StepSource
 from memfit.techniques.choices import BASELINE
-from memfit.values.trace import Trace
+from memfit.values.trace import Operation, Phase, Trace
 
 pytestmark = pytest.mark.measured_seconds
 
 CPU = torch.device("cpu")
-KNOWN = HostTime(7e-6, 20e-6, 60e-6)
+NOTHING = HostTime.same_after_all(0.0)
+KNOWN = HostTime(
+    (7e-6, 8e-6, 9e-6, 12e-6, 20e-6, 21e-6), (0.0, 1e-6, 3e-6, 9e-6, 20e-6, 60e-6), (0.0, 0.0, 1e-6, 2e-6, 3e-6, 4e-6)
+)
 
 
 def test_only_what_the_mode_adds_is_counted() -> None:
     ticks = itertools.count()
-    assert host_time(lambda: float(next(ticks))) == HostTime(0.0, 0.0, 0.0)  # by this clock everything takes one second
+    assert host_time(lambda: float(next(ticks))) == NOTHING  # by this clock everything takes one second
 
 
 def test_nothing_is_drawn_and_no_mode_is_left_on() -> None:
     before = torch.get_rng_state()
-    assert host_time(lambda: 0.0) == HostTime(0.0, 0.0, 0.0)
+    assert host_time(lambda: 0.0) == NOTHING
     assert torch.equal(before, torch.get_rng_state())
     assert torch._C._len_torch_dispatch_stack() == 0
 
@@ -48,14 +52,24 @@ def test_it_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert CostTable(CPU, tmp_path).host_time() == KNOWN
 
 
+def test_between_two_sizes_it_is_between_their_seconds() -> None:
+    kernel = Operation("", Phase.FORWARD, "", (), (), (0,), 0.0, 0, random=False, rerunnable=True, key="")
+    view = replace(kernel, makes=())
+    for number, touched in enumerate(TOUCHED):
+        assert KNOWN.factor_after(touched) * KNOWN.mode == pytest.approx(KNOWN.modes[number])
+        assert KNOWN.added_after(touched, kernel) == pytest.approx(KNOWN.operations[number])
+        assert KNOWN.added_after(touched, view) == pytest.approx(KNOWN.views[number])
+    assert KNOWN.added_after(3 << 20, kernel) == pytest.approx((9e-6 + 20e-6) / 2)
+    assert KNOWN.added_after(1 << 40, kernel) == 60e-6
+
+
 def _priced(width: int, table: CostTable, host: HostTime) -> tuple[Trace, Trace]:
     """Captured as it is and with what the computer takes beside the kernels: two products with a view between them."""
     model = nn.Sequential(nn.Linear(64, width), nn.Unflatten(1, (1, width)), nn.Linear(width, 1))
     captured = capture(StepSource(model, torch.ones(64, 64), lambda m, x: m(x).sum(), None), BASELINE)
     costs = table.measure(captured.calls)
     alone, beside = (
-        with_costs(captured, costs, seconds_are="measured", device="", host=each)
-        for each in (HostTime(0.0, 0.0, 0.0), host)
+        with_costs(captured, costs, seconds_are="measured", device="", host=each) for each in (NOTHING, host)
     )
     return alone, beside
 
@@ -65,29 +79,29 @@ def test_what_follows_a_large_kernel_takes_longer(tmp_path: Path, monkeypatch: p
     table = CostTable(CPU, tmp_path)
     for width in (64, 1 << 15):
         alone, beside = _priced(width, table, KNOWN)
-        shares = shares_evicted(beside)
+        touched = touched_before(beside)
         added = [b.seconds - a.seconds for a, b in zip(alone.operations, beside.operations, strict=True)]
         # Operations are short here, so each is timed with warm caches; or long, and then with cold ones, too.
         assert all(
-            seconds in (0.0, pytest.approx(share * KNOWN.cold_operation))
-            for seconds, share in zip(added, shares, strict=True)
+            seconds in (0.0, pytest.approx(KNOWN.added_after(before, operation)))
+            for seconds, before, operation in zip(added, touched, beside.operations, strict=True)
         )
         factors = [op.host_factor for op in beside.operations]
-        assert factors == [KNOWN.factor_in(share) for share in shares]
+        assert factors == [KNOWN.factor_after(before) for before in touched]
         if width == 64:
-            assert max(factors) < 1.01
+            assert max(factors) < 1.02
         else:
-            assert max(added) > 0.1 * KNOWN.cold_operation
+            assert max(added) > 10e-6
             assert max(factors) > 1.5
 
 
 def test_a_view_leaves_the_caches_as_they_are(tmp_path: Path) -> None:
     _, trace = _priced(1 << 15, CostTable(CPU, tmp_path), KNOWN)
-    shares = shares_evicted(trace)
+    before = touched_before(trace)
     views = [n for n, op in enumerate(trace.operations[:-1]) if not op.makes and not op.writes]
     assert views
-    assert all(shares[n + 1] == shares[n] for n in views)
+    assert all(before[n + 1] == before[n] for n in views)
     # What the first product reads and makes: rows of 64 numbers, 64 x width weights, and as many results.
     product = next(n for n, op in enumerate(trace.operations) if op.name == "aten.addmm.default")
     touched = 4 * (64 * 64 + 64 * (1 << 15) + (1 << 15) + 64 * (1 << 15))
-    assert shares[product + 1] == pytest.approx(touched / CACHE_BYTES, rel=0.01)
+    assert before[product + 1] == pytest.approx(touched, rel=0.01)

@@ -108,7 +108,7 @@ def test_what_engines_take_around_collectives_counts_where_ranks_are_processes(m
     captured = capture(StepSource(model, sample, loss_fn, steps.adamw), Choices(sharding="zero3/2"))
     free = {call: Cost(0.0) for call in captured.calls}
     machine = known_machine("a100")
-    nothing = HostTime(1e-6, 1e-6, 0.0)
+    nothing = HostTime.same_after_all(1e-6)
 
     def seconds(around: EngineTime, *, processes: bool) -> float:
         monkeypatch.setattr(costs, "engine_time", lambda: around)

@@ -14,7 +14,7 @@ import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
-from memfit.capture.host_time import HostTime, host_time
+from memfit.capture.host_time import TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
@@ -23,7 +23,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 11
+FORMAT: Final = 18
 
 
 class _KnownCosts:
@@ -99,7 +99,9 @@ class _KnownCosts:
 
 
 # In the places of digests.
-_HOST: Final = ("a dispatch mode", "a dispatch mode in cold caches", "an operation in cold caches")
+_HOST: Final = tuple(
+    f"{what} after {touched} bytes" for what in ("a dispatch mode", "an operation", "a view") for touched in TOUCHED
+)
 _REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
@@ -146,7 +148,8 @@ class CostTable:
                 return 1.0 if self._reference is None else self._reference.slowdown()
 
             before = slowdown()
-            seconds = astuple(host_time(processor_clock()))
+            found = host_time(processor_clock())
+            seconds = found.modes + found.operations + found.views
             busy = (before + slowdown()) / 2
             if any(busy < _slowdown(known.get(key)) for key in _HOST):
                 for key, each in zip(_HOST, seconds, strict=True):
@@ -154,7 +157,10 @@ class CostTable:
                 known.append(_HOST, inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(_HOST)
         costs = [known.get(key) for key in _HOST]
-        return HostTime(*(self._here(cost).seconds for cost in costs if cost is not None))
+        here = [self._here(cost).seconds for cost in costs if cost is not None]
+        count = len(TOUCHED)
+        modes, operations, views = (tuple(here[part * count : (part + 1) * count]) for part in range(3))
+        return HostTime(modes, operations, views)
 
     def _here(self, cost: Cost) -> Cost:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""

@@ -14,7 +14,7 @@ from memfit.capture.captured import Captured
 from memfit.capture.engine_time import engine_time
 from memfit.capture.generator_states import GENERATOR_STATE
 from memfit.capture.gloo_time import seconds_among
-from memfit.capture.host_time import ELSEWHERE, HostTime, shares_evicted
+from memfit.capture.host_time import ELSEWHERE, HostTime, touched_before
 from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
@@ -73,12 +73,12 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
-    for op, evicted in zip(trace.operations, shares_evicted(trace), strict=True):
+    for op, touched in zip(trace.operations, touched_before(trace), strict=True):
         among = op.collective
         if among is not None:
             seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
             if network is not None and network.processes:
-                seconds += engine_time().seconds(among.kind, together) * host.factor_in(evicted)
+                seconds += engine_time().seconds(among.kind, together) * host.factor_after(touched)
             operations.append(replace(op, seconds=seconds))
             together = 0
             continue
@@ -92,9 +92,11 @@ def with_costs(
         if cost.made_bytes is not None and len(cost.made_bytes) > len(op.makes):
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
-        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + evicted * host.cold_operation
+        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(touched, op)
         workspace = cost.workspace_bytes + hidden
-        operations.append(replace(op, seconds=seconds, workspace_bytes=workspace, host_factor=host.factor_in(evicted)))
+        operations.append(
+            replace(op, seconds=seconds, workspace_bytes=workspace, host_factor=host.factor_after(touched))
+        )
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue
         for s, size in zip(op.makes, cost.made_bytes, strict=True):

@@ -3,65 +3,95 @@
 The engine is Python beside every operation that it follows or runs again, as a dispatch mode is, so on a faster processor, or under a faster Python, it takes
 less in the same proportion. How many times more than a mode that does nothing it takes is measured by `bench/overhead`.
 
-On a CPU the kernels share the caches with the interpreter, with torch's dispatcher, and with their own code. After a kernel that went through tens of
-megabytes all of that is read from memory again: a mode takes about three times as long then, and a small operation about eight times.
+On a CPU the kernels share the caches with the interpreter, with torch's dispatcher, and with their own code. After a kernel that went through a few
+megabytes, more than a core's own caches hold, all of that is read again: a mode takes about three times as long then, and a small operation about five times.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.values.trace import Trace
+from memfit.values.trace import Operation, Trace
 
 LAYERS: Final = 12
 WIDTH: Final = 16  # so small that only what lies around the kernels counts
 ROUNDS: Final = 15
-COLD_ROUNDS: Final = 4
-# A kernel that touches this much leaves nothing else in the caches: what one core sees of a server's last-level cache. Of what touches less, a part stays.
-CACHE_BYTES: Final = 32 << 20
+COLD_ROUNDS: Final = 6
+# Bytes that a kernel went through before what is timed. Between a core's own caches and what it sees of a server's last one most of the difference is made
+# at once, by a few megabytes; from the last on nothing is left.
+TOUCHED: Final = (0, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 25)
 BEFORE: Final = 3  # a small operation right after a large one brings back its own code, not that of the next
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Seconds beside the kernels.
+    """Seconds beside the kernels, after a kernel that went through as many bytes as `TOUCHED` says.
 
     Attributes:
-        mode: that a dispatch mode which does nothing adds to an operation.
-        cold_mode: that it adds where the caches hold nothing of it.
-        cold_operation: that an operation takes longer, without a mode, where the caches hold nothing of the code that leads to its kernel.
+        modes: that a dispatch mode which does nothing adds to an operation.
+        operations: that an operation takes longer, without a mode, than after one that touched nothing: the code that leads to its kernel is read from memory.
+        views: that an operation which only looks at its input in another way takes longer.
     """
 
-    mode: float
-    cold_mode: float
-    cold_operation: float
+    modes: tuple[float, ...]
+    operations: tuple[float, ...]
+    views: tuple[float, ...]
 
-    def factor_in(self, evicted: float) -> float:
-        """How many times longer than with warm caches a mode takes, where a kernel has filled this share of them."""
-        return 1.0 + (self.cold_mode / self.mode - 1.0) * evicted if self.mode else 1.0
+    @classmethod
+    def same_after_all(cls, mode: float) -> HostTime:
+        """Where kernels leave the host's caches alone."""
+        nothing = (0.0,) * len(TOUCHED)
+        return cls((mode,) * len(TOUCHED), nothing, nothing)
+
+    @property
+    def mode(self) -> float:
+        """That a dispatch mode which does nothing adds to an operation, with warm caches."""
+        return self.modes[0]
+
+    def factor_after(self, touched_bytes: int) -> float:
+        """How many times longer than with warm caches a mode takes after a kernel that went through these bytes."""
+        return _between(touched_bytes, self.modes) / self.mode if self.mode else 1.0
+
+    def added_after(self, touched_bytes: int, operation: Operation) -> float:
+        """Seconds that an operation takes longer after a kernel that went through these bytes."""
+        return _between(touched_bytes, self.operations if has_kernel(operation) else self.views)
 
 
-# Of a computer that is not here. A GPU's kernels leave the host's caches alone.
-ELSEWHERE: Final = HostTime(9e-6, 9e-6, 0.0)
+def _between(touched_bytes: int, seconds: tuple[float, ...]) -> float:
+    """Seconds after a kernel of these bytes: a straight line between two that were timed."""
+    return float(np.interp(touched_bytes, TOUCHED, seconds))
 
 
-def shares_evicted(trace: Trace) -> list[float]:
-    """Of each operation, the share of the caches that one of the few operations before it has filled with its own bytes."""
-    shares = []
+def has_kernel(operation: Operation) -> bool:
+    """Whether an operation touches memory; a view does not."""
+    return bool(operation.makes or operation.writes)
+
+
+ELSEWHERE: Final = HostTime.same_after_all(
+    9e-6
+)  # of a computer that is not here. A GPU's kernels leave the host's caches alone.
+
+
+def touched_before(trace: Trace) -> list[int]:
+    """Of each operation, the most bytes that one of the few operations before it went through."""
+    found = []
     before: deque[int] = deque(maxlen=BEFORE)
     for operation in trace.operations:
-        shares.append(min(1.0, max(before, default=0) / CACHE_BYTES))
-        if operation.makes or operation.writes:  # a view touches nothing
+        found.append(max(before, default=0))
+        if has_kernel(operation):
             before.append(sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes}))
-    return shares
+    return found
 
 
 class HandsOn(TorchDispatchMode):
@@ -81,44 +111,53 @@ class HandsOn(TorchDispatchMode):
 
 
 def host_time(clock: Callable[[], float]) -> HostTime:
-    """Measure it on this computer: the least of some rounds. Draws no random numbers.
+    """Measure it on this computer: medians of some rounds. Draws no random numbers.
 
     Args:
         clock: seconds, as operations are timed.
     """
     layers = [layer for _ in range(LAYERS) for layer in (nn.LayerNorm(WIDTH), _linear(), nn.GELU())]
-    x = torch.ones(WIDTH, WIDTH)
-    everything = torch.ones(2 * CACHE_BYTES // 4)
+    views = [torch.t] * len(layers)
+    x = torch.ones(WIDTH, WIDTH, requires_grad=True)
+    everything = torch.ones(TOUCHED[-1] // 4)
 
-    def forward(*, cold: bool) -> Iterator[float]:
+    def forward(through: Sequence[Callable[[Any], Any]], touched_bytes: int) -> Iterator[float]:
         """Seconds of each layer."""
         y = x
-        for layer in layers:
-            if cold:
-                everything.add_(0.0)
+        for layer in through:
+            if touched_bytes:
+                everything[: touched_bytes // 4].add_(0.0)
             begin = clock()
             y = layer(y)
             yield clock() - begin
 
-    def least(rounds: int, around: Callable[[], AbstractContextManager[Any]], *, cold: bool) -> float:
-        """Seconds of a forward, of the least that each layer took."""
-        times = []
-        for _ in range(rounds):
-            with around():
-                times.append(list(forward(cold=cold)))
-        return float(sum(map(min, zip(*times, strict=True))))
+    def typical(
+        through: Sequence[Callable[[Any], Any]], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> list[float]:
+        """Seconds of a forward after each of the sizes, of the medians that each layer took."""
+        found = []
+        for touched in TOUCHED:
+            times = []
+            for _ in range(COLD_ROUNDS if touched else ROUNDS):
+                with around():
+                    times.append(list(forward(through, touched)))
+            found.append(float(sum(map(median, zip(*times, strict=True)))))
+        return found
 
     with torch.enable_grad():
         with HandsOn() as mode:
-            list(forward(cold=False))  # the first one sets the libraries up
-        warm, warm_under = (least(ROUNDS, around, cold=False) for around in (nullcontext, HandsOn))
-        cold, cold_under = (least(COLD_ROUNDS, around, cold=True) for around in (nullcontext, HandsOn))
-    added = max(0.0, warm_under - warm) / mode.operations
+            list(forward(layers, 0))  # the first one sets the libraries up
+        alone, under, viewed = typical(layers), typical(layers, HandsOn), typical(views)
     return HostTime(
-        added,
-        max(added, (cold_under - cold) / mode.operations),
-        max(0.0, (cold - warm) / mode.operations),
+        _rising((u - a) / mode.operations for u, a in zip(under, alone, strict=True)),
+        _rising((each - alone[0]) / mode.operations for each in alone),
+        _rising((each - viewed[0]) / len(views) for each in viewed),
     )
+
+
+def _rising(seconds: Iterable[float]) -> tuple[float, ...]:
+    """What is timed wavers, and after more bytes no more of the caches is left."""
+    return tuple(accumulate((max(0.0, each) for each in seconds), max))
 
 
 def _linear() -> nn.Module:

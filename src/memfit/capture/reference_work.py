@@ -17,7 +17,7 @@ import torch
 BUSY: Final = 1.25  # times its least time that the reference work takes on a busy machine; from run to run it differs by a few percent
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
 EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again; that takes about a twentieth of them
-RUNS: Final = 2
+RUNS: Final = 5  # the first ones bring the work back into the caches, which what was timed before has filled
 LOOKS: Final = 9
 
 

@@ -14,6 +14,11 @@ from math import inf
 from statistics import median
 from typing import Any, Final
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 import torch
 
 from memfit import dispatch
@@ -27,14 +32,17 @@ from memfit.meter import profiled, spans_and_changes, workspace_of
 # Operations with larger inputs are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
 # Smaller inputs may be in the CPU's caches when they are read (what was computed just before) or not (what forward saved). So operations that touch less than
-# this are timed with warm and with cold caches, and the mean is taken. With warm ones alone, small micro-batches looked up to a sixth faster than they are.
+# this are timed with warm and with cold caches. With warm ones alone, small micro-batches looked up to a sixth faster than they are.
 CACHE_BYTES: Final = 64 << 20
+# What touches more than this finds cold caches in a step, as a core's own hold little more and other tensors pass between; what touches less, half of the time.
+OWN_CACHE_BYTES: Final = 1 << 19
 OVERHEAD_SECONDS: Final = 20e-6  # shorter operations are all overhead, of which `host_time` knows what cold caches add
 # Reading the clock takes about a microsecond. So operations shorter than this are timed several in a row, about this long.
 IN_A_ROW_SECONDS: Final = 200e-6
 MEASURE_SECONDS: Final = 0.002  # each call is repeated until about this long has been measured, in each round
 MOST_REPEATS: Final = 4
 ROWS: Final = 3
+TRIES: Final = 5  # until an operation has run without new pages from the system
 # A machine that others use is slower for moments and for seconds on end, so one call's runs right after each other say little, and its time is over that of
 # the reference work. All calls are timed in turn, and those again of which half of the times differ by more than this. Medians are taken, not the shortest
 # times: a call that is short and run often would look faster than one that is long.
@@ -86,14 +94,18 @@ class KernelTimer:
             before = self._reference_seconds()
             made: tuple[int, ...] = ()
             layouts: ResultLayouts = ()
-            # A first run may allocate what then stays, and take longer: the last span of a name counts, and the shortest time.
-            while len(times) < 2 and not (times and times[0] >= VERY_LONG_SECONDS):
-                begin = clock()
+            # A first run may allocate what then stays, and take longer: the last span of a name counts.
+            pages, got = -1, 0
+            while len(times) < 2 or (got > pages and len(times) < TRIES):
+                pages, begin = new_pages(), clock()
                 with torch.profiler.record_function(name):
                     result = run(call, args, kwargs)
                 times.append(clock() - begin)
+                got = new_pages()
                 made, layouts = _results(result, args, kwargs)
                 del result
+                if times[0] >= VERY_LONG_SECONDS:
+                    break
             found[key] = Cost(0.0, 0, made, layouts)
             timed[key] = _Timed()
             if times[-1] >= PROFILED_SECONDS:
@@ -102,7 +114,9 @@ class KernelTimer:
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             before = self._reference_seconds()
             warm = self._warm_seconds(call, args, kwargs)
-            cold = self._cold_seconds(call, args, kwargs) if self._meets_cold_caches(call, found[key], warm) else None
+            touched = call.input_bytes + sum(found[key].made_bytes or ())
+            cold = self._cold_seconds(call, args, kwargs) if self._meets_cold_caches(touched, warm) else None
+            timed[key].warm_share = 0.5 if touched < OWN_CACHE_BYTES else 0.0
             timed[key].add(warm, cold, (before + self._reference_seconds()) / 2)
 
         clock = processor_clock()
@@ -164,18 +178,21 @@ class KernelTimer:
                 measure(key, call, args, kwargs)
                 del args, kwargs
 
-    def _meets_cold_caches(self, call: CallSpec, cost: Cost, warm: float) -> bool:
-        """Whether it makes a difference to a call on the CPU if what it reads is in the caches."""
-        touched = call.input_bytes + sum(cost.made_bytes or ())
+    def _meets_cold_caches(self, touched: int, warm: float) -> bool:
+        """Whether it makes a difference to a call on the CPU, which touches so many bytes, if what it reads is in the caches."""
         if touched > CACHE_BYTES or warm < OVERHEAD_SECONDS:
             return False
         return present_machine(self.device).roofline_seconds(0.0, touched, half=False) >= MEMORY_BOUND * warm
 
     def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
         """The median of several runs."""
-        times = [self._run_seconds(call, args, kwargs)]
+
+        def once() -> float:
+            return self._run_seconds(call, args, kwargs)
+
+        times = [_with_pages_it_has(once)]
         while len(times) < MOST_REPEATS and sum(times) < MEASURE_SECONDS:
-            times.append(self._run_seconds(call, args, kwargs))
+            times.append(_with_pages_it_has(once))
         if self.device.type == "cuda":
             return min(times)
         if min(times) > IN_A_ROW_SECONDS / 2:
@@ -185,10 +202,10 @@ class KernelTimer:
 
     def _cold_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
         """One run with cold caches."""
-        if self._cache_filler is None:
-            self._cache_filler = torch.ones(CACHE_BYTES // 4)
-        self._cache_filler.sum()
-        return self._run_seconds(call, args, kwargs)
+        filler = self._cache_filler
+        if filler is None:
+            filler = self._cache_filler = torch.ones(CACHE_BYTES // 4)
+        return _with_pages_it_has(lambda: self._run_seconds(call, args, kwargs), lambda: filler.add_(0.0))
 
     def _run_seconds(self, call: CallSpec, args: Any, kwargs: Any, runs: int = 1) -> float:
         """Seconds of one of so many runs in a row."""
@@ -208,18 +225,49 @@ class KernelTimer:
             return (clock() - begin) / runs
 
 
+def new_pages() -> int:
+    """Pages of memory that this thread has got from the system so far."""
+    return (
+        0
+        if resource is None
+        else resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_minflt
+    )
+
+
+def _with_pages_it_has(run: Callable[[], float], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the first of some runs for which the process got no new pages; the median where each got some, as it then does in training.
+
+    A process that has just begun gets new pages for what its allocator has not held yet, which a step that is repeated does not. Getting them took up to twenty
+    times as long as the operation.
+
+    Args:
+        run: returns its seconds.
+        before: called before each run, untimed.
+    """
+    times = []
+    for _ in range(TRIES):
+        before()
+        pages = new_pages()
+        times.append(run())
+        if new_pages() == pages:
+            return times[-1]
+    return median(times)
+
+
 class _Timed:
     """What the rounds have found of one call.
 
     Attributes:
         warm, cold: seconds in warm and in cold caches, over those of the reference work meanwhile.
         rounds: in which it was timed, or could not be.
+        warm_share: how often it finds in the caches what it reads.
     """
 
     def __init__(self) -> None:
         self.warm: list[float] = []
         self.cold: list[float] = []
         self.rounds = 0
+        self.warm_share = 0.5
         self._long = False
         self._reference_seconds = inf
 
@@ -239,7 +287,7 @@ class _Timed:
         )
 
     def cost(self, cost: Cost, workspace_bytes: int, least: float) -> Cost:
-        """A cost with these seconds: the mean of warm and cold caches, as bytes may be in them or not.
+        """A cost with these seconds: of warm and cold caches, as bytes may be in them or not.
 
         Args:
             cost: the rest of it.
@@ -247,7 +295,9 @@ class _Timed:
             least: seconds that the reference work has taken.
         """
         warm = median(self.warm)
-        seconds = (warm + max(warm, median(self.cold))) / 2 if self.cold else warm
+        seconds = warm
+        if self.cold:
+            seconds = self.warm_share * warm + (1.0 - self.warm_share) * max(warm, median(self.cold))
         return replace(
             cost,
             seconds=seconds * least,

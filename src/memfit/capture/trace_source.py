@@ -301,7 +301,7 @@ def host_time_of(table: CostTable | None) -> HostTime:
     if table is None:
         return ELSEWHERE
     host = table.host_time()
-    return host if table.device.type == "cpu" else HostTime(host.mode, host.mode, 0.0)
+    return host if table.device.type == "cpu" else HostTime.same_after_all(host.mode)
 
 
 def engine_seconds(table: CostTable | None) -> tuple[float, float]:

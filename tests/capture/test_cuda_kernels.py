@@ -20,9 +20,10 @@ from memfit.capture.cuda.workspaces import HANDLES, LARGE_WORKSPACE_BYTES, SMALL
 from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import Capability
+from memfit.optimizers.chunked import CHUNK
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.units import format_bytes
-from memfit.values.trace import BEFORE_STEP, Trace
+from memfit.values.trace import BEFORE_STEP, Phase, Trace
 
 ADA, HOPPER, VOLTA = (8, 9), (9, 0), (7, 0)
 
@@ -48,6 +49,32 @@ def saved_bytes(trace: Trace) -> Counter[int]:
     return Counter(
         trace.storages[s].bytes for s in kept if trace.storages[s].birth != BEFORE_STEP and trace.storages[s].bytes
     )
+
+
+# -- updates in chunks -----------------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_an_update_are_as_large_as_on_the_gpu() -> None:
+    """In a parameter of several chunks of a CPU and one of a GPU, 8-bit state takes the workspace of the GPU's chunk."""
+    count = 4 * CHUNK["cpu"]
+    model, x = nn.Linear(1 << 10, count >> 10, bias=False), torch.randn(1, 1 << 10)
+
+    def largest(capability: Capability | None) -> int:
+        trace = traced(model, x, capability=capability, choices=Choices(state_format="8bit"))
+        update = [o for o in trace.operations if o.phase is Phase.OPTIMIZER]
+        return max(trace.storages[s].bytes for o in update for s in o.makes)
+
+    assert largest(None) == 4 * CHUNK["cpu"]
+    assert largest(ADA) == 4 * count
+
+
+def test_of_an_update_in_chunks_the_first_ones_are_written_down() -> None:
+    chunks = 9
+    model, x = nn.Linear(1 << 10, (chunks * CHUNK["cpu"]) >> 10, bias=False), torch.randn(1, 1 << 10)
+    trace = traced(model, x, capability=None, choices=Choices(state_format="8bit"))
+    update = [o for o in trace.operations if o.phase is Phase.OPTIMIZER and o.name == "aten._fused_adamw_.default"]
+    assert [o.times for o in update] == [1, chunks - 1]
+    assert {o.times for o in trace.operations if o.phase is not Phase.OPTIMIZER} == {1}
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def with_costs(
         seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(touched, op)
         workspace = cost.workspace_bytes + hidden
         operations.append(
-            replace(op, seconds=seconds, workspace_bytes=workspace, host_factor=host.factor_after(touched))
+            replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=host.factor_after(touched))
         )
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue

@@ -121,6 +121,11 @@ class Recorder(TorchDispatchMode):
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
         self._backward_module = ""
+        self._times = 1.0
+
+    def stands_for(self, times: float) -> None:
+        """From now on an operation stands for as many like it."""
+        self._times = times
 
     def _position(self) -> tuple[int, int] | None:
         """Operations and saves of forward so far; None where forward is not being recorded."""
@@ -305,6 +310,7 @@ class Recorder(TorchDispatchMode):
                 call.shape,
                 call.same_layout,
                 among,
+                times=self._times,
             )
         )
         return result

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -274,8 +274,9 @@ class _StepRecording:
 
     def run(self) -> None:
         """[2] One micro-batch, recorded, and [3] the update."""
-        loss = self._forward_backward()
-        self._update()
+        with _sketched(self.program, 2, self.recorder.stands_for):
+            loss = self._forward_backward()
+            self._update()
         del loss
         self.program.clear()
 
@@ -366,15 +367,24 @@ def _make_state(program: StepProgram, recorder: Recorder) -> None:
         return
     recording, recorder.recording = recorder.recording, False
     optimizer = program.optimizer
-    fake = all(isinstance(p, FakeTensor) for p in program.model.parameters())
-    sketched = optimizer.sketching() if fake and isinstance(optimizer, ChunkedOptimizer) else nullcontext()
-    with nullcontext() if recording else recorder, sketched:
+    with nullcontext() if recording else recorder, _sketched(program, 1):
         optimizer.step()
     recorder.recording = recording
     here = device_of(program.model).type
     state = state_tensors(program.optimizer)
     recorder.register((t for t in state if t.device.type == here), Category.OPTIMIZER_STATE)
     recorder.register((t for t in state if t.device.type != here), Category.OPTIMIZER_STATE, counts=False)
+
+
+def _sketched(
+    program: StepProgram, chunks: int, stands_for: Callable[[float], None] = lambda _: None
+) -> AbstractContextManager[None]:
+    """Of updates in chunks of fake tensors only so many of each parameter: the rest is like the last one, and a large model has tens of thousands."""
+    optimizer = program.optimizer
+    fake = all(isinstance(p, FakeTensor) for p in program.model.parameters())
+    return (
+        optimizer.sketching(chunks, stands_for) if fake and isinstance(optimizer, ChunkedOptimizer) else nullcontext()
+    )
 
 
 def _check_reads(recorder: Recorder) -> None:

@@ -14,6 +14,7 @@ from memfit.capture.cuda.optimizers import as_on_cuda
 from memfit.errors import InputError
 from memfit.hardware.machine import Capability
 from memfit.identity import digest
+from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
@@ -72,6 +73,8 @@ class StepSource:
             if self.cuda is not None:
                 as_on_cuda(optimizer)
             program.optimizer = arranged(optimizer, choices, self.model)
+            if self.cuda is not None and isinstance(program.optimizer, ChunkedOptimizer):
+                program.optimizer.device_kind = "cuda"
         if program.optimizer is not None and choices.precision == "fp16":
             program.scaling = Scaling(device_of(self.model))
         return program

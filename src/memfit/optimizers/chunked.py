@@ -13,6 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,29 @@ from memfit.optimizers.state_storage import StateSlice, StateStorage, StateTenso
 CHUNK: Final[Mapping[str, int]] = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
+@dataclass(frozen=True, slots=True)
+class _Sketch:
+    """Of each parameter only the first chunks are updated.
+
+    Attributes:
+        chunks: how many.
+        stands_for: told how many chunks the next one stands for, and 1 after the last.
+    """
+
+    chunks: int
+    stands_for: Callable[[float], None]
+
+    def of(self, starts: Sequence[int], numel: int) -> Iterator[int]:
+        """Where the chunks begin that are run."""
+        run = starts[: self.chunks]
+        for number, start in enumerate(run, 1):
+            last, count = number == len(run), min([*starts[1:2], numel])
+            rest = max(1, numel - start)
+            self.stands_for(rest / min(max(1, count), rest) if last else 1.0)
+            yield start
+        self.stands_for(1.0)
+
+
 def kind_and_groups(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], list[Group]]:
     """Of an optimizer, or of the one that a `ChunkedOptimizer` runs."""
     return (optimizer.kind if isinstance(optimizer, ChunkedOptimizer) else type(optimizer)), optimizer.param_groups
@@ -49,6 +73,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         in_32bit: patterns of parameters that keep 32 bits, such as "*embeddings": of the parameter's name or of a module it is in (`fnmatch`).
         names: parameters by name, for the patterns; None where the optimizer was given names, or `name` is called later.
         folder: of the file; None for the one that is set (MEMFIT_OFFLOAD_DIR).
+
+    Attributes:
+        device_kind: of the device that its chunks are for, "cpu" or "cuda"; None for that of its parameters. A plan may be for a GPU that is not here.
 
     Raises:
         InputError: the optimizer cannot be treated so, or a pattern matches nothing.
@@ -70,7 +97,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kind = type(optimizer)
         self.in_32bit = tuple(in_32bit)
         self._folder = folder
-        self._sketching = False
+        self.device_kind: str | None = None
+        self._sketch: _Sketch | None = None
         self._exempt: set[Tensor] | None = None if self.in_32bit else set()
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._arrange(state_format, state_place)
@@ -160,13 +188,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     # -- updating ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def sketching(self) -> Iterator[None]:
-        """Updates inside make all state, and then only update the first chunk of each parameter: enough for fake tensors, of which only shapes count."""
-        self._sketching = True
+    def sketching(self, chunks: int, stands_for: Callable[[float], None] = lambda _: None) -> Iterator[None]:
+        """Updates inside run only the first chunks of each parameter: enough for fake tensors, of which only shapes count.
+
+        Args:
+            chunks: how many of each; in the second one what is left of the first is still there.
+            stands_for: told how many chunks the next one stands for, and 1 after the last.
+        """
+        before, self._sketch = self._sketch, _Sketch(chunks, stands_for)
         try:
             yield
         finally:
-            self._sketching = False
+            self._sketch = before
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -233,7 +266,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         # The optimizer itself makes a new parameter's state, a chunk at a time: beside the workspace, so both get half. Never more than later updates
         # take, which are what is predicted: an update inside backward has no more free bytes in the first step than in any other. In whole blocks, also where
         # nothing is packed: what is left of a chunk after whole vectors is rounded otherwise in 16 bits.
-        chunk = _chunk(parameter)
+        chunk = self._chunk(parameter)
         if fresh:
             chunk = max(1, -(-min(chunk, values.numel()) // (2 * BLOCK))) * BLOCK
 
@@ -244,7 +277,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         shared = {key: value for key, value in state.items() if not _is_moment(value)}
         own: dict[str, Any] = {}
         starts = range(0, max(1, values.numel()), chunk)  # one of no elements has its counters, too
-        for start in starts[:1] if self._sketching else starts:
+        for start in starts if self._sketch is None else self._sketch.of(starts, values.numel()):
             stop = min(start + chunk, values.numel())
             count, padded = stop - start, blocks(stop - start) * BLOCK
             part, part_gradient = values[start:stop], gradient[start:stop]
@@ -292,6 +325,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state[key] = value
         if dispatch.storage_key(values) != dispatch.storage_key(parameter):
             parameter.detach().copy_(shaped(values, parameter))  # its memory has gaps, so it was updated in a copy
+
+    def _chunk(self, parameter: Tensor) -> int:
+        """Elements updated at a time; not more than the parameter has, in whole blocks."""
+        kind = self.device_kind or parameter.device.type
+        return min(CHUNK.get(kind, CHUNK["cuda"]), max(1, blocks(parameter.numel())) * BLOCK)
 
     # -- what is kept of a parameter -----------------------------------------------------------------------------------------
 
@@ -381,7 +419,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         given = [saved[f"{name}_codes"], saved[f"{name}_scales"]] if was_packed else [flat(saved[name], parameter)]
         if self._as_ever(parameter):
             state = {name: flat(state[name], parameter)}
-        chunk = _chunk(parameter)
+        chunk = self._chunk(parameter)
         parts = self._parts_of(name, parameter)
         for start in range(0, parameter.numel(), chunk):
             stop = min(start + chunk, parameter.numel())
@@ -404,11 +442,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     slices[0].there.copy_(moment[:count])
             for piece in slices:
                 self._storage.store(state, parameter, piece)
-
-
-def _chunk(parameter: Tensor) -> int:
-    """Elements updated at a time; not more than the parameter has, in whole blocks."""
-    return min(CHUNK.get(parameter.device.type, CHUNK["cuda"]), max(1, blocks(parameter.numel())) * BLOCK)
 
 
 def _kept(slices: Sequence[StateSlice]) -> list[Tensor]:

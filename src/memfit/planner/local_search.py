@@ -146,13 +146,24 @@ def shake(timeline: Timeline, recomputations: Recomputations, budget: int, round
     return current
 
 
-def shrink(timeline: Timeline, recomputations: Recomputations, tries: int) -> dict[int, list[int]]:
-    """Lower the peak, moment by moment: remove a recomputation that holds bytes there, or add one that frees a copy over it."""
+def shrink(
+    timeline: Timeline, recomputations: Recomputations, tries: int, enough_bytes: int = 0
+) -> dict[int, list[int]]:
+    """Lower the peak, moment by moment: remove a recomputation that holds bytes there, or add one that frees a copy over it.
+
+    Args:
+        timeline: of the trace.
+        recomputations: to begin with.
+        tries: changes that are looked at, at most.
+        enough_bytes: a peak that no plan goes below; then it is done.
+    """
     current = {e: list(rs) for e, rs in recomputations.items()}
     while tries > 0:
         replay = Replay(timeline, current)
         while tries > 0:
             peak = replay.peak_bytes
+            if peak <= enough_bytes:
+                return replay.recomputations()
             top = int(replay.totals.argmax())
             lower = None
             groups = [(slot,) for slot in sorted(replay.recipe_at)]

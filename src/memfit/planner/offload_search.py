@@ -183,6 +183,9 @@ class OffloadSmallestSearch(SmallestSearch):
 
     def run(self) -> OffloadSmallestSearch:
         """Search; the smallest plan of the front is the result."""
+        if self._nothing_is_smaller():
+            self.finish()
+            return self
         graph, cuts = self.problem.offload, self.problem.offload_cuts
         none = np.zeros(len(graph.nodes), dtype=bool)
         size = graph.size.astype(float)

@@ -37,15 +37,24 @@ class SmallestSearch(FrontSearch):
         starts: list[Solution] = []  # the smallest of each kind
         if not self.problem.is_small:
             self.front.update(tight for tight, _ in self.problem.tightest)
+        if self._nothing_is_smaller():
+            self.finish()
+            return self
+        if not self.problem.is_small:
             for around in (False, True):
                 tightest = [tight for tight, layout in self.problem.tightest if layout.around is around]
                 shrunk = [self.shrink(tight) for tight in sorted(tightest, key=lambda t: t.peak)[:SHRUNK_LAYOUTS]]
                 starts += sorted(shrunk, key=lambda s: s.peak)[:1]
-        starts += self._by_chains()
+        if not self._nothing_is_smaller():
+            starts += self._by_chains()
         for start in {id(s): s for s in (*starts, self.front.smallest())}.values():
             self.shrink(start)
         self.finish()
         return self
+
+    def _nothing_is_smaller(self) -> bool:
+        """Whether the smallest plan takes what every plan holds at some moment: where the update of many parameters does, most plans do."""
+        return self.front.smallest().peak <= self.problem.floor_bytes
 
     def finish(self) -> None:
         """Of what runs again in the smallest plan, take out what its peak does not need."""
@@ -54,10 +63,12 @@ class SmallestSearch(FrontSearch):
 
     def shrink(self, solution: Solution) -> Solution:
         """A plan with its peak lowered as far as single changes do."""
-        if solution.runs > MOST_RUNS:
+        if solution.runs > MOST_RUNS or solution.peak <= self.problem.floor_bytes:
             return solution
         tries = SHRINK_TRIES // solution.repeats
-        self.shrunk.append(self.keep(shrink(self.problem.timeline, solution.recomputations, tries)))
+        self.shrunk.append(
+            self.keep(shrink(self.problem.timeline, solution.recomputations, tries, self.problem.floor_bytes))
+        )
         return self.shrunk[-1]
 
     def _by_chains(self) -> list[Solution]:

@@ -19,7 +19,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 11
+FORMAT_VERSION: Final = 12
 BEFORE_STEP: Final = -1
 
 
@@ -106,6 +106,7 @@ class Operation:
         same_layout: all its tensor arguments have one dtype, one shape and the same strides.
         collective: what it moves between devices; None for what one device does alone.
         host_factor: how many times longer than with warm caches the engine takes beside it.
+        times: how many like it this one stands for; `seconds` are those of all. Of an update in chunks only the first ones are written down.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Operation:
     same_layout: bool = False
     collective: Collective | None = None
     host_factor: float = 1.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +378,7 @@ class Trace:
                     alike,
                     None if among is None else Collective(among["kind"], among["bytes"], tuple(among["ranks"])),
                     host_factor,
+                    times,
                 )
                 for (
                     name,
@@ -396,6 +399,7 @@ class Trace:
                     alike,
                     among,
                     host_factor,
+                    times,
                 ) in columns(ops, Operation)
             )
             storages = tuple(

@@ -112,10 +112,13 @@ def main() -> int:
     parser.add_argument("--role", choices=["plain", "rank"], help=argparse.SUPPRESS)
     parser.add_argument("--limited", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role is not None:
         torch.set_num_threads(1)  # sums in one order
-        print(json.dumps(train_plainly(options) if options.role == "plain" else train_a_rank(options)))
+        found = train_plainly(options) if options.role == "plain" else train_a_rank(options)
+        if found:
+            Path(options.result).write_text(json.dumps(found), encoding="utf-8")
         return 0
     model, budget = built(options), parse_bytes(options.budget)
     parameters = sum(p.numel() for p in model.parameters())

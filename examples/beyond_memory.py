@@ -19,6 +19,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -139,20 +140,22 @@ def apart(command: Sequence[str], options: argparse.Namespace, names: Sequence[s
     """A training in processes of its own: what it found, or how it died.
 
     Args:
-        command: of Python, to which the options are given.
+        command: of Python, to which the options are given, and `--result` with the file that what it found goes into.
         options, names: those that it gets, where they are set.
     """
     given = [
         word for name in names if (value := getattr(options, name)) is not None for word in (f"--{name}", str(value))
     ]
-    done = subprocess.run(  # noqa: S603 - this very script
-        [sys.executable, *command, *given], capture_output=True, text=True, check=False, env={**os.environ, **GIVEN_BACK, "OMP_NUM_THREADS": "1"}
-    )  # fmt: skip
-    if done.returncode == 0:
-        # Other ranks write into the same pipe: what gloo tells may be on the line before it or behind.
-        line = next(line for line in done.stdout.splitlines() if "losses" in line)
-        found: dict[str, Any] = json.JSONDecoder().raw_decode(line[line.index("{") :])[0]
-        return found
+    with tempfile.TemporaryDirectory() as folder:
+        # A file, and not what is printed: into that ranks, gloo and torchrun write at once.
+        result = Path(folder, "result.json")
+        given += ["--result", str(result)]
+        done = subprocess.run(  # noqa: S603 - this very script
+            [sys.executable, *command, *given], capture_output=True, text=True, check=False, env={**os.environ, **GIVEN_BACK, "OMP_NUM_THREADS": "1"}
+        )  # fmt: skip
+        if done.returncode == 0:
+            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            return found
     lines = done.stderr.strip().splitlines()
     errors = [
         line for line in lines if "Error" in line and "ChildFailedError" not in line
@@ -177,11 +180,12 @@ def main() -> int:
     )
     parser.add_argument("--role", choices=["plain", "memfit"], help=argparse.SUPPRESS)
     parser.add_argument("--limited", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role is not None:
         torch.set_num_threads(1)  # sums in one order
         found = train_plainly(options) if options.role == "plain" else train_streamed(options)
-        print(json.dumps(found))
+        Path(options.result).write_text(json.dumps(found), encoding="utf-8")
         return 0
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(options.layers, options.hidden).parameters())

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,31 @@ import forking
 LIMIT_SECONDS = 180.0
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit_seconds: float = LIMIT_SECONDS) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    limit_seconds: float = LIMIT_SECONDS,
+    together: bool = True,
+) -> list[Any]:
     """`function(*args)` in `world` processes with a process group; what each rank returns, in the order of ranks.
+
+    Args:
+        function: of a module.
+        world: number of ranks.
+        args: of it.
+        limit_seconds: for all of it.
+        together: the ranks meet once more at the end.
 
     Raises:
         AssertionError: a rank raised, ended, or did not end in time.
     """
     deadline = time.monotonic() + limit_seconds
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [forking.process(_rank, function, rank, world, folder, args) for rank in range(world)]
+        ranks = [
+            forking.process(partial(_rank, together=together), function, rank, world, folder, args)
+            for rank in range(world)
+        ]
         forking.start(ranks)
         try:
             failed: list[int] = []
@@ -50,14 +67,17 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit_second
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...], *, together: bool
+) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         result = function(*args)
-        dist.barrier()
+        if together:
+            dist.barrier()
         torch.save(result, Path(folder, f"{rank}.pt"))
         dist.destroy_process_group()
     except BaseException:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +201,35 @@ def test_what_one_rank_finds_stops_all_of_them_and_smaller_batches_are_taken() -
         )
         assert "nothing in the batches of all 2 ranks counts for the loss" in told[2]
         assert list(map(float, told[3:])) == pytest.approx(losses, rel=1e-6)
+
+
+def _silent(said: str) -> str:
+    """In a rank: a step; then the other rank computes nothing until this one has given up."""
+    _, batch, _, _ = built("sequential")
+    trained = _Trained("sequential", StageEnds((2, 4), GPIPE, 2, 4), 2, "sgd")
+    trained.step(batch)
+    trained.pipeline.wait_at_most(timedelta(seconds=1))
+    trained.step(batch)
+    own = trained.part(batch)
+    try:
+        trained.pipeline.prepare(own)
+        if trained.pipeline.stage:
+            trained.pipeline.forward_backward(own, lambda _: nullcontext())
+            return "it has not waited"
+        for _ in range(400):
+            if Path(said).exists():
+                return "the other rank has given up"
+            time.sleep(0.1)
+        return "the other rank waits"
+    except RuntimeError as error:
+        Path(said).touch()
+        return str(error)
+
+
+def test_a_rank_waits_for_messages_of_another_stage_as_long_as_it_was_told(tmp_path: Path) -> None:
+    silent, waited = run_ranks(_silent, 2, str(tmp_path / "said"), together=False)
+    assert silent == "the other rank has given up"
+    assert "Timed out" in waited
 
 
 def test_a_cut_for_other_ranks_or_places_is_refused() -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import memfit
 import small
 from memfit.ranks import join_group
-from memfit.train.ranks import wait_at_most
 from sharding import fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
 
@@ -101,16 +97,3 @@ def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             join_group("gloo")
     assert not dist.is_initialized()
-
-
-def test_a_rank_waits_no_longer_in_the_groups_of_a_pipeline_than_in_that_of_all(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        of_its_own = dist.new_group([0])
-        assert of_its_own is not dist.group.WORLD
-        wait_at_most(7.0)
-        for group in (dist.group.WORLD, of_its_own):
-            assert group is not None
-            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
-    finally:
-        dist.destroy_process_group()

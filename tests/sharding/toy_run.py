@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 MODEL = """
+import os
 import time
 
+import torch
 from torch import nn
 
 class Net(nn.Module):
@@ -46,6 +48,18 @@ def build_fuller():
     if os.environ.get("RANK") == "1":
         ranks.rehearse = more
     return Net()
+
+class GreedyNet(Net):
+    calls = 0
+
+    def forward(self, x, y):
+        GreedyNet.calls += 1
+        if GreedyNet.calls > 10 and os.environ.get("RANK") == "1":
+            torch.empty(1 << 50)
+        return super().forward(x, y)
+
+def build_greedy():
+    return GreedyNet()
 
 def build_slow_on_a_slow_disk():
     from memfit.train import durable

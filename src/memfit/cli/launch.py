@@ -13,14 +13,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from memfit.cli.answer import Answer, Status, failure, read_config, settings_of
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, MemfitError
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
 ANSWERS: Final = "MEMFIT_ANSWERS"  # names the folder in the environment of the processes that were started here
@@ -50,7 +52,7 @@ def launched(arguments: argparse.Namespace) -> Answer:
             answers = _answers(Path(folder))
             lost = sorted(set(range(number)) - answers.keys()) if status else []
             if not lost or not restarts_left or _interrupted(status):
-                return _answered(list(answers.values()), lost, status)
+                return _answered(answers, lost, status)
         if begun is not None or (out / "config.json").is_file():
             begun, given = out, None  # the run's own plan from here on, or another where the number of ranks changes
         number = max(least, number - len(lost))
@@ -156,23 +158,43 @@ def _lost(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names} ended without an answer (killed, out of memory, or hung until the others gave up)"
 
 
-def _answered(answers: Sequence[dict[str, Any]], lost: Sequence[int], status: int) -> Answer:
+def _answered(answers: Mapping[int, dict[str, Any]], lost: Sequence[int], status: int) -> Answer:
     """What rank 0 has answered; where one was lost, which; where one failed, what the first one to fail said."""
-    failed = [each for each in answers if each["error"]]
+    failed = {rank: each for rank, each in answers.items() if each["error"]}
     if lost and len(failed) == len(answers):
         text = f"{_lost(lost)}, so all were stopped. To go on from the last snapshot: memfit resume, or --restarts N from the beginning"
         print(f"memfit: {text}", file=sys.stderr)
         return Answer({"error": "EngineError", "message": text, "lost_ranks": list(lost)}, "", Status.COULD_NOT_TELL)
     if failed:
-        first = min(failed, key=lambda each: each["at"])
-        print(f"memfit: {first['text']}", file=sys.stderr)
-        return Answer(first["data"], "", first["status"])
-    for each in answers:
+        rank, first = min(failed.items(), key=lambda each: each[1]["at"])
+        text, together = first["text"], {each["text"] for each in answers.values()} == {first["text"]}
+        told = text if together or f"rank {rank}" in text else f"rank {rank}: {text}"
+        print(f"memfit: {told}", file=sys.stderr)
+        return Answer({**first["data"], "message": told}, "", first["status"])
+    for each in answers.values():
         if each["data"]:
             return Answer(each["data"], each["text"], each["status"])
     text = f"a rank ended without an answer (torchrun's exit status is {status}): what it printed stands above"
     print(f"memfit: {text}", file=sys.stderr)
     return Answer({"error": "EngineError", "message": text}, "", Status.COULD_NOT_TELL)
+
+
+def _failure(error: BaseException) -> Answer:
+    """As a command alone says it; what an allocator has refused in a sentence, since the others end with errors of their own right after it."""
+    found = failure(error)
+    if isinstance(error, MemfitError):
+        return found
+    from memfit.oom.messages import find
+
+    refused = find(found.text)
+    if refused is None or refused.kind != "allocation":
+        return found
+    wanted = "" if refused.wanted_bytes is None else f" ({format_bytes(refused.wanted_bytes)} more were refused)"
+    text = (
+        f"out of memory{wanted}, so all were stopped. Something else takes memory beside the step, or the budget is more than there is: give a smaller one "
+        "(--budget), or fewer ranks to a computer, and go on from the last snapshot with memfit resume"
+    )
+    return replace(found, data={**found.data, "message": text}, text=text)
 
 
 def reported(run: Callable[[], Answer]) -> Answer:
@@ -184,7 +206,7 @@ def reported(run: Callable[[], Answer]) -> Answer:
     try:
         answer = run()
     except (Exception, KeyboardInterrupt) as error:
-        _leave(file, failure(error), error=True)
+        _leave(file, _failure(error), error=True)
         raise
     _leave(file, answer, error=False)
     # torchrun takes any other status for a failure.

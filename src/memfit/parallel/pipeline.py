@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class Pipeline(PipelinedModel):
         self.division = division
         self._loss_fn, self._look, self._region = loss_fn, look, region
         self._pipeline, self._replicas = mesh.get_group("stage"), mesh.get_group("replica")
+        self._pipelines: list[list[int]] = mesh.mesh.tolist()
         self.stage, world = self._pipeline.rank(), self._pipeline.size()
         self.device = device_of(model)
         ends = division.ends
@@ -144,6 +146,15 @@ class Pipeline(PipelinedModel):
                 if dist.get_rank() in pipeline:
                     found[ranks] = made
         return found
+
+    def wait_at_most(self, limit: timedelta) -> None:
+        """The ranks of a pipeline get a new group: messages in gloo keep the limit that their group was made with."""
+        super().wait_at_most(limit)
+        for ranks in self._pipelines:
+            made = dist.new_group(ranks, timeout=limit)
+            if dist.get_rank() in ranks:
+                self._pipeline = made
+        self._running = None
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._pipeline, rank)
@@ -383,10 +394,10 @@ class Pipeline(PipelinedModel):
                 found[name] = value
             elif self.agreement.rank != owner:
                 received = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(received.view(-1).view(torch.uint8), owner)
+                dist.recv(received.view(-1).view(torch.uint8), owner, group=self._pipeline)
                 found[name] = received.to("cpu")
             elif owner:
-                dist.send(here[name].detach().contiguous().view(-1).view(torch.uint8), 0)
+                dist.send(here[name].detach().contiguous().view(-1).view(torch.uint8), 0, group=self._pipeline)
             else:
                 found[name] = here[name].detach().to("cpu", copy=True)
         return found if self.agreement.rank == 0 else {}

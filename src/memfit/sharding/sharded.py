@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,13 @@ class ShardedModel(ABC):
     def ranks(self) -> int:
         """How many train it."""
         return self.group.size()
+
+    def wait_at_most(self, limit: timedelta) -> None:
+        """How long this rank waits for others from here on, in every group that it belongs to; all ranks have to call it, between steps."""
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        for group in list(_world.pg_map):
+            _set_pg_timeout(limit, group)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:

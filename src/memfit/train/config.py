@@ -217,7 +217,7 @@ class TrainConfig:
         meter_every: optimizer steps between metered ones, whose peak is logged next to the predicted one; 0 for none.
         out: folder that everything is written to.
         rank_timeout: seconds after which the other ranks take one for lost that does not answer: more than a step or a snapshot takes on one rank; None for
-            torch's own (30 minutes on a CPU, 10 on GPUs).
+            torch's own (30 minutes on a CPU, 10 on GPUs). A rank that has done no step, evaluation or snapshot for twice as long ends itself.
     """
 
     epochs: int | None = None

@@ -34,6 +34,7 @@ from memfit.train.saving import Saving
 from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
+from memfit.train.watchdog import Watchdog
 from memfit.values.report import MeasuredRank, StepRecord
 
 
@@ -173,6 +174,14 @@ class _Run:
     saving: Saving | None = None
     waiting: float | None = None
     ranks: tuple[MeasuredRank, ...] = ()
+    watchdog: Watchdog = field(init=False)
+
+    def __post_init__(self) -> None:
+        together, limit = self.output.together, self.settings.rank_timeout
+        if together is None or limit is None:
+            self.watchdog = Watchdog(None, "")
+        else:  # a rank may wait for another one as long as that takes for its own step
+            self.watchdog = Watchdog(2 * limit, f"rank {together.rank}")
 
     def go(self, snapshot: Snapshot | None) -> RunOutcome:
         if self.engine.optimizer is None:
@@ -190,7 +199,7 @@ class _Run:
             rates.set(max(0, self.step - self.skipped - 1))
         log = Log(self.output.folder, self.step, self.evaluated) if self.output.writes else SilentLog()
         try:
-            with stop_requests(self.output.display.note) as stop:
+            with stop_requests(self.output.display.note) as stop, self.watchdog:
                 self.output.display.begin(self.step, total, self._predicted())
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):
@@ -295,6 +304,7 @@ class _Run:
         if settings.eval_every and self.step and self.step % settings.eval_every == 0:
             self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
         while self.step < total and not self._asked(stop):
+            self.watchdog.progress()
             if self.saving is not None and self.saving.done:
                 self._saved()
             before = process_generators.generators()
@@ -347,9 +357,7 @@ class _Run:
                 largest=choices.micro_batch_size or -(-self.batches.size // choices.micro_batches),
                 weights=self.validation.weights,
                 precision=choices.precision,
-                stop=lambda: (
-                    self.output.together is None and bool(stop)
-                ),  # ranks evaluate to the end, or one would wait for the others
+                stop=lambda: self._ends_early(stop),
                 accuracy=accuracy,
             )
         if loss is None:
@@ -362,7 +370,13 @@ class _Run:
         told = "" if accuracy.share is None else f", accuracy {100 * accuracy.share:.1f} %"
         self.output.display.note(f"step {self.step}: validation loss {loss:.4f}{told}")
 
+    def _ends_early(self, stop: StopRequest) -> bool:
+        """Asked after each batch that was evaluated. Ranks evaluate to the end, or one would wait for the others."""
+        self.watchdog.progress()
+        return self.output.together is None and bool(stop)
+
     def _save(self, log: Log | SilentLog) -> None:
+        self.watchdog.progress()
         self._saved()  # the one before it: two are never under way
         log.sync()
         loop = {

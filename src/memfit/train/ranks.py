@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -147,15 +146,6 @@ def for_number(config: Config, number: int) -> Config:
 def restarted() -> bool:
     """Whether torchrun has started this process again, after a rank of the run had failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in {"", "0"}
-
-
-def wait_at_most(seconds: float | None) -> None:
-    """How long a rank waits for the others from here on, in every group that it belongs to: the ranks of a pipeline have groups of their own."""
-    if seconds is not None:
-        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-
-        for group in list(_world.pg_map):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 _ANY: Final = Machine("", "cpu", 1, 1.0, 1.0, 1.0)  # where only the number of devices matters

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,7 +115,8 @@ def _on_ranks(
     assert engine.sharded is not None
     agreement = engine.sharded.agreement
     alike.check_alike(agreement, own)
-    ranks.wait_at_most(config.train.rank_timeout)
+    if config.train.rank_timeout is not None:
+        engine.sharded.wait_at_most(timedelta(seconds=config.train.rank_timeout))
     return _train(config, assembly, engine, agreement.told(snapshot), display)
 
 

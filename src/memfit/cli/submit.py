@@ -1,4 +1,4 @@
-"""`memfit submit`: send a run to a service, with its folder of code."""
+"""`memfit submit`: send a run to a service, or a search, with its folder of code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser = verbs.add_parser("submit", parents=[shared], help="send a run to a service", description=__doc__)
+    parser = verbs.add_parser(
+        "submit", parents=[shared], help="send a run or a search to a service", description=__doc__
+    )
     parser.add_argument(
-        "config", metavar="CONFIG", type=Path, help="configuration file (YAML, or JSON), as memfit train reads it"
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="configuration file (YAML, or JSON), as memfit train or memfit tune reads it",
     )
     add_settings(parser)
     parser.add_argument(
@@ -105,6 +110,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             plan_only=arguments.plan_only,
             key=arguments.key,
         )
+        if "search" in config:
+            return _study(client, found, wait=arguments.wait)
         number = found["run"]
         if not arguments.wait:
             return Answer(
@@ -119,6 +126,18 @@ def run(arguments: argparse.Namespace) -> Answer:
         if refusal.get("error") == InfeasibleError.__name__:
             status = Status.DOES_NOT_FIT
         return Answer({"verb": "submit", **found}, f"Run {number} is {found['state']}: {found['reason']}", status)
+
+
+def _study(client: Client, found: dict[str, Any], *, wait: bool) -> Answer:
+    from memfit.cli.studies import line, tell
+
+    number = found["study"]
+    if not wait:
+        told = f"Study {number} is {found['state']}.\nTo follow it: memfit studies {number} --follow"
+        return Answer({"verb": "submit", **found}, told)
+    found = client.wait_for_study(number, tell)
+    status = {"done": Status.FITS if found["best"] else Status.COULD_NOT_TELL, "refused": Status.DOES_NOT_FIT}
+    return Answer({"verb": "submit", **found}, line(found), status.get(found["state"], Status.COULD_NOT_TELL))
 
 
 def followed(client: Client, number: int) -> Any:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, FastAPI, Header, Query, Request
-from fastapi import Path as InPath
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -25,73 +21,27 @@ from memfit.errors import InputError
 from memfit.runner.ends import tail_of
 from memfit.service import demo
 from memfit.service.guarding import UPLOADS, Guarding
+from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, chunks
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.service.service import Service, Submission
 from memfit.service.streams import RunStream, followed
-from memfit.service.tokens import Caller
+from memfit.service.studies import Studies
+from memfit.service.studies_app import searched
 from memfit.units import format_bytes
 
 PAGE: Final = Path(__file__).parent / "page"
 _KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MOST_STREAMS: Final = 200
 _STALE_SECONDS: Final = 15.0
-_LARGEST: Final = 2**62  # a number of a run; SQLite's are below 2**63
-_CHUNK: Final = 1 << 20
-
-Number = Annotated[int, InPath(ge=1, le=_LARGEST, description="of the run")]
 
 
-class Answer(JSONResponse):
-    """JSON in ASCII, so that whatever a client sent can be sent back."""
-
-    def render(self, content: Any) -> bytes:
-        """The bytes."""
-        return json.dumps(content, allow_nan=False).encode("ascii")
-
-
-class SubmissionBody(BaseModel):
-    """A run to submit."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    config: dict[str, Any] = Field(description="content of a run file, as `memfit train` reads it")
-    name: str = Field("", description="to call it by")
-    code: str | None = Field(None, description="digest that POST /v1/uploads has answered")
-    priority: int = Field(0, description="from -100 to 100; higher goes first, above 0 is for admins")
-    plan_only: bool = Field(False, description="find out whether it fits, and run nothing")
-
-
-class Told(BaseModel):
-    """Why a request was not followed."""
-
-    error: str
-    message: str
-
-
-_BEARER: Final = HTTPBearer(auto_error=False)
-
-
-def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
-    """Whose token a request carries."""
-    found = None if given is None else request.app.state.service.tokens.caller(given.credentials)
-    if found is None:
-        raise HTTPException(
-            401, "a bearer token is needed, and this is none that is good", {"WWW-Authenticate": "Bearer"}
-        )
-    request.scope["state"]["caller"] = found.name
-    assert isinstance(found, Caller)
-    return found
-
-
-Known = Annotated[Caller, Depends(known)]
-
-
-def application(service: Service, hosts: Collection[str]) -> ASGIApp:
+def application(service: Service, studies: Studies, hosts: Collection[str]) -> ASGIApp:
     """The application of one service.
 
     Args:
         service: that it is a view of.
+        studies: of it.
         hosts: names by which it may be called.
     """
     refusals: dict[int | str, dict[str, Any]] = {
@@ -111,6 +61,7 @@ def application(service: Service, hosts: Collection[str]) -> ASGIApp:
     _open_to_all(app, service)
     _changes(app, service)
     _questions(app, service)
+    searched(app, studies)
     return Guarding(app, service.store, hosts, service.settings.config_bytes)
 
 
@@ -247,7 +198,7 @@ def _questions(app: FastAPI, service: Service) -> None:
     def runs(
         caller: Known,
         state: Annotated[list[str] | None, Query()] = None,
-        before: Annotated[int | None, Query(ge=1, le=_LARGEST)] = None,
+        before: Annotated[int | None, Query(ge=1, le=LARGEST)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:
         """Runs, the newest first."""
@@ -297,10 +248,4 @@ def _questions(app: FastAPI, service: Service) -> None:
         """One of them; never shown as a page."""
         opened = service.artifact(caller, number, name)
         headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
-        return StreamingResponse(_chunks(opened), media_type="application/octet-stream", headers=headers)
-
-
-def _chunks(opened: IO[bytes]) -> Iterator[bytes]:
-    with opened:
-        while chunk := opened.read(_CHUNK):
-            yield chunk
+        return StreamingResponse(chunks(opened), media_type="application/octet-stream", headers=headers)

@@ -97,22 +97,10 @@ class Service:
             NotNowError: the key is known, and was for something else; or the service is about to end.
             TooLargeError: they have too many runs that are not over.
         """
-        caller.check_submits()
-        if self.dispatcher.draining:
-            raise NotNowError("the service takes no runs now: it is about to end, and will be back")
-        if sent.priority > 0 and caller.role != "admin":
-            raise NotAllowedError(f"priority {sent.priority}: above 0 is for admins")
-        if not -100 <= sent.priority <= 100:
-            raise Refusal(f"priority {sent.priority}: it is from -100 to 100")
-        if sent.key is not None and not _KEY.fullmatch(sent.key):
-            raise Refusal("an idempotency key has 1 to 128 visible ASCII characters")
-        if len(sent.name) > _MOST_NAME or not (sent.name.isprintable() or not sent.name):
-            raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
-        told = {**asdict(sent), "config": sent.config, "key": None}
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        digest = self.check_submission(caller, sent)
         if sent.key is not None and (before := self.store.by_key(caller.name, sent.key)) is not None:
             return self._same(before, digest), False
-        config = checked(sent.config, self._code(caller, sent.code), self.settings)
+        config = checked(sent.config, self.code_folder(caller, sent.code), self.settings)
         live = self.store.connection.execute(
             f"SELECT COUNT(*) FROM runs WHERE owner=? AND state IN ({', '.join('?' * len(LIVE))})",  # noqa: S608 - marks alone
             (caller.name, *LIVE),
@@ -138,6 +126,26 @@ class Service:
                 raise
             return self._same(before, digest), False
 
+    def check_submission(self, caller: Caller, sent: Submission) -> str:
+        """What holds of a run and of a study: who submits, under which name, key and priority; a digest of what was sent.
+
+        Raises:
+            NotAllowedError, NotNowError, Refusal: as for `submit`.
+        """
+        caller.check_submits()
+        if self.dispatcher.draining:
+            raise NotNowError("the service takes no runs now: it is about to end, and will be back")
+        if sent.priority > 0 and caller.role != "admin":
+            raise NotAllowedError(f"priority {sent.priority}: above 0 is for admins")
+        if not -100 <= sent.priority <= 100:
+            raise Refusal(f"priority {sent.priority}: it is from -100 to 100")
+        if sent.key is not None and not _KEY.fullmatch(sent.key):
+            raise Refusal("an idempotency key has 1 to 128 visible ASCII characters")
+        if len(sent.name) > _MOST_NAME or not (sent.name.isprintable() or not sent.name):
+            raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
+        told = {**asdict(sent), "config": sent.config, "key": None}
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
     @staticmethod
     def _same(before: StoredRun, digest: str) -> StoredRun:
         if before.digest != digest:
@@ -146,7 +154,12 @@ class Service:
             )
         return before
 
-    def _code(self, caller: Caller, digest: str | None) -> Path | None:
+    def code_folder(self, caller: Caller, digest: str | None) -> Path | None:
+        """Where uploaded code is; None where none is named.
+
+        Raises:
+            NotKnownError: they have not sent it.
+        """
         if digest is None:
             return None
         folder = launching.code_of(self.settings, digest) if re.fullmatch(r"[0-9a-f]{64}", digest) else None
@@ -321,6 +334,7 @@ class Service:
             "step": None if progress is None else progress.step,
             "loss": None if progress is None else progress.loss,
             "parts": run.part,
+            "study": run.study,
         }
 
     def devices(self, caller: Caller) -> list[dict[str, Any]]:

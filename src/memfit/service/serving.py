@@ -21,6 +21,7 @@ from memfit.service.dispatcher import Dispatcher
 from memfit.service.service import Service
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore
+from memfit.service.studies import Studies
 from memfit.service.tokens import Tokens
 
 LOCAL: Final = ("127.0.0.1", "localhost", "[::1]")
@@ -55,7 +56,8 @@ class Serving:
             self.store.close()
             raise
         self.service = Service(settings, self.store, dispatcher)
-        app = application(self.service, {*LOCAL, host, *names})
+        self.studies = Studies(self.service)
+        app = application(self.service, self.studies, {*LOCAL, host, *names})
         config = uvicorn.Config(
             app,
             host,
@@ -69,6 +71,7 @@ class Serving:
         self._server = uvicorn.Server(config)
         self._stopping = threading.Event()
         self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
+        self._searching = threading.Thread(target=self.studies.serve, args=(self._stopping,), name="memfit-studies")
 
     @property
     def port(self) -> int:
@@ -97,6 +100,7 @@ class Serving:
             await serving
 
         self._dispatching.start()
+        self._searching.start()
         try:
             with _outlived(signal.SIGTERM, signal.SIGINT):
                 asyncio.run(serve())
@@ -117,8 +121,9 @@ class Serving:
     def close(self) -> None:
         """Let go of the folder; what runs goes on."""
         self._stopping.set()
-        if self._dispatching.is_alive():
-            self._dispatching.join()
+        for thread in (self._searching, self._dispatching):
+            if thread.is_alive():
+                thread.join()
         self.service.dispatcher.close()
         self.store.close()
 

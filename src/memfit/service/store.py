@@ -18,7 +18,7 @@ from typing import Any, Final
 from memfit.errors import InputError
 from memfit.service.states import LIVE, State
 
-FORMAT: Final = 1  # of the file
+FORMAT: Final = 2  # of the file
 NAME: Final = "service.sqlite"
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -43,11 +43,30 @@ CREATE TABLE IF NOT EXISTS runs (
     started REAL,
     ended REAL,
     run_seconds REAL NOT NULL DEFAULT 0,
+    study INTEGER,
     UNIQUE (owner, key)
 );
 CREATE INDEX IF NOT EXISTS runs_by_state ON runs (state);
 CREATE INDEX IF NOT EXISTS runs_by_owner ON runs (owner, number);
 CREATE INDEX IF NOT EXISTS runs_by_end ON runs (ended);
+CREATE INDEX IF NOT EXISTS runs_by_study ON runs (study);
+CREATE TABLE IF NOT EXISTS studies (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    key TEXT,
+    digest TEXT NOT NULL,
+    config TEXT NOT NULL,
+    code TEXT,
+    priority INTEGER NOT NULL DEFAULT 0,
+    state TEXT NOT NULL DEFAULT 'running',
+    asked TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    summary TEXT,
+    submitted REAL NOT NULL,
+    ended REAL,
+    UNIQUE (owner, key)
+);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
 );
@@ -63,6 +82,8 @@ CREATE TABLE IF NOT EXISTS audit (
     path TEXT NOT NULL, status INTEGER NOT NULL
 );
 """
+# What a file of an earlier version lacks, by that version.
+_UPGRADES: Final = {1: ("ALTER TABLE runs ADD COLUMN study INTEGER",)}
 _PARTS: Final = ("config", "plan", "refusal", "request")  # columns that hold JSON
 
 
@@ -90,6 +111,7 @@ class StoredRun:
         submitted, started, ended: None for what has not happened.
         run_seconds: that its parts have run, those that are over.
         key: that its owner gave, so that a submission that is sent twice is one run; None for none.
+        study: number of the study whose trial it is; None for a run of its own.
     """
 
     number: int
@@ -113,6 +135,7 @@ class StoredRun:
     started: float | None
     ended: float | None
     run_seconds: float
+    study: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +182,13 @@ class ServiceStore:
             if whole != "ok":
                 raise sqlite3.DatabaseError(whole.splitlines()[0])
             (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found not in (0, FORMAT):
+            if found not in (0, FORMAT, *_UPGRADES):
                 raise InputError(
                     f"{self.file} is of version {found} and this memfit reads {FORMAT}: use the memfit that wrote it, or another folder"
                 )
+            for each in sorted(_UPGRADES):
+                if found and found <= each:
+                    self._upgrade(connection, each)
             connection.executescript(_TABLES)
             connection.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.OperationalError as error:
@@ -178,6 +204,19 @@ class ServiceStore:
         except InputError:
             self.close()
             raise
+
+    @staticmethod
+    def _upgrade(connection: sqlite3.Connection, version: int) -> None:
+        """From one version to the next, all of it or nothing."""
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in _UPGRADES[version]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={version + 1}")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -287,6 +326,11 @@ class ServiceStore:
         """The run that an owner has submitted under a key."""
         row = self.connection.execute("SELECT * FROM runs WHERE owner=? AND key=?", (owner, key)).fetchone()
         return None if row is None else _run(row)
+
+    def of_study(self, study: int) -> list[StoredRun]:
+        """The trials of a study, in the order in which they came."""
+        rows = self.connection.execute("SELECT * FROM runs WHERE study=? ORDER BY number", (study,))
+        return [_run(row) for row in rows]
 
     def live(self) -> list[StoredRun]:
         """Runs that are not over, in the order in which they came."""

@@ -12,6 +12,7 @@ import pytest
 
 from memfit.service import confine, uploads
 from memfit.service.dispatcher import Dispatcher
+from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service, Submission
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore, StoredRun
@@ -30,6 +31,7 @@ class Serving:
     service: Service
     folder: Path
     studies: Studies
+    housekeeping: Housekeeping
 
     def again(self, **changes: Any) -> Serving:
         """A service that is started anew on the same folder, after the first was let go of or killed."""
@@ -37,7 +39,8 @@ class Serving:
         self.service.dispatcher.close()
         self.service.store.close()
         fresh = started(replace(self.settings, **changes), self.folder)
-        self.settings, self.service, self.studies = fresh.settings, fresh.service, fresh.studies
+        self.settings, self.service = fresh.settings, fresh.service
+        self.studies, self.housekeeping = fresh.studies, fresh.housekeeping
         return self
 
     def code(self, caller: Caller = ANNA) -> str:
@@ -71,7 +74,7 @@ class Serving:
 def started(settings: ServiceSettings, folder: Path) -> Serving:
     store = ServiceStore(settings.folder)
     service = Service(settings, store, Dispatcher(settings, store))
-    return Serving(settings, service, folder, Studies(service))
+    return Serving(settings, service, folder, Studies(service), Housekeeping(service))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -168,7 +168,8 @@ def test_a_store_of_the_version_before_is_brought_up_to_date(serve: Callable[...
     with serving.service.store.writing() as connection:  # what the version before did not have
         connection.execute("DROP TABLE studies")
         connection.execute("DROP INDEX runs_by_study")
-        connection.execute("ALTER TABLE runs DROP COLUMN study")
+        for column in ("study", "disk_bytes", "removed"):
+            connection.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         connection.execute("PRAGMA user_version=1")
     serving.again()
     assert serving.service.store.run(before.number) == before

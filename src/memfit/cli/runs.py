@@ -12,7 +12,7 @@ from memfit.cli.submit import add_service, client_of, followed
 from memfit.errors import ConfigError
 from memfit.units import format_bytes
 
-_VERBS = ("cancel", "pause", "resume")
+_VERBS = ("cancel", "pause", "resume", "remove")
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -30,6 +30,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     what.add_argument("--cancel", action="store_true", help="have it end for good")
     what.add_argument("--pause", action="store_true", help="have it stop with a snapshot, and give its bytes back")
     what.add_argument("--resume", action="store_true", help="put it back into the queue")
+    what.add_argument("--remove", action="store_true", help="remove its files, once it is over")
     add_service(parser)
     parser.set_defaults(run=run)
 

@@ -21,6 +21,7 @@ from memfit.errors import InputError
 from memfit.runner.ends import tail_of
 from memfit.service import demo
 from memfit.service.guarding import UPLOADS, Guarding
+from memfit.service.housekeeping import Housekeeping
 from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, chunks
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
@@ -36,12 +37,13 @@ _MOST_STREAMS: Final = 200
 _STALE_SECONDS: Final = 15.0
 
 
-def application(service: Service, studies: Studies, hosts: Collection[str]) -> ASGIApp:
+def application(service: Service, studies: Studies, housekeeping: Housekeeping, hosts: Collection[str]) -> ASGIApp:
     """The application of one service.
 
     Args:
         service: that it is a view of.
         studies: of it.
+        housekeeping: of it.
         hosts: names by which it may be called.
     """
     refusals: dict[int | str, dict[str, Any]] = {
@@ -60,6 +62,7 @@ def application(service: Service, studies: Studies, hosts: Collection[str]) -> A
     app.state.service, app.state.streams = service, 0
     _open_to_all(app, service)
     _changes(app, service)
+    _ends(app, service, housekeeping)
     _questions(app, service)
     searched(app, studies)
     return Guarding(app, service.store, hosts, service.settings.config_bytes)
@@ -106,7 +109,9 @@ def _open_to_all(app: FastAPI, service: Service) -> None:
     def ready() -> Response:
         """Runs are taken, planned and started."""
         view = service.dispatcher.view
-        why = view.error or ("it is about to end" if service.dispatcher.draining else "")
+        why = view.error or (
+            "it is being drained, or about to end: it starts nothing new" if service.dispatcher.draining else ""
+        )
         if not why and time.time() - view.made > _STALE_SECONDS:
             why = "it has not looked at its runs for a while"
         return Answer({"status": why or "ready"}, 503 if why else 200)
@@ -176,6 +181,18 @@ def _changes(app: FastAPI, service: Service) -> None:
     changing("cancel", "Have a run end for good.")
     changing("pause", "Have a run stop with a snapshot, and give its bytes back.")
     changing("resume", "Put a paused run back into the queue.")
+
+
+def _ends(app: FastAPI, service: Service, housekeeping: Housekeeping) -> None:
+    @app.post("/v1/runs/{number}/remove", tags=["runs"])
+    def remove(number: Number, caller: Known) -> Response:
+        """Have the files of a run that is over removed; the run itself stays known."""
+        return Answer(service.described(housekeeping.remove(caller, number)))
+
+    @app.post("/v1/drain", tags=["operations"])
+    def drain(caller: Known, on: bool = True) -> Response:  # noqa: FBT001, FBT002 - a query
+        """Take and start nothing new, or do so again; what runs goes on."""
+        return Answer({"draining": on, "running": service.drain(caller, on=on)})
 
 
 def _questions(app: FastAPI, service: Service) -> None:

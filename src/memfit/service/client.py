@@ -161,6 +161,14 @@ class Client:
         names = [each["name"] for each in self._asked("GET", f"/v1/studies/{number}/artifacts")]
         return self._fetched(f"/v1/studies/{number}/artifacts", folder, names)
 
+    def remove(self, number: int) -> dict[str, Any]:
+        """Have the files of a run that is over removed."""
+        return self._asked("POST", f"/v1/runs/{number}/remove")  # type: ignore[no-any-return]
+
+    def drain(self, *, on: bool = True) -> int:
+        """Have the service take and start nothing new, or do so again; how many runs run."""
+        return int(self._asked("POST", "/v1/drain", params={"on": on})["running"])
+
     def devices(self) -> list[dict[str, Any]]:
         """Each device, with the runs on it over time."""
         return self._asked("GET", "/v1/devices")["devices"]  # type: ignore[no-any-return]

@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from memfit.errors import InputError, PlanFileError
@@ -68,8 +70,10 @@ class Dispatcher:
 
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
-        self.runner = Runner(settings.folder / "runner", settings.capacity)
+        planning = {launching.PLANNING: settings.planning_bytes * settings.planning_at_once}
+        self.runner = Runner(settings.folder / "runner", {**settings.capacity, **planning})
         self.draining = False
+        self.forgotten: SimpleQueue[str] = SimpleQueue()  # names of parts whose files are gone
         self.view = View()
         self._followers: dict[int, LogFollower] = {}
         self._told: set[str] = set()  # names of parts that were sent their end signal
@@ -99,6 +103,9 @@ class Dispatcher:
             InputError: a store cannot be written.
         """
         self.runner.poll(seconds)
+        with suppress(Empty):
+            while True:
+                self.runner.forget(self.forgotten.get_nowait())
         live = self.store.live()
         for run in live:
             self._advance(run)

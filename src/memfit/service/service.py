@@ -15,13 +15,14 @@ from memfit.errors import InputError
 from memfit.service import launching
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.own_folder import files_inside, open_inside
-from memfit.service.refusals import NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
+from memfit.service.refusals import DrainingError, NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import LIVE, OVER, PAUSED, PLANNING, RUNNING, WAITING
 from memfit.service.store import Event, ServiceStore, StoredRun
 from memfit.service.submission import checked
 from memfit.service.tokens import Caller, Tokens
 from memfit.service.uploads import Upload, unpack
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
 _STRIP_SECONDS: Final = 1800.0  # of the past that the strip of a device shows
@@ -134,7 +135,8 @@ class Service:
         """
         caller.check_submits()
         if self.dispatcher.draining:
-            raise NotNowError("the service takes no runs now: it is about to end, and will be back")
+            raise DrainingError("the service takes no runs now: it is being drained, or about to end")
+        self._check_quota(caller.name)
         if sent.priority > 0 and caller.role != "admin":
             raise NotAllowedError(f"priority {sent.priority}: above 0 is for admins")
         if not -100 <= sent.priority <= 100:
@@ -145,6 +147,28 @@ class Service:
             raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
         told = {**asdict(sent), "config": sent.config, "key": None}
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _check_quota(self, owner: str) -> None:
+        quota = self.settings.owner_disk_bytes
+        if quota is None or (used := self.store.disk_by_owner().get(owner, 0)) < quota:
+            return
+        raise TooLargeError(
+            f"the files of {owner}'s runs take {format_bytes(used)}, and {format_bytes(quota)} are allowed: remove some (memfit runs N --remove)"
+        )
+
+    def drain(self, caller: Caller, *, on: bool) -> int:
+        """Take and start nothing new, or do so again; what runs goes on.
+
+        Returns:
+            How many runs run.
+
+        Raises:
+            NotAllowedError: they are no admin.
+        """
+        if caller.role != "admin":
+            raise NotAllowedError("to drain the service is for admins")
+        self.dispatcher.draining = on
+        return self.store.numbers_by_state().get(RUNNING, 0)
 
     @staticmethod
     def _same(before: StoredRun, digest: str) -> StoredRun:
@@ -291,8 +315,10 @@ class Service:
         Raises:
             NotKnownError, NotAllowedError: as for `cancel`.
             NotNowError: it is not paused.
+            TooLargeError: its owner has too much on the disk.
         """
         run = self._changeable(caller, number)
+        self._check_quota(run.owner)
         if run.state != PAUSED:
             raise NotNowError(f"run {number} is {run.state}: what is paused can be resumed")
         why = f"resumed by {caller.name}"
@@ -335,7 +361,14 @@ class Service:
             "loss": None if progress is None else progress.loss,
             "parts": run.part,
             "study": run.study,
+            "disk_bytes": run.disk_bytes,
+            "removed": run.removed,
+            "kept_until": self._kept_until(run),
         }
+
+    def _kept_until(self, run: StoredRun) -> float | None:
+        days = self.settings.keep_days
+        return None if days is None or run.ended is None or run.removed is not None else run.ended + days * 86400
 
     def devices(self, caller: Caller) -> list[dict[str, Any]]:
         """Each device and tier, with the runs on it over time: those that ended of late, those that run, those that wait for their turn.

@@ -18,6 +18,7 @@ from memfit.errors import InputError
 from memfit.service import confine
 from memfit.service.app import application
 from memfit.service.dispatcher import Dispatcher
+from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore
@@ -37,7 +38,7 @@ class Serving:
         names: by which it may be called besides those of the loopback.
 
     Raises:
-        InputError: the folder is another service's, or this kernel cannot confine runs.
+        InputError: the folder is another service's, this computer has less memory than is promised, or this kernel cannot confine runs.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Serving:
                 "this kernel cannot confine runs to their own folder (Landlock, Linux 6.7 or newer): --unconfined runs them with all rights of this user"
             )
         self.settings, self.host = settings, host
+        settings.check_memory()
         settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.store = ServiceStore(settings.folder)
         try:
@@ -57,7 +59,8 @@ class Serving:
             raise
         self.service = Service(settings, self.store, dispatcher)
         self.studies = Studies(self.service)
-        app = application(self.service, self.studies, {*LOCAL, host, *names})
+        self.housekeeping = Housekeeping(self.service)
+        app = application(self.service, self.studies, self.housekeeping, {*LOCAL, host, *names})
         config = uvicorn.Config(
             app,
             host,
@@ -72,6 +75,9 @@ class Serving:
         self._stopping = threading.Event()
         self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
         self._searching = threading.Thread(target=self.studies.serve, args=(self._stopping,), name="memfit-studies")
+        self._keeping = threading.Thread(
+            target=self.housekeeping.serve, args=(self._stopping,), name="memfit-housekeeping"
+        )
 
     @property
     def port(self) -> int:
@@ -101,6 +107,7 @@ class Serving:
 
         self._dispatching.start()
         self._searching.start()
+        self._keeping.start()
         try:
             with _outlived(signal.SIGTERM, signal.SIGINT):
                 asyncio.run(serve())
@@ -121,7 +128,7 @@ class Serving:
     def close(self) -> None:
         """Let go of the folder; what runs goes on."""
         self._stopping.set()
-        for thread in (self._searching, self._dispatching):
+        for thread in (self._keeping, self._searching, self._dispatching):
             if thread.is_alive():
                 thread.join()
         self.service.dispatcher.close()

@@ -44,6 +44,8 @@ CREATE TABLE IF NOT EXISTS runs (
     ended REAL,
     run_seconds REAL NOT NULL DEFAULT 0,
     study INTEGER,
+    disk_bytes INTEGER NOT NULL DEFAULT 0,
+    removed REAL,
     UNIQUE (owner, key)
 );
 CREATE INDEX IF NOT EXISTS runs_by_state ON runs (state);
@@ -83,7 +85,14 @@ CREATE TABLE IF NOT EXISTS audit (
 );
 """
 # What a file of an earlier version lacks, by that version.
-_UPGRADES: Final = {1: ("ALTER TABLE runs ADD COLUMN study INTEGER",)}
+_UPGRADES: Final = {
+    1: (
+        "ALTER TABLE runs ADD COLUMN study INTEGER",
+        "ALTER TABLE runs ADD COLUMN disk_bytes INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE runs ADD COLUMN removed REAL",
+    )
+}
+_LATE_SECONDS: Final = 120.0  # after its end, in which the files of a run are measured once more
 _PARTS: Final = ("config", "plan", "refusal", "request")  # columns that hold JSON
 
 
@@ -112,6 +121,8 @@ class StoredRun:
         run_seconds: that its parts have run, those that are over.
         key: that its owner gave, so that a submission that is sent twice is one run; None for none.
         study: number of the study whose trial it is; None for a run of its own.
+        disk_bytes: that its files take, as last measured.
+        removed: when its files were removed; None while they are there.
     """
 
     number: int
@@ -136,6 +147,8 @@ class StoredRun:
     ended: float | None
     run_seconds: float
     study: int | None = None
+    disk_bytes: int = 0
+    removed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +344,62 @@ class ServiceStore:
         """The trials of a study, in the order in which they came."""
         rows = self.connection.execute("SELECT * FROM runs WHERE study=? ORDER BY number", (study,))
         return [_run(row) for row in rows]
+
+    # ------------------------------------------------------------------------------------------------------------ files
+
+    def to_measure(self, live: Sequence[str]) -> list[StoredRun]:
+        """Runs that may have written since their files were last measured: those that are not over, that ended of late, or that were never measured."""
+        marks = ", ".join("?" * len(live))
+        query = f"SELECT * FROM runs WHERE removed IS NULL AND (state IN ({marks}) OR disk_bytes=0 OR ended>?)"  # noqa: S608 - as above
+        return [_run(row) for row in self.connection.execute(query, (*live, time.time() - _LATE_SECONDS))]
+
+    def has_on_disk(self, number: int, size: int) -> None:
+        """What the files of a run take: no event."""
+        with self.writing() as connection:
+            connection.execute("UPDATE runs SET disk_bytes=? WHERE number=?", (size, number))
+
+    def disk_by_owner(self) -> dict[str, int]:
+        """What the files of all runs of each owner take."""
+        return dict(self.connection.execute("SELECT owner, SUM(disk_bytes) FROM runs GROUP BY owner").fetchall())
+
+    def with_files(self, over: Sequence[str], ended_before: float = 1e18) -> list[StoredRun]:
+        """Runs that are over and have files, the oldest first; but trials of a study that goes on."""
+        marks = ", ".join("?" * len(over))
+        query = (
+            f"SELECT * FROM runs WHERE removed IS NULL AND state IN ({marks}) AND ended<? "  # noqa: S608 - as above
+            "AND (study IS NULL OR study NOT IN (SELECT number FROM studies WHERE state='running')) ORDER BY ended"
+        )
+        return [_run(row) for row in self.connection.execute(query, (*over, ended_before))]
+
+    def half_removed(self) -> list[StoredRun]:
+        """Runs whose files were to be removed, and were not all."""
+        return [
+            _run(row)
+            for row in self.connection.execute("SELECT * FROM runs WHERE removed IS NOT NULL AND disk_bytes>0")
+        ]
+
+    def unused_uploads(self, made_before: float) -> list[tuple[str, str]]:
+        """Digest and owner of uploaded code that neither a run with files nor a study that goes on needs."""
+        query = (
+            "SELECT digest, owner FROM uploads WHERE made<? "
+            "AND digest NOT IN (SELECT code FROM runs WHERE code IS NOT NULL AND removed IS NULL) "
+            "AND digest NOT IN (SELECT code FROM studies WHERE code IS NOT NULL AND state='running')"
+        )
+        return [tuple(row) for row in self.connection.execute(query, (made_before,))]
+
+    def forget_upload(self, digest: str, owner: str) -> bool:
+        """An owner has not sent this code any more; whether nobody has."""
+        with self.writing() as connection:
+            connection.execute("DELETE FROM uploads WHERE digest=? AND owner=?", (digest, owner))
+            (left,) = connection.execute("SELECT COUNT(*) FROM uploads WHERE digest=?", (digest,)).fetchone()
+        return not left
+
+    def forget_audit(self, before: float) -> int:
+        """Rows of the audit log from before a moment go; how many they were."""
+        with self.writing() as connection:
+            return connection.execute("DELETE FROM audit WHERE time<?", (before,)).rowcount
+
+    # ------------------------------------------------------------------------------------------------------------ lists
 
     def live(self) -> list[StoredRun]:
         """Runs that are not over, in the order in which they came."""

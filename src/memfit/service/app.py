@@ -233,6 +233,11 @@ def _questions(app: FastAPI, service: Service) -> None:
         """The plan, in figures and in words."""
         return Answer({"plan": service.run(caller, number).plan, "text": service.words(caller, number)})
 
+    @app.get("/v1/runs/{number}/export", tags=["runs"], response_class=PlainTextResponse)
+    def export(number: Number, caller: Known, kind: str = "slurm", image: str = "") -> Response:
+        """A run for another scheduler, with the bytes of its plan: `slurm`, or `trainjob` with an image."""
+        return PlainTextResponse(service.exported(caller, number, kind, image))
+
     @app.get("/v1/runs/{number}/output", tags=["runs"], response_class=PlainTextResponse)
     def output(number: Number, caller: Known, errors: bool = True) -> Response:  # noqa: FBT001, FBT002 - a query
         """The end of what a run has printed to standard error, where progress goes; or to standard output."""

@@ -107,6 +107,10 @@ class Client:
         """Its plan in words."""
         return str(self._asked("GET", f"/v1/runs/{number}/plan")["text"])
 
+    def export(self, number: int, kind: str = "slurm", image: str = "") -> str:
+        """It for another scheduler, with the bytes of its plan: a batch script of "slurm", or a "trainjob" with an image."""
+        return str(self._send("GET", f"/v1/runs/{number}/export", params={"kind": kind, "image": image}).text)
+
     def output(self, number: int, *, errors: bool = True) -> str:
         """The end of what it has printed to standard error, or to standard output."""
         return str(self._send("GET", f"/v1/runs/{number}/output", params={"errors": errors}).text)

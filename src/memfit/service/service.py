@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+import yaml
+
 from memfit.errors import InputError
-from memfit.service import launching
+from memfit.service import exports, launching
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.own_folder import files_inside, open_inside
 from memfit.service.refusals import DrainingError, NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
@@ -246,6 +248,26 @@ class Service:
                 return Plan.from_json(json.loads(stream.read())).explain()
         except (InputError, ValueError, OSError):
             return run.reason
+
+    def exported(self, caller: Caller, number: int, kind: str, image: str = "") -> str:
+        """A run for another scheduler, with the bytes of its plan: a batch script of Slurm, or a TrainJob as YAML.
+
+        Raises:
+            NotKnownError: as for `run`.
+            NotNowError: it has no plan.
+            Refusal: there is no such kind, or a TrainJob without an image.
+        """
+        run = self.run(caller, number)
+        if kind not in exports.KINDS:
+            raise Refusal(f"there is no export {kind!r}; there are {', '.join(exports.KINDS)}")
+        if run.plan is None:
+            raise NotNowError(f"run {number} is {run.state} and has no plan: what it takes is not known")
+        name, needs = run.name or f"memfit-run-{number}", exports.Needs.of(run.plan)
+        if kind == "slurm":
+            return exports.slurm(run.config, name, needs)
+        if not image:
+            raise Refusal("a TrainJob needs an image: that of a container with memfit, and the run's code and data")
+        return yaml.safe_dump(exports.train_job(run.config, name, needs, image), sort_keys=False)
 
     def output(self, caller: Caller, number: int, *, errors: bool = True) -> Path:
         """The file with what a run prints: to standard error, where progress goes, or to standard output.

@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = (arguments.folder or service_folder()).resolve()
     if arguments.drain or arguments.undrain:
         return _drained(folder, on=arguments.drain)
+    if arguments.restore:
+        return _restored(folder, arguments.restore)
     if arguments.make_token or arguments.take_back or arguments.backup:
         return _about_store(arguments, folder)
     if not arguments.demo:
@@ -119,6 +121,15 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
         return Answer({"verb": "serve", "backup": str(arguments.backup)}, f"Written: {arguments.backup}")
     finally:
         store.close()
+
+
+def _restored(folder: Path, copy: Path) -> Answer:
+    from memfit.service.restoring import restore
+
+    before = restore(folder, copy)
+    there = "" if before is None else f"\nThe store that was there: {before}"
+    told = {"verb": "serve", "restored": str(copy), "before": None if before is None else str(before)}
+    return Answer(told, f"Restored: {copy}{there}")
 
 
 def _drained(folder: Path, *, on: bool) -> Answer:

@@ -78,7 +78,17 @@ class Dispatcher:
         self._followers: dict[int, LogFollower] = {}
         self._told: set[str] = set()  # names of parts that were sent their end signal
         self._looked = 0.0
+        self._end_unknown()
         self._shares: tuple[float, dict[str, float]] = (-1e9, {})
+
+    def _end_unknown(self) -> None:
+        """What runs of runs that the store does not know: it is a copy from before they were submitted."""
+        for name in (*self.runner.running, *self.runner.waiting):
+            try:
+                self.store.run(int(name.partition("-")[0]))
+            except KeyError:
+                _log.error("%s is of no run that the store knows, and is ended", name)
+                self.runner.stop(name)
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 

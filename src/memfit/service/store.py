@@ -444,6 +444,11 @@ class ServiceStore:
         """How many runs there are in each state."""
         return dict(self.connection.execute("SELECT state, COUNT(*) FROM runs GROUP BY state").fetchall())
 
+    def last_event(self) -> int:
+        """How many events there have been."""
+        (found,) = self.connection.execute("SELECT COALESCE(MAX(number), 0) FROM events").fetchone()
+        return int(found)
+
     def events(self, number: int, after: int = 0) -> list[Event]:
         """What happened to a run, from the beginning or after an event."""
         rows = self.connection.execute(

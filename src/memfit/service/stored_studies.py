@@ -97,6 +97,10 @@ class StudyStore:
         row = self._store.connection.execute("SELECT * FROM studies WHERE owner=? AND key=?", (owner, key)).fetchone()
         return None if row is None else _study(row)
 
+    def numbers_by_state(self) -> dict[str, int]:
+        """How many studies there are in each state."""
+        return dict(self._store.connection.execute("SELECT state, COUNT(*) FROM studies GROUP BY state").fetchall())
+
     def listed(
         self, *, owner: str | None, states: Sequence[str] = (), before: int | None = None, limit: int = 100
     ) -> list[StoredStudy]:

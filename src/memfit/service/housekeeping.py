@@ -27,6 +27,8 @@ from memfit.units import format_bytes
 _log = logging.getLogger("memfit.service")
 _SECONDS: Final = 30.0  # between looks
 _DAY: Final = 86400.0
+_JUMP_SECONDS: Final = 60.0
+_JUMPED_SECONDS: Final = 3600.0
 
 
 class Housekeeping:
@@ -38,6 +40,8 @@ class Housekeeping:
 
     def __init__(self, service: Service) -> None:
         self.service, self.settings, self.store = service, service.settings, service.store
+        self._clocks: tuple[float, float] | None = None
+        self._steady_from = 0.0
 
     def serve(self, stopping: threading.Event) -> None:
         """Look now and then until told to stop."""
@@ -52,9 +56,18 @@ class Housekeeping:
         self._measure()
         self._hold_to_quota()
         self._finish_removals()
-        self._remove_old()
-        self._remove_code()
-        self._remove_audit()
+        if self._clock_is_steady(time.time(), time.monotonic()):
+            self._remove_old()
+            self._remove_code()
+            self._remove_audit()
+
+    def _clock_is_steady(self, now: float, steady: float) -> bool:
+        """Whether the computer's clock has gone on as time does, for an hour since it last did not: nothing is old because a clock was set."""
+        before, self._clocks = self._clocks, (now, steady)
+        if before is not None and abs((now - before[0]) - (steady - before[1])) > _JUMP_SECONDS:
+            _log.error("the computer's clock has jumped: nothing is removed for its age in the next hour")
+            self._steady_from = steady + _JUMPED_SECONDS
+        return steady >= self._steady_from
 
     def remove(self, caller: Caller, number: int) -> StoredRun:
         """Have the files of a run that is over removed; one whose files are gone stays as it is.

@@ -116,7 +116,7 @@ def train_job(config: Mapping[str, Any], name: str, needs: Needs, image: str) ->
         "-c",
         f'printf %s "$MEMFIT_RUN_FILE" > run.json && exec {" ".join(_command("train", "run.json", ranks))}',
     ]
-    trainer = {
+    trainer: dict[str, Any] = {
         "env": [
             {"name": "MEMFIT_RUN_FILE", "value": content},
             {"name": MEMORY_LIMIT, "value": ",".join(map(str, needs.rank_bytes))},

@@ -267,7 +267,7 @@ class Service:
             return exports.slurm(run.config, name, needs)
         if not image:
             raise Refusal("a TrainJob needs an image: that of a container with memfit, and the run's code and data")
-        return yaml.safe_dump(exports.train_job(run.config, name, needs, image), sort_keys=False)
+        return str(yaml.safe_dump(exports.train_job(run.config, name, needs, image), sort_keys=False))
 
     def output(self, caller: Caller, number: int, *, errors: bool = True) -> Path:
         """The file with what a run prints: to standard error, where progress goes, or to standard output.

@@ -95,7 +95,7 @@ class StudyTrials:
         def opened() -> Any:
             run = self.run(name)
             if run is None:
-                raise InputError(f"{name} has no run yet")
+                raise FileNotFoundError(name)
             return open_inside(self._service.folder(run), LOG)
 
         return MetricsFile(folder / "log.jsonl", opened, _MOST_LOG)

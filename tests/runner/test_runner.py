@@ -528,3 +528,12 @@ def test_a_placement_is_found_wherever_there_is_one(seed: int) -> None:
 def test_no_more_run_at_once_than_asked() -> None:
     ledger = Ledger({"cpu": 10}, 2)
     assert len(ledger.admitted([RunRequest(str(number), ()) for number in range(5)])) == 2
+
+
+def test_limits_of_time_and_silence_do_not_follow_a_clock_that_is_set() -> None:
+    limits = guard.Limits(100.0, 10.0, 1000.0)
+    assert limits.passed(1009.0, 5e9) == ""  # a file changed, whatever time it tells
+    assert limits.passed(1018.0, 5e9) == ""
+    assert limits.passed(1020.0, 1.0) == "", "the clock was set back, and a line came"
+    assert limits.passed(1031.0, 1.0) == "silence"
+    assert limits.passed(1101.0, 2.0) == "time"

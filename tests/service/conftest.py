@@ -12,9 +12,11 @@ import pytest
 
 from memfit.service import confine, uploads
 from memfit.service.dispatcher import Dispatcher
+from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service, Submission
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore, StoredRun
+from memfit.service.studies import Studies
 from memfit.service.tokens import Caller
 from service import small_runs
 
@@ -28,13 +30,17 @@ class Serving:
     settings: ServiceSettings
     service: Service
     folder: Path
+    studies: Studies
+    housekeeping: Housekeeping
 
     def again(self, **changes: Any) -> Serving:
         """A service that is started anew on the same folder, after the first was let go of or killed."""
+        self.studies.close()
         self.service.dispatcher.close()
         self.service.store.close()
         fresh = started(replace(self.settings, **changes), self.folder)
         self.settings, self.service = fresh.settings, fresh.service
+        self.studies, self.housekeeping = fresh.studies, fresh.housekeeping
         return self
 
     def code(self, caller: Caller = ANNA) -> str:
@@ -67,7 +73,8 @@ class Serving:
 
 def started(settings: ServiceSettings, folder: Path) -> Serving:
     store = ServiceStore(settings.folder)
-    return Serving(settings, Service(settings, store, Dispatcher(settings, store)), folder)
+    service = Service(settings, store, Dispatcher(settings, store))
+    return Serving(settings, service, folder, Studies(service), Housekeeping(service))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -94,5 +101,6 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
 
     yield made
     for each in opened:
+        each.studies.close()
         each.service.dispatcher.runner.close()
         each.service.store.close()

@@ -158,8 +158,22 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / NAME)
     other.execute("PRAGMA user_version=99")
     other.close()
-    with pytest.raises(InputError, match="is of version 99 and this memfit reads 1"):
+    with pytest.raises(InputError, match="is of version 99 and this memfit reads 2"):
         ServiceStore(tmp_path)
+
+
+def test_a_store_of_the_version_before_is_brought_up_to_date(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    before = serving.submit()
+    with serving.service.store.writing() as connection:  # what the version before did not have
+        connection.execute("DROP TABLE studies")
+        connection.execute("DROP INDEX runs_by_study")
+        for column in ("study", "disk_bytes", "removed"):
+            connection.execute(f"ALTER TABLE runs DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version=1")
+    serving.again()
+    assert serving.service.store.run(before.number) == before
+    assert serving.studies.store.listed(owner=None) == []
 
 
 def test_one_service_has_a_folder(serve: Callable[..., Serving]) -> None:

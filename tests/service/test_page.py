@@ -146,3 +146,29 @@ def test_it_paints_at_once_and_asks_nobody_else(browser: Any, serving: Serving) 
     seen.page.locator("#devices svg").first.wait_for()
     assert all(url.startswith((serving.url, "data:")) for url in asked)
     assert seen.problems == []
+
+
+def test_a_study_its_trials_and_their_runs(browser: Any, serving: Serving, tmp_path: Path) -> None:
+    search = {
+        "space": {"optim.lr": [0.003, 0.03], "fit.budget": ["400KiB"]},
+        "objective": "loss",
+        "trials": 2,
+        "sampler": "grid",
+    }
+    with client(serving) as asking:
+        code = asking.upload(small_runs.code(tmp_path / "code"))
+        number = asking.submit({**small_runs.run_file(), "search": search}, code=code, name="rates")["study"]
+        seen = Seen(browser)
+        page = seen.page
+        page.goto(f"{serving.url}/#token={token(serving)}")
+        page.get_by_role("button", name=f"{number} rates").click()
+        playwright.expect(page.locator("#study-state")).to_have_text(re.compile("^done: 2 done"), timeout=120_000)
+    page.locator("#study-picture svg circle").nth(1).wait_for()
+    assert page.locator("#studies progress").get_attribute("value") == "2"
+    assert page.locator("#study-files li").count() == 3
+    assert page.get_by_role("button", name="Cancel").first.is_disabled()
+    seen.picture("study")
+    assert seen.violations() == []
+    page.get_by_role("button", name=re.compile("^1, run")).click()
+    playwright.expect(page.locator("#run-title")).to_contain_text("trial-00001")
+    assert seen.problems == []

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from memfit import __version__
-from memfit.cli import doctor, estimate, explain, frontier, plan, runs, serve, submit, train, tune
+from memfit.cli import doctor, estimate, explain, frontier, plan, runs, serve, studies, submit, train, tune
 from memfit.cli.answer import Answer, Status, failure
 from memfit.errors import MemfitError
 
-_VERBS: Final = (estimate, plan, frontier, train, tune, serve, submit, runs, explain, doctor)
+_VERBS: Final = (estimate, plan, frontier, train, tune, serve, submit, runs, studies, explain, doctor)
 _DESCRIPTION: Final = (
     "Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers."
 )

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from memfit.cli.answer import Answer
-from memfit.cli.submit import add_service, client_of, followed
+from memfit.cli.submit import add_export, add_service, client_of, followed, written
 from memfit.errors import ConfigError
 from memfit.units import format_bytes
 
-_VERBS = ("cancel", "pause", "resume")
+_VERBS = ("cancel", "pause", "resume", "remove")
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
@@ -30,6 +30,11 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     what.add_argument("--cancel", action="store_true", help="have it end for good")
     what.add_argument("--pause", action="store_true", help="have it stop with a snapshot, and give its bytes back")
     what.add_argument("--resume", action="store_true", help="put it back into the queue")
+    what.add_argument("--remove", action="store_true", help="remove its files, once it is over")
+    what.add_argument(
+        "--export", choices=("slurm", "trainjob"), help="write it for another scheduler, with the bytes of its plan"
+    )
+    add_export(parser)
     add_service(parser)
     parser.set_defaults(run=run)
 
@@ -39,7 +44,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     number = arguments.number
     with client_of(arguments) as client:
         if number is None:
-            if any(getattr(arguments, name) for name in ("follow", "output", "plan", "fetch", *_VERBS)):
+            if any(getattr(arguments, name) for name in ("follow", "output", "plan", "fetch", "export", *_VERBS)):
                 raise ConfigError("say which run: memfit runs 12 --follow")
             found = client.runs(*arguments.state)
             return Answer({"verb": "runs", "runs": found}, "\n".join(map(_line, found)) or "No runs.")
@@ -58,6 +63,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             return Answer(
                 {"verb": "runs", "run": number, "files": files}, "\n".join(files) or "It has written no files."
             )
+        if arguments.export is not None:
+            return written(client.export(number, arguments.export, arguments.image or ""), arguments, {"run": number})
         for verb in _VERBS:
             if getattr(arguments, verb):
                 found_run = getattr(client, verb)(number)

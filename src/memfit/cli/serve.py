@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.cli.answer import Answer
-from memfit.errors import ConfigError
+from memfit.errors import BudgetError, ConfigError
+from memfit.units import parse_bytes
 
 DEFAULT_CAPACITY = "50%"
 
@@ -47,6 +48,23 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--silent-seconds", metavar="SECONDS", type=float, help="without output, after which a run is stopped"
     )
+    parser.add_argument(
+        "--planning-memory",
+        metavar="BYTES",
+        help="that a process of planning may take (a quarter of the memory, 8GiB at most)",
+    )
+    parser.add_argument(
+        "--keep-days", metavar="DAYS", type=float, help="after which files of runs that are over are removed (never)"
+    )
+    parser.add_argument(
+        "--keep-bytes",
+        metavar="BYTES",
+        help="of all runs' files; above it those of the oldest that are over are removed",
+    )
+    parser.add_argument(
+        "--keep-audit-days", metavar="DAYS", type=float, help="after which rows of the audit log are removed (never)"
+    )
+    parser.add_argument("--owner-disk", metavar="BYTES", help="that the files of one owner's runs may take")
     parser.add_argument("--unconfined", action="store_true", help="let runs read and write whatever this user may")
     parser.add_argument("--demo", action="store_true", help="serve a demonstration, in a folder that is thrown away")
     parser.add_argument(
@@ -54,6 +72,10 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--take-back", metavar="NAME", help="take back the tokens of somebody, and end")
     parser.add_argument("--backup", metavar="FILE", type=Path, help="write a copy of the store, and end")
+    parser.add_argument(
+        "--drain", action="store_true", help="have the service that runs take and start nothing new, and end"
+    )
+    parser.add_argument("--undrain", action="store_true", help="have it take and start runs again, and end")
     parser.set_defaults(run=run)
 
 
@@ -69,6 +91,10 @@ def run(arguments: argparse.Namespace) -> Answer:
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
     folder = (arguments.folder or service_folder()).resolve()
+    if arguments.drain or arguments.undrain:
+        return _drained(folder, on=arguments.drain)
+    if arguments.restore:
+        return _restored(folder, arguments.restore)
     if arguments.make_token or arguments.take_back or arguments.backup:
         return _about_store(arguments, folder)
     if not arguments.demo:
@@ -97,10 +123,40 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
         store.close()
 
 
+def _restored(folder: Path, copy: Path) -> Answer:
+    from memfit.service.restoring import restore
+
+    before = restore(folder, copy)
+    there = "" if before is None else f"\nThe store that was there: {before}"
+    told = {"verb": "serve", "restored": str(copy), "before": None if before is None else str(before)}
+    return Answer(told, f"Restored: {copy}{there}")
+
+
+def _drained(folder: Path, *, on: bool) -> Answer:
+    """A word to the service of this user that runs."""
+    from memfit.service.client import Client
+    from memfit.service.serving import local_address
+
+    here = local_address(folder)
+    if here is None:
+        raise ConfigError(f"no service has been started in {folder}: name its folder with --folder")
+    with Client(here["url"], here["token"]) as client:
+        running = client.drain(on=on)
+    text = f"It takes and starts nothing new; {running} runs run." if on else "It takes and starts runs again."
+    return Answer({"verb": "serve", "draining": on, "running": running}, text)
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except BudgetError as error:
+        raise ConfigError(f"--{name}: {error}") from None
+
+
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving
-    from memfit.service.settings import ServiceSettings, read_capacity
+    from memfit.service.settings import ServiceSettings, planning_memory, read_capacity
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
@@ -112,6 +168,9 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     settings = ServiceSettings(
         folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
         confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
+        planning_bytes=_bytes("planning-memory", arguments.planning_memory) or planning_memory(), keep_days=arguments.keep_days,
+        keep_bytes=_bytes("keep-bytes", arguments.keep_bytes), keep_audit_days=arguments.keep_audit_days,
+        owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk),
     )  # fmt: skip
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 

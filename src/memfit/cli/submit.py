@@ -1,4 +1,4 @@
-"""`memfit submit`: send a run to a service, with its folder of code."""
+"""`memfit submit`: send a run to a service, or a search, with its folder of code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status, add_settings, settings_of
 from memfit.cli.serve import service_folder
-from memfit.errors import ConfigError, InfeasibleError
+from memfit.errors import BudgetError, ConfigError, InfeasibleError, PlanFileError
+from memfit.units import parse_bytes
 
 if TYPE_CHECKING:
     from memfit.service.client import Client
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser = verbs.add_parser("submit", parents=[shared], help="send a run to a service", description=__doc__)
+    parser = verbs.add_parser(
+        "submit", parents=[shared], help="send a run or a search to a service", description=__doc__
+    )
     parser.add_argument(
-        "config", metavar="CONFIG", type=Path, help="configuration file (YAML, or JSON), as memfit train reads it"
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="configuration file (YAML, or JSON), as memfit train or memfit tune reads it",
     )
     add_settings(parser)
     parser.add_argument(
@@ -34,8 +40,65 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", help="submitted twice under the same key, it is one run")
     parser.add_argument("--plan-only", action="store_true", help="find out whether it fits there, and run nothing")
     parser.add_argument("--wait", action="store_true", help="follow it until it is over")
+    parser.add_argument(
+        "--export",
+        choices=("slurm", "trainjob"),
+        help="ask no service: write it for another scheduler, with the bytes of its budget (memfit runs N --export: of its plan)",
+    )
+    add_export(parser)
     add_service(parser)
     parser.set_defaults(run=run)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The arguments that go with --export."""
+    parser.add_argument("--to", dest="export_file", metavar="FILE", type=Path, help="for --export; else it is printed")
+    parser.add_argument(
+        "--image", help="for --export trainjob: container image with memfit, and the run's code and data"
+    )
+
+
+def written(text: str, arguments: argparse.Namespace, told: dict[str, Any]) -> Answer:
+    """An export, in its file or as the answer.
+
+    Raises:
+        PlanFileError: the file cannot be written.
+    """
+    told = {"verb": arguments.verb, **told, "export": arguments.export}
+    if arguments.export_file is None:
+        return Answer({**told, "text": text}, text.rstrip("\n"))
+    try:
+        arguments.export_file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"cannot write the export {arguments.export_file}: {error.strerror or error}") from error
+    return Answer({**told, "output": str(arguments.export_file)}, f"Written: {arguments.export_file}")
+
+
+def _exported(config: dict[str, Any], arguments: argparse.Namespace) -> Answer:
+    """Without a service, and so without a plan: it takes what its budget says."""
+    import yaml
+
+    from memfit.service import exports
+
+    fit = config.get("fit") or {}
+    if "search" in config:
+        raise ConfigError("--export is of one run, and the file has a search: part")
+    if fit.get("budget") is None or isinstance(fit.get("devices"), str):
+        raise ConfigError(
+            "--export needs fit.budget, the bytes of one device; what takes several devices is submitted, and exported with its plan (memfit runs N --export)"
+        )
+    try:
+        budget = parse_bytes(fit["budget"])
+    except BudgetError as error:
+        raise ConfigError(f"fit.budget: {error}") from None
+    device = "cuda" if str(fit.get("device", "cuda")).startswith(("cuda", "auto")) else "cpu"
+    name, needs = arguments.name or arguments.config.stem, exports.Needs((budget,), device)
+    if arguments.export == "slurm":
+        return written(exports.slurm(config, name, needs), arguments, {"name": name})
+    if not arguments.image:
+        raise ConfigError("--export trainjob needs --image: of a container with memfit, and the run's code and data")
+    job = exports.train_job(config, name, needs, arguments.image)
+    return written(yaml.safe_dump(job, sort_keys=False), arguments, {"name": name})
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +156,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from memfit.train.config import read_content
 
     config = read_content(arguments.config, settings_of(arguments))
+    if arguments.export is not None:
+        return _exported(config, arguments)
     code = arguments.code
     if code is None and (_names_functions(config) or _names_files(config, arguments.config.parent)):
         code = arguments.config.resolve().parent
@@ -105,6 +170,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             plan_only=arguments.plan_only,
             key=arguments.key,
         )
+        if "search" in config:
+            return _study(client, found, wait=arguments.wait)
         number = found["run"]
         if not arguments.wait:
             return Answer(
@@ -119,6 +186,18 @@ def run(arguments: argparse.Namespace) -> Answer:
         if refusal.get("error") == InfeasibleError.__name__:
             status = Status.DOES_NOT_FIT
         return Answer({"verb": "submit", **found}, f"Run {number} is {found['state']}: {found['reason']}", status)
+
+
+def _study(client: Client, found: dict[str, Any], *, wait: bool) -> Answer:
+    from memfit.cli.studies import line, tell
+
+    number = found["study"]
+    if not wait:
+        told = f"Study {number} is {found['state']}.\nTo follow it: memfit studies {number} --follow"
+        return Answer({"verb": "submit", **found}, told)
+    found = client.wait_for_study(number, tell)
+    status = {"done": Status.FITS if found["best"] else Status.COULD_NOT_TELL, "refused": Status.DOES_NOT_FIT}
+    return Answer({"verb": "submit", **found}, line(found), status.get(found["state"], Status.COULD_NOT_TELL))
 
 
 def followed(client: Client, number: int) -> Any:

@@ -145,6 +145,35 @@ def _sign_of_life(files: Iterable[str]) -> float:
     return max(times)
 
 
+class Limits:
+    """Of time and of silence, both by a clock that does not jump when the computer's time is set.
+
+    Args:
+        seconds: from the start, or None.
+        silent_seconds: without a new sign of life, or None.
+        now: of time.monotonic().
+    """
+
+    def __init__(self, seconds: float | None, silent_seconds: float | None, now: float) -> None:
+        self.seconds, self.silent_seconds, self.begun = seconds, silent_seconds, now
+        self._sign, self._since = 0.0, now
+
+    def passed(self, now: float, sign: float) -> str:
+        """Which limit has passed: "time", "silence", or "" for none.
+
+        Args:
+            now: of time.monotonic().
+            sign: the last change of what is watched, as its file tells it; only that it is another one counts.
+        """
+        if sign != self._sign:
+            self._sign, self._since = sign, now
+        if self.seconds is not None and now - self.begun > self.seconds:
+            return "time"
+        if self.silent_seconds is not None and now - self._since > self.silent_seconds:
+            return "silence"
+        return ""
+
+
 def main(folder: str) -> int:
     """Run what `spec.json` in a folder says, and write `end.json` beside it."""
     libc = ctypes.CDLL(None)
@@ -165,7 +194,8 @@ def main(folder: str) -> int:
         os.fsync(space.fileno())
     if not claim(folder, {"pid": os.getpid(), "started": started(os.getpid()), "boot": boot()}):
         return 3
-    begun, kills = time.time(), _oom_kills()
+    kills = _oom_kills()
+    limits = Limits(spec["seconds"], spec["silent_seconds"], time.monotonic())
     end: dict[str, Any] = {"status": None, "signal": None, "reason": "", "forced": False, "resident_bytes": 0}
 
     def orphaned() -> bool:
@@ -196,27 +226,24 @@ def main(folder: str) -> int:
             end["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
             end["resident_bytes"] = used.ru_maxrss * 1024
             break
-        now = time.time()
+        now = time.monotonic()
         if kill_at is not None and now >= kill_at:
             end["forced"] = end["forced"] or spec["grace_seconds"] > 0
             os.kill(child.pid, signal.SIGKILL)
         if not end["reason"]:
-            if spec["seconds"] is not None and now - begun > spec["seconds"]:
-                end["reason"] = "time"
-            elif spec["silent_seconds"] is not None and now - max(begun, _sign_of_life(files)) > spec["silent_seconds"]:
-                end["reason"] = "silence"
-            elif orphaned():
+            end["reason"] = limits.passed(now, _sign_of_life(files))
+            if not end["reason"] and orphaned():
                 end["reason"], kill_at = "runner died", now
                 continue
             if end["reason"]:
                 kill_at = now + spec["grace_seconds"]
                 _tell(child.pid)
-        limits = spec["seconds"] is not None or spec["silent_seconds"] is not None
-        wait = 0.05 if kill_at is not None else 0.5 if limits else 2.0
+        limited = spec["seconds"] is not None or spec["silent_seconds"] is not None
+        wait = 0.05 if kill_at is not None else 0.5 if limited else 2.0
         got = signal.sigtimedwait(SIGNALS, wait)
         number = None if got is None else got.si_signo
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and kill_at is None:
-            end["reason"], kill_at = "asked", time.time() + spec["grace_seconds"]
+            end["reason"], kill_at = "asked", time.monotonic() + spec["grace_seconds"]
             _tell(child.pid)
         elif number == signal.SIGUSR1:
             end["reason"] = end["reason"] or "asked"
@@ -226,7 +253,7 @@ def main(folder: str) -> int:
             os.kill(child.pid, signal.SIGKILL)
     _kill_all()
     end["oom_kills"] = _oom_kills() - kills
-    end["seconds"] = time.time() - begun
+    end["seconds"] = time.monotonic() - limits.begun
     with open(place(f".{END}"), "r+b") as taken:  # noqa: PTH123
         taken.write(json.dumps(end).encode()[:_END_BYTES].ljust(_END_BYTES))
         taken.flush()

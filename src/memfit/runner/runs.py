@@ -84,6 +84,17 @@ class Runs(ABC):
         self._attempts[request.name] = 0
         self._waiting[request.name] = request
 
+    def forget(self, name: str) -> None:
+        """A run that has ended is known no more; one that has not stays.
+
+        Raises:
+            InputError: the store cannot be written.
+        """
+        if name in self._ended:
+            self._store.forget(name)
+            del self._ended[name], self._attempts[name]
+            self._faults.pop(name, None)
+
     @abstractmethod
     def stop(self, name: str, *, at_once: bool = False) -> None:
         """Have a run end: by its end signal, and SIGKILL after the grace; or by SIGKILL now. One that waits never starts."""

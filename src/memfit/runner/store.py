@@ -154,6 +154,11 @@ class RunStore:
         with self._writing() as connection:
             connection.execute("UPDATE runs SET state='ended', end=? WHERE name=?", (json.dumps(end), name))
 
+    def forget(self, name: str) -> None:
+        """It is known no more."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM runs WHERE name=?", (name,))
+
     def rows(self) -> list[Row]:
         """All runs, in the order in which they were added."""
         found = self._connection.execute("SELECT request, state, attempt, faults, end FROM runs ORDER BY number")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, FastAPI, Header, Query, Request
-from fastapi import Path as InPath
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -25,73 +21,29 @@ from memfit.errors import InputError
 from memfit.runner.ends import tail_of
 from memfit.service import demo
 from memfit.service.guarding import UPLOADS, Guarding
+from memfit.service.housekeeping import Housekeeping
+from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, chunks
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.service.service import Service, Submission
 from memfit.service.streams import RunStream, followed
-from memfit.service.tokens import Caller
+from memfit.service.studies import Studies
+from memfit.service.studies_app import searched
 from memfit.units import format_bytes
 
 PAGE: Final = Path(__file__).parent / "page"
 _KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MOST_STREAMS: Final = 200
 _STALE_SECONDS: Final = 15.0
-_LARGEST: Final = 2**62  # a number of a run; SQLite's are below 2**63
-_CHUNK: Final = 1 << 20
-
-Number = Annotated[int, InPath(ge=1, le=_LARGEST, description="of the run")]
 
 
-class Answer(JSONResponse):
-    """JSON in ASCII, so that whatever a client sent can be sent back."""
-
-    def render(self, content: Any) -> bytes:
-        """The bytes."""
-        return json.dumps(content, allow_nan=False).encode("ascii")
-
-
-class SubmissionBody(BaseModel):
-    """A run to submit."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    config: dict[str, Any] = Field(description="content of a run file, as `memfit train` reads it")
-    name: str = Field("", description="to call it by")
-    code: str | None = Field(None, description="digest that POST /v1/uploads has answered")
-    priority: int = Field(0, description="from -100 to 100; higher goes first, above 0 is for admins")
-    plan_only: bool = Field(False, description="find out whether it fits, and run nothing")
-
-
-class Told(BaseModel):
-    """Why a request was not followed."""
-
-    error: str
-    message: str
-
-
-_BEARER: Final = HTTPBearer(auto_error=False)
-
-
-def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
-    """Whose token a request carries."""
-    found = None if given is None else request.app.state.service.tokens.caller(given.credentials)
-    if found is None:
-        raise HTTPException(
-            401, "a bearer token is needed, and this is none that is good", {"WWW-Authenticate": "Bearer"}
-        )
-    request.scope["state"]["caller"] = found.name
-    assert isinstance(found, Caller)
-    return found
-
-
-Known = Annotated[Caller, Depends(known)]
-
-
-def application(service: Service, hosts: Collection[str]) -> ASGIApp:
+def application(service: Service, studies: Studies, housekeeping: Housekeeping, hosts: Collection[str]) -> ASGIApp:
     """The application of one service.
 
     Args:
         service: that it is a view of.
+        studies: of it.
+        housekeeping: of it.
         hosts: names by which it may be called.
     """
     refusals: dict[int | str, dict[str, Any]] = {
@@ -110,7 +62,9 @@ def application(service: Service, hosts: Collection[str]) -> ASGIApp:
     app.state.service, app.state.streams = service, 0
     _open_to_all(app, service)
     _changes(app, service)
+    _ends(app, service, housekeeping)
     _questions(app, service)
+    searched(app, studies)
     return Guarding(app, service.store, hosts, service.settings.config_bytes)
 
 
@@ -155,7 +109,9 @@ def _open_to_all(app: FastAPI, service: Service) -> None:
     def ready() -> Response:
         """Runs are taken, planned and started."""
         view = service.dispatcher.view
-        why = view.error or ("it is about to end" if service.dispatcher.draining else "")
+        why = view.error or (
+            "it is being drained, or about to end: it starts nothing new" if service.dispatcher.draining else ""
+        )
         if not why and time.time() - view.made > _STALE_SECONDS:
             why = "it has not looked at its runs for a while"
         return Answer({"status": why or "ready"}, 503 if why else 200)
@@ -227,6 +183,18 @@ def _changes(app: FastAPI, service: Service) -> None:
     changing("resume", "Put a paused run back into the queue.")
 
 
+def _ends(app: FastAPI, service: Service, housekeeping: Housekeeping) -> None:
+    @app.post("/v1/runs/{number}/remove", tags=["runs"])
+    def remove(number: Number, caller: Known) -> Response:
+        """Have the files of a run that is over removed; the run itself stays known."""
+        return Answer(service.described(housekeeping.remove(caller, number)))
+
+    @app.post("/v1/drain", tags=["operations"])
+    def drain(caller: Known, on: bool = True) -> Response:  # noqa: FBT001, FBT002 - a query
+        """Take and start nothing new, or do so again; what runs goes on."""
+        return Answer({"draining": on, "running": service.drain(caller, on=on)})
+
+
 def _questions(app: FastAPI, service: Service) -> None:
     @app.get("/v1/me", tags=["operations"])
     def me(caller: Known) -> Response:
@@ -247,7 +215,7 @@ def _questions(app: FastAPI, service: Service) -> None:
     def runs(
         caller: Known,
         state: Annotated[list[str] | None, Query()] = None,
-        before: Annotated[int | None, Query(ge=1, le=_LARGEST)] = None,
+        before: Annotated[int | None, Query(ge=1, le=LARGEST)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:
         """Runs, the newest first."""
@@ -264,6 +232,11 @@ def _questions(app: FastAPI, service: Service) -> None:
     def plan(number: Number, caller: Known) -> Response:
         """The plan, in figures and in words."""
         return Answer({"plan": service.run(caller, number).plan, "text": service.words(caller, number)})
+
+    @app.get("/v1/runs/{number}/export", tags=["runs"], response_class=PlainTextResponse)
+    def export(number: Number, caller: Known, kind: str = "slurm", image: str = "") -> Response:
+        """A run for another scheduler, with the bytes of its plan: `slurm`, or `trainjob` with an image."""
+        return PlainTextResponse(service.exported(caller, number, kind, image))
 
     @app.get("/v1/runs/{number}/output", tags=["runs"], response_class=PlainTextResponse)
     def output(number: Number, caller: Known, errors: bool = True) -> Response:  # noqa: FBT001, FBT002 - a query
@@ -297,10 +270,4 @@ def _questions(app: FastAPI, service: Service) -> None:
         """One of them; never shown as a page."""
         opened = service.artifact(caller, number, name)
         headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
-        return StreamingResponse(_chunks(opened), media_type="application/octet-stream", headers=headers)
-
-
-def _chunks(opened: IO[bytes]) -> Iterator[bytes]:
-    with opened:
-        while chunk := opened.read(_CHUNK):
-            yield chunk
+        return StreamingResponse(chunks(opened), media_type="application/octet-stream", headers=headers)

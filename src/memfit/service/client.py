@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -77,10 +77,10 @@ class Client:
         self, config: Mapping[str, Any], *, code: str | Path | None = None, name: str = "", priority: int = 0,
         plan_only: bool = False, key: str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Submit a run.
+        """Submit a run; or a study, where the file has `search`.
 
         Args:
-            config: content of a run file, as `memfit train` reads it.
+            config: content of a run file, as `memfit train` reads it, or of a search file, as `memfit tune` does.
             code: folder that is sent along; or the digest of one that was.
             name: to call it by.
             priority: higher goes first.
@@ -88,11 +88,12 @@ class Client:
             key: the same submission under the same key, sent twice, is one run.
 
         Returns:
-            The run, as `run` tells it.
+            The run, as `run` tells it; or the study, as `study` does.
         """
         digest = self.upload(code) if isinstance(code, Path) or (code is not None and len(code) != 64) else code
         body = {"config": config, "name": name, "code": digest, "priority": priority, "plan_only": plan_only}
-        return self._asked("POST", "/v1/runs", json=body, headers={"idempotency-key": key} if key else {})  # type: ignore[no-any-return]
+        where = "/v1/studies" if "search" in config else "/v1/runs"
+        return self._asked("POST", where, json=body, headers={"idempotency-key": key} if key else {})  # type: ignore[no-any-return]
 
     def runs(self, *states: str, limit: int = 100) -> list[dict[str, Any]]:
         """Runs, the newest first; only those in some states, where they are named."""
@@ -105,6 +106,10 @@ class Client:
     def plan(self, number: int) -> str:
         """Its plan in words."""
         return str(self._asked("GET", f"/v1/runs/{number}/plan")["text"])
+
+    def export(self, number: int, kind: str = "slurm", image: str = "") -> str:
+        """It for another scheduler, with the bytes of its plan: a batch script of "slurm", or a "trainjob" with an image."""
+        return str(self._send("GET", f"/v1/runs/{number}/export", params={"kind": kind, "image": image}).text)
 
     def output(self, number: int, *, errors: bool = True) -> str:
         """The end of what it has printed to standard error, or to standard output."""
@@ -122,6 +127,52 @@ class Client:
         """Put it back into the queue."""
         return self._asked("POST", f"/v1/runs/{number}/resume")  # type: ignore[no-any-return]
 
+    def studies(self, *states: str, limit: int = 100) -> list[dict[str, Any]]:
+        """Studies, the newest first; only those in some states, where they are named."""
+        return self._asked("GET", "/v1/studies", params={"state": list(states), "limit": limit})  # type: ignore[no-any-return]
+
+    def study(self, number: int) -> dict[str, Any]:
+        """One study, with its search file and its trials."""
+        return self._asked("GET", f"/v1/studies/{number}")  # type: ignore[no-any-return]
+
+    def cancel_study(self, number: int) -> dict[str, Any]:
+        """Have it end, with all of its trials."""
+        return self._asked("POST", f"/v1/studies/{number}/cancel")  # type: ignore[no-any-return]
+
+    def wait_for_study(self, number: int, told: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+        """Wait until a study is over, however it ends.
+
+        Args:
+            number: of the study.
+            told: is called with each trial that is over, once.
+
+        Returns:
+            The study.
+        """
+        seen: set[int] = set()
+        while True:
+            study = self.study(number)
+            for trial in study["trials"]:
+                if trial["state"] not in {"running", "waiting"} and trial["number"] not in seen:
+                    seen.add(trial["number"])
+                    told(trial)
+            if study["state"] != "running":
+                return study
+            time.sleep(1.0)
+
+    def fetch_study(self, number: int, folder: str | Path) -> list[Path]:
+        """Copy what a study has written into a folder: the trials as CSV, the best run file, a report."""
+        names = [each["name"] for each in self._asked("GET", f"/v1/studies/{number}/artifacts")]
+        return self._fetched(f"/v1/studies/{number}/artifacts", folder, names)
+
+    def remove(self, number: int) -> dict[str, Any]:
+        """Have the files of a run that is over removed."""
+        return self._asked("POST", f"/v1/runs/{number}/remove")  # type: ignore[no-any-return]
+
+    def drain(self, *, on: bool = True) -> int:
+        """Have the service take and start nothing new, or do so again; how many runs run."""
+        return int(self._asked("POST", "/v1/drain", params={"on": on})["running"])
+
     def devices(self) -> list[dict[str, Any]]:
         """Each device, with the runs on it over time."""
         return self._asked("GET", "/v1/devices")["devices"]  # type: ignore[no-any-return]
@@ -138,13 +189,16 @@ class Client:
             folder: that they are written into.
             names: which; all where none is named.
         """
+        return self._fetched(f"/v1/runs/{number}/artifacts", folder, names or list(self.artifacts(number)))
+
+    def _fetched(self, path: str, folder: str | Path, names: Sequence[str]) -> list[Path]:
         found = []
-        for name in names or self.artifacts(number):
+        for name in names:
             file = Path(folder) / name
             if not file.resolve().is_relative_to(Path(folder).resolve()):
                 raise InputError(f"the service names a file out of the folder, {name!r}: it was not fetched")
             file.parent.mkdir(parents=True, exist_ok=True)
-            with self._http.stream("GET", f"/v1/runs/{number}/artifacts/{name}") as answer, file.open("wb") as target:
+            with self._http.stream("GET", f"{path}/{name}") as answer, file.open("wb") as target:
                 if answer.status_code != httpx2.codes.OK:
                     answer.read()
                     _refused(answer)

@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from memfit.errors import InputError, PlanFileError
@@ -68,13 +70,25 @@ class Dispatcher:
 
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
-        self.runner = Runner(settings.folder / "runner", settings.capacity)
+        planning = {launching.PLANNING: settings.planning_bytes * settings.planning_at_once}
+        self.runner = Runner(settings.folder / "runner", {**settings.capacity, **planning})
         self.draining = False
+        self.forgotten: SimpleQueue[str] = SimpleQueue()  # names of parts whose files are gone
         self.view = View()
         self._followers: dict[int, LogFollower] = {}
         self._told: set[str] = set()  # names of parts that were sent their end signal
         self._looked = 0.0
+        self._end_unknown()
         self._shares: tuple[float, dict[str, float]] = (-1e9, {})
+
+    def _end_unknown(self) -> None:
+        """What runs of runs that the store does not know: it is a copy from before they were submitted."""
+        for name in (*self.runner.running, *self.runner.waiting):
+            try:
+                self.store.run(int(name.partition("-")[0]))
+            except KeyError:
+                _log.error("%s is of no run that the store knows, and is ended", name)
+                self.runner.stop(name)
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 
@@ -99,6 +113,9 @@ class Dispatcher:
             InputError: a store cannot be written.
         """
         self.runner.poll(seconds)
+        with suppress(Empty):
+            while True:
+                self.runner.forget(self.forgotten.get_nowait())
         live = self.store.live()
         for run in live:
             self._advance(run)

@@ -34,6 +34,7 @@ _SYSTEM: Final = (
     "/etc/passwd", "/etc/ssl", "/etc/mime.types", "/etc/alternatives",
 )  # fmt: skip
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/shm")  # noqa: S108 - shared memory, not a temporary folder
+PLANNING: Final = "planning"  # in the account: the memory that processes of planning share
 _SLACK_BYTES: Final = 3 << 30  # of writable memory, for Python, torch and its libraries
 
 
@@ -78,6 +79,8 @@ def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
         folder=str(folder),
         environment=_environment(settings, run),
         inherits=False,
+        peak_bytes={PLANNING: settings.planning_bytes},
+        memory_limit_bytes=settings.planning_bytes,
         seconds=settings.planning_seconds,
         outlives_runner=True,
         restarts=1,

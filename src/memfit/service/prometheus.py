@@ -1,16 +1,18 @@
-"""Figures for Prometheus: runs by state, bytes promised and there, and how long the oldest run waits."""
+"""Figures for Prometheus: runs by state, bytes promised and there, what files take, and how long the oldest run waits."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from memfit.service.service import Service
 from memfit.service.states import LIVE, OVER, WAITING
+from memfit.service.stored_studies import STUDY_LIVE, STUDY_OVER, StudyStore
 
 
 class _Figures:
@@ -32,6 +34,21 @@ class _Figures:
             used.add_metric([name], view.used.get(name, 0))
         yield capacity
         yield used
+        studies = GaugeMetricFamily("memfit_studies", "Studies by their state.", labels=["state"])
+        many = StudyStore(store).numbers_by_state()
+        for state in (*STUDY_LIVE, *STUDY_OVER):
+            studies.add_metric([state], many.get(state, 0))
+        yield studies
+        files = GaugeMetricFamily("memfit_run_files_bytes", "What the files of an owner's runs take.", labels=["owner"])
+        for owner, size in store.disk_by_owner().items():
+            files.add_metric([owner], size)
+        yield files
+        disk = shutil.disk_usage(self._service.settings.folder)
+        yield GaugeMetricFamily("memfit_disk_free_bytes", "Free where the service keeps its runs.", value=disk.free)
+        yield GaugeMetricFamily(
+            "memfit_draining", "Whether it starts nothing new.", value=int(self._service.dispatcher.draining)
+        )
+        yield CounterMetricFamily("memfit_events", "Things that have happened to runs.", value=store.last_event())
         waiting = [run.submitted for run in store.live() if run.state == WAITING]
         oldest = time.time() - min(waiting) if waiting else 0.0
         yield GaugeMetricFamily(

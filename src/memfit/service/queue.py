@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from memfit.errors import InputError
 from memfit.runner import Ledger, RunRequest
 from memfit.units import format_bytes
 
@@ -125,7 +126,13 @@ def turns(
         for each in occupied
     ]
     found: list[Turn] = []
+    empty = Ledger(capacity)
     for position, each in enumerate(queue):
+        try:
+            empty.check(each.request)
+        except InputError as error:  # it did when it was planned: a device is gone, or the service shares less now
+            found.append(Turn(each.request.name, None, (), each.seconds, f"not here now: {error}"))
+            continue
         if position >= depth:
             found.append(Turn(each.request.name, None, (), each.seconds, f"{position} runs are ahead of it"))
             continue

@@ -37,3 +37,9 @@ class TooLargeError(Refusal):
     """More bytes, files or runs than the service takes."""
 
     status = 413
+
+
+class DrainingError(Refusal):
+    """The service takes nothing new for now."""
+
+    status = 503

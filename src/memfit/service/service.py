@@ -11,17 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+import yaml
+
 from memfit.errors import InputError
-from memfit.service import launching
+from memfit.service import exports, launching
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.own_folder import files_inside, open_inside
-from memfit.service.refusals import NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
+from memfit.service.refusals import DrainingError, NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import LIVE, OVER, PAUSED, PLANNING, RUNNING, WAITING
 from memfit.service.store import Event, ServiceStore, StoredRun
 from memfit.service.submission import checked
 from memfit.service.tokens import Caller, Tokens
 from memfit.service.uploads import Upload, unpack
+from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
 _STRIP_SECONDS: Final = 1800.0  # of the past that the strip of a device shows
@@ -97,22 +100,10 @@ class Service:
             NotNowError: the key is known, and was for something else; or the service is about to end.
             TooLargeError: they have too many runs that are not over.
         """
-        caller.check_submits()
-        if self.dispatcher.draining:
-            raise NotNowError("the service takes no runs now: it is about to end, and will be back")
-        if sent.priority > 0 and caller.role != "admin":
-            raise NotAllowedError(f"priority {sent.priority}: above 0 is for admins")
-        if not -100 <= sent.priority <= 100:
-            raise Refusal(f"priority {sent.priority}: it is from -100 to 100")
-        if sent.key is not None and not _KEY.fullmatch(sent.key):
-            raise Refusal("an idempotency key has 1 to 128 visible ASCII characters")
-        if len(sent.name) > _MOST_NAME or not (sent.name.isprintable() or not sent.name):
-            raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
-        told = {**asdict(sent), "config": sent.config, "key": None}
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        digest = self.check_submission(caller, sent)
         if sent.key is not None and (before := self.store.by_key(caller.name, sent.key)) is not None:
             return self._same(before, digest), False
-        config = checked(sent.config, self._code(caller, sent.code), self.settings)
+        config = checked(sent.config, self.code_folder(caller, sent.code), self.settings)
         live = self.store.connection.execute(
             f"SELECT COUNT(*) FROM runs WHERE owner=? AND state IN ({', '.join('?' * len(LIVE))})",  # noqa: S608 - marks alone
             (caller.name, *LIVE),
@@ -138,6 +129,49 @@ class Service:
                 raise
             return self._same(before, digest), False
 
+    def check_submission(self, caller: Caller, sent: Submission) -> str:
+        """What holds of a run and of a study: who submits, under which name, key and priority; a digest of what was sent.
+
+        Raises:
+            NotAllowedError, NotNowError, Refusal: as for `submit`.
+        """
+        caller.check_submits()
+        if self.dispatcher.draining:
+            raise DrainingError("the service takes no runs now: it is being drained, or about to end")
+        self._check_quota(caller.name)
+        if sent.priority > 0 and caller.role != "admin":
+            raise NotAllowedError(f"priority {sent.priority}: above 0 is for admins")
+        if not -100 <= sent.priority <= 100:
+            raise Refusal(f"priority {sent.priority}: it is from -100 to 100")
+        if sent.key is not None and not _KEY.fullmatch(sent.key):
+            raise Refusal("an idempotency key has 1 to 128 visible ASCII characters")
+        if len(sent.name) > _MOST_NAME or not (sent.name.isprintable() or not sent.name):
+            raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
+        told = {**asdict(sent), "config": sent.config, "key": None}
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _check_quota(self, owner: str) -> None:
+        quota = self.settings.owner_disk_bytes
+        if quota is None or (used := self.store.disk_by_owner().get(owner, 0)) < quota:
+            return
+        raise TooLargeError(
+            f"the files of {owner}'s runs take {format_bytes(used)}, and {format_bytes(quota)} are allowed: remove some (memfit runs N --remove)"
+        )
+
+    def drain(self, caller: Caller, *, on: bool) -> int:
+        """Take and start nothing new, or do so again; what runs goes on.
+
+        Returns:
+            How many runs run.
+
+        Raises:
+            NotAllowedError: they are no admin.
+        """
+        if caller.role != "admin":
+            raise NotAllowedError("to drain the service is for admins")
+        self.dispatcher.draining = on
+        return self.store.numbers_by_state().get(RUNNING, 0)
+
     @staticmethod
     def _same(before: StoredRun, digest: str) -> StoredRun:
         if before.digest != digest:
@@ -146,7 +180,12 @@ class Service:
             )
         return before
 
-    def _code(self, caller: Caller, digest: str | None) -> Path | None:
+    def code_folder(self, caller: Caller, digest: str | None) -> Path | None:
+        """Where uploaded code is; None where none is named.
+
+        Raises:
+            NotKnownError: they have not sent it.
+        """
         if digest is None:
             return None
         folder = launching.code_of(self.settings, digest) if re.fullmatch(r"[0-9a-f]{64}", digest) else None
@@ -209,6 +248,26 @@ class Service:
                 return Plan.from_json(json.loads(stream.read())).explain()
         except (InputError, ValueError, OSError):
             return run.reason
+
+    def exported(self, caller: Caller, number: int, kind: str, image: str = "") -> str:
+        """A run for another scheduler, with the bytes of its plan: a batch script of Slurm, or a TrainJob as YAML.
+
+        Raises:
+            NotKnownError: as for `run`.
+            NotNowError: it has no plan.
+            Refusal: there is no such kind, or a TrainJob without an image.
+        """
+        run = self.run(caller, number)
+        if kind not in exports.KINDS:
+            raise Refusal(f"there is no export {kind!r}; there are {', '.join(exports.KINDS)}")
+        if run.plan is None:
+            raise NotNowError(f"run {number} is {run.state} and has no plan: what it takes is not known")
+        name, needs = run.name or f"memfit-run-{number}", exports.Needs.of(run.plan)
+        if kind == "slurm":
+            return exports.slurm(run.config, name, needs)
+        if not image:
+            raise Refusal("a TrainJob needs an image: that of a container with memfit, and the run's code and data")
+        return str(yaml.safe_dump(exports.train_job(run.config, name, needs, image), sort_keys=False))
 
     def output(self, caller: Caller, number: int, *, errors: bool = True) -> Path:
         """The file with what a run prints: to standard error, where progress goes, or to standard output.
@@ -278,8 +337,10 @@ class Service:
         Raises:
             NotKnownError, NotAllowedError: as for `cancel`.
             NotNowError: it is not paused.
+            TooLargeError: its owner has too much on the disk.
         """
         run = self._changeable(caller, number)
+        self._check_quota(run.owner)
         if run.state != PAUSED:
             raise NotNowError(f"run {number} is {run.state}: what is paused can be resumed")
         why = f"resumed by {caller.name}"
@@ -321,7 +382,15 @@ class Service:
             "step": None if progress is None else progress.step,
             "loss": None if progress is None else progress.loss,
             "parts": run.part,
+            "study": run.study,
+            "disk_bytes": run.disk_bytes,
+            "removed": run.removed,
+            "kept_until": self._kept_until(run),
         }
+
+    def _kept_until(self, run: StoredRun) -> float | None:
+        days = self.settings.keep_days
+        return None if days is None or run.ended is None or run.removed is not None else run.ended + days * 86400
 
     def devices(self, caller: Caller) -> list[dict[str, Any]]:
         """Each device and tier, with the runs on it over time: those that ended of late, those that run, those that wait for their turn.

@@ -18,9 +18,11 @@ from memfit.errors import InputError
 from memfit.service import confine
 from memfit.service.app import application
 from memfit.service.dispatcher import Dispatcher
+from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore
+from memfit.service.studies import Studies
 from memfit.service.tokens import Tokens
 
 LOCAL: Final = ("127.0.0.1", "localhost", "[::1]")
@@ -36,7 +38,7 @@ class Serving:
         names: by which it may be called besides those of the loopback.
 
     Raises:
-        InputError: the folder is another service's, or this kernel cannot confine runs.
+        InputError: the folder is another service's, this computer has less memory than is promised, or this kernel cannot confine runs.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Serving:
                 "this kernel cannot confine runs to their own folder (Landlock, Linux 6.7 or newer): --unconfined runs them with all rights of this user"
             )
         self.settings, self.host = settings, host
+        settings.check_memory()
         settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.store = ServiceStore(settings.folder)
         try:
@@ -55,7 +58,9 @@ class Serving:
             self.store.close()
             raise
         self.service = Service(settings, self.store, dispatcher)
-        app = application(self.service, {*LOCAL, host, *names})
+        self.studies = Studies(self.service)
+        self.housekeeping = Housekeeping(self.service)
+        app = application(self.service, self.studies, self.housekeeping, {*LOCAL, host, *names})
         config = uvicorn.Config(
             app,
             host,
@@ -69,6 +74,10 @@ class Serving:
         self._server = uvicorn.Server(config)
         self._stopping = threading.Event()
         self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
+        self._searching = threading.Thread(target=self.studies.serve, args=(self._stopping,), name="memfit-studies")
+        self._keeping = threading.Thread(
+            target=self.housekeeping.serve, args=(self._stopping,), name="memfit-housekeeping"
+        )
 
     @property
     def port(self) -> int:
@@ -97,6 +106,8 @@ class Serving:
             await serving
 
         self._dispatching.start()
+        self._searching.start()
+        self._keeping.start()
         try:
             with _outlived(signal.SIGTERM, signal.SIGINT):
                 asyncio.run(serve())
@@ -117,8 +128,9 @@ class Serving:
     def close(self) -> None:
         """Let go of the folder; what runs goes on."""
         self._stopping.set()
-        if self._dispatching.is_alive():
-            self._dispatching.join()
+        for thread in (self._keeping, self._searching, self._dispatching):
+            if thread.is_alive():
+                thread.join()
         self.service.dispatcher.close()
         self.store.close()
 

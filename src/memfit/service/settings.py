@@ -10,7 +10,7 @@ from typing import Final
 
 from memfit.errors import InputError
 from memfit.service.uploads import UploadLimits
-from memfit.units import parse_bytes
+from memfit.units import format_bytes, parse_bytes
 
 DEFAULT_PORT: Final = 8321
 
@@ -35,6 +35,11 @@ class ServiceSettings:
         silent_seconds: without output or a line in its log, after which a run is stopped; None for no limit.
         restarts: of a run that was killed or lost, each from its last snapshot.
         grace_seconds: that a run has to write a snapshot when it is paused or cancelled.
+        planning_bytes: of the computer's memory that one process of planning may take; they are an account of their own beside what runs share.
+        keep_days: after which the files of a run that is over, and code that no run needs, are removed; None for never.
+        keep_bytes: that the files of all runs may take before those of the oldest that are over are removed; None for any.
+        keep_audit_days: after which rows of the audit log are removed; None for never.
+        owner_disk_bytes: that the files of one owner's runs may take; None for any.
     """
 
     folder: Path
@@ -52,6 +57,36 @@ class ServiceSettings:
     silent_seconds: float | None = None
     restarts: int = 3
     grace_seconds: float = 60.0
+    planning_bytes: int = 4 << 30
+    keep_days: float | None = None
+    keep_bytes: int | None = None
+    keep_audit_days: float | None = None
+    owner_disk_bytes: int | None = None
+
+    def check_memory(self) -> None:
+        """Check that what runs share and what planning takes are there.
+
+        Raises:
+            InputError: this computer has less memory.
+        """
+        total = memory_bytes()
+        planning = self.planning_bytes * self.planning_at_once
+        shared = sum(size for name, size in self.capacity.items() if name in {"cpu", "host"})
+        if shared + planning > total:
+            raise InputError(
+                f"runs are to share {format_bytes(shared)} and planning may take {format_bytes(planning)}, and this computer has {format_bytes(total)}: "
+                "lower --capacity, or --planning-memory"
+            )
+
+
+def memory_bytes() -> int:
+    """Of this computer."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def planning_memory() -> int:
+    """What one process of planning may take where nobody says: a quarter of the computer's memory, 8 GiB at most."""
+    return min(8 << 30, memory_bytes() // 4)
 
 
 def read_capacity(texts: tuple[str, ...]) -> dict[str, int]:
@@ -60,7 +95,7 @@ def read_capacity(texts: tuple[str, ...]) -> dict[str, int]:
     Raises:
         InputError, BudgetError: it cannot be read.
     """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = memory_bytes()
     found: dict[str, int] = {}
     for text in texts:
         name, equals, size = text.rpartition("=")

@@ -18,7 +18,7 @@ from typing import Any, Final
 from memfit.errors import InputError
 from memfit.service.states import LIVE, State
 
-FORMAT: Final = 1  # of the file
+FORMAT: Final = 2  # of the file
 NAME: Final = "service.sqlite"
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -43,11 +43,32 @@ CREATE TABLE IF NOT EXISTS runs (
     started REAL,
     ended REAL,
     run_seconds REAL NOT NULL DEFAULT 0,
+    study INTEGER,
+    disk_bytes INTEGER NOT NULL DEFAULT 0,
+    removed REAL,
     UNIQUE (owner, key)
 );
 CREATE INDEX IF NOT EXISTS runs_by_state ON runs (state);
 CREATE INDEX IF NOT EXISTS runs_by_owner ON runs (owner, number);
 CREATE INDEX IF NOT EXISTS runs_by_end ON runs (ended);
+CREATE INDEX IF NOT EXISTS runs_by_study ON runs (study);
+CREATE TABLE IF NOT EXISTS studies (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    key TEXT,
+    digest TEXT NOT NULL,
+    config TEXT NOT NULL,
+    code TEXT,
+    priority INTEGER NOT NULL DEFAULT 0,
+    state TEXT NOT NULL DEFAULT 'running',
+    asked TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    summary TEXT,
+    submitted REAL NOT NULL,
+    ended REAL,
+    UNIQUE (owner, key)
+);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
 );
@@ -63,6 +84,15 @@ CREATE TABLE IF NOT EXISTS audit (
     path TEXT NOT NULL, status INTEGER NOT NULL
 );
 """
+# What a file of an earlier version lacks, by that version.
+_UPGRADES: Final = {
+    1: (
+        "ALTER TABLE runs ADD COLUMN study INTEGER",
+        "ALTER TABLE runs ADD COLUMN disk_bytes INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE runs ADD COLUMN removed REAL",
+    )
+}
+_LATE_SECONDS: Final = 120.0  # after its end, in which the files of a run are measured once more
 _PARTS: Final = ("config", "plan", "refusal", "request")  # columns that hold JSON
 
 
@@ -90,6 +120,9 @@ class StoredRun:
         submitted, started, ended: None for what has not happened.
         run_seconds: that its parts have run, those that are over.
         key: that its owner gave, so that a submission that is sent twice is one run; None for none.
+        study: number of the study whose trial it is; None for a run of its own.
+        disk_bytes: that its files take, as last measured.
+        removed: when its files were removed; None while they are there.
     """
 
     number: int
@@ -113,6 +146,9 @@ class StoredRun:
     started: float | None
     ended: float | None
     run_seconds: float
+    study: int | None = None
+    disk_bytes: int = 0
+    removed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +195,13 @@ class ServiceStore:
             if whole != "ok":
                 raise sqlite3.DatabaseError(whole.splitlines()[0])
             (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found not in (0, FORMAT):
+            if found not in (0, FORMAT, *_UPGRADES):
                 raise InputError(
                     f"{self.file} is of version {found} and this memfit reads {FORMAT}: use the memfit that wrote it, or another folder"
                 )
+            for each in sorted(_UPGRADES):
+                if found and found <= each:
+                    self._upgrade(connection, each)
             connection.executescript(_TABLES)
             connection.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.OperationalError as error:
@@ -178,6 +217,19 @@ class ServiceStore:
         except InputError:
             self.close()
             raise
+
+    @staticmethod
+    def _upgrade(connection: sqlite3.Connection, version: int) -> None:
+        """From one version to the next, all of it or nothing."""
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in _UPGRADES[version]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={version + 1}")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -288,6 +340,67 @@ class ServiceStore:
         row = self.connection.execute("SELECT * FROM runs WHERE owner=? AND key=?", (owner, key)).fetchone()
         return None if row is None else _run(row)
 
+    def of_study(self, study: int) -> list[StoredRun]:
+        """The trials of a study, in the order in which they came."""
+        rows = self.connection.execute("SELECT * FROM runs WHERE study=? ORDER BY number", (study,))
+        return [_run(row) for row in rows]
+
+    # ------------------------------------------------------------------------------------------------------------ files
+
+    def to_measure(self, live: Sequence[str]) -> list[StoredRun]:
+        """Runs that may have written since their files were last measured: those that are not over, that ended of late, or that were never measured."""
+        marks = ", ".join("?" * len(live))
+        query = f"SELECT * FROM runs WHERE removed IS NULL AND (state IN ({marks}) OR disk_bytes=0 OR ended>?)"  # noqa: S608 - as above
+        return [_run(row) for row in self.connection.execute(query, (*live, time.time() - _LATE_SECONDS))]
+
+    def has_on_disk(self, number: int, size: int) -> None:
+        """What the files of a run take: no event."""
+        with self.writing() as connection:
+            connection.execute("UPDATE runs SET disk_bytes=? WHERE number=?", (size, number))
+
+    def disk_by_owner(self) -> dict[str, int]:
+        """What the files of all runs of each owner take."""
+        return dict(self.connection.execute("SELECT owner, SUM(disk_bytes) FROM runs GROUP BY owner").fetchall())
+
+    def with_files(self, over: Sequence[str], ended_before: float = 1e18) -> list[StoredRun]:
+        """Runs that are over and have files, the oldest first; but trials of a study that goes on."""
+        marks = ", ".join("?" * len(over))
+        query = (
+            f"SELECT * FROM runs WHERE removed IS NULL AND state IN ({marks}) AND ended<? "  # noqa: S608 - as above
+            "AND (study IS NULL OR study NOT IN (SELECT number FROM studies WHERE state='running')) ORDER BY ended"
+        )
+        return [_run(row) for row in self.connection.execute(query, (*over, ended_before))]
+
+    def half_removed(self) -> list[StoredRun]:
+        """Runs whose files were to be removed, and were not all."""
+        return [
+            _run(row)
+            for row in self.connection.execute("SELECT * FROM runs WHERE removed IS NOT NULL AND disk_bytes>0")
+        ]
+
+    def unused_uploads(self, made_before: float) -> list[tuple[str, str]]:
+        """Digest and owner of uploaded code that neither a run with files nor a study that goes on needs."""
+        query = (
+            "SELECT digest, owner FROM uploads WHERE made<? "
+            "AND digest NOT IN (SELECT code FROM runs WHERE code IS NOT NULL AND removed IS NULL) "
+            "AND digest NOT IN (SELECT code FROM studies WHERE code IS NOT NULL AND state='running')"
+        )
+        return [tuple(row) for row in self.connection.execute(query, (made_before,))]
+
+    def forget_upload(self, digest: str, owner: str) -> bool:
+        """An owner has not sent this code any more; whether nobody has."""
+        with self.writing() as connection:
+            connection.execute("DELETE FROM uploads WHERE digest=? AND owner=?", (digest, owner))
+            (left,) = connection.execute("SELECT COUNT(*) FROM uploads WHERE digest=?", (digest,)).fetchone()
+        return not left
+
+    def forget_audit(self, before: float) -> int:
+        """Rows of the audit log from before a moment go; how many they were."""
+        with self.writing() as connection:
+            return connection.execute("DELETE FROM audit WHERE time<?", (before,)).rowcount
+
+    # ------------------------------------------------------------------------------------------------------------ lists
+
     def live(self) -> list[StoredRun]:
         """Runs that are not over, in the order in which they came."""
         marks = ", ".join("?" * len(LIVE))
@@ -330,6 +443,11 @@ class ServiceStore:
     def numbers_by_state(self) -> dict[str, int]:
         """How many runs there are in each state."""
         return dict(self.connection.execute("SELECT state, COUNT(*) FROM runs GROUP BY state").fetchall())
+
+    def last_event(self) -> int:
+        """How many events there have been."""
+        (found,) = self.connection.execute("SELECT COALESCE(MAX(number), 0) FROM events").fetchone()
+        return int(found)
 
     def events(self, number: int, after: int = 0) -> list[Event]:
         """What happened to a run, from the beginning or after an event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -73,8 +74,8 @@ def unpack(archive: Path, folder: Path, limits: UploadLimits) -> Upload:
     except (zipfile.BadZipFile, NotImplementedError, EOFError, UnicodeError, RuntimeError) as error:
         raise Refusal(f"the upload is no zip archive that can be read: {error}") from error
     except OSError as error:
-        if isinstance(error, zipfile.LargeZipFile):  # pragma: no cover - told apart for the reader
-            raise
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
+            raise  # nothing that the archive could mend
         raise Refusal(f"the upload cannot be unpacked: {error.strerror or error}") from error
     finally:
         shutil.rmtree(waiting, ignore_errors=True)

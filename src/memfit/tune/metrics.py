@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
+
+from memfit.errors import InputError
 
 _NUMBER: Final = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|NaN|inf|Infinity)"
 _PAIR: Final = re.compile(rf"(?<![\w.])([A-Za-z_][\w./-]*)\s*[=:]\s*({_NUMBER}|\"[^\"]*\"|[^\s,;]+)")
@@ -72,6 +76,10 @@ class Metrics:
         return series[-1][1] if series else None
 
 
+def _open(file: Path) -> IO[bytes]:
+    return file.open("rb")
+
+
 def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -79,20 +87,24 @@ def _finite(value: Any) -> bool:
 class MetricsFile:
     """A file of lines that grows; what a run that starts again takes back (a log cut at its snapshot) is forgotten."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, opened: Callable[[], IO[bytes]] | None = None, most: int = 1 << 30) -> None:
+        """Of a file; opened in another way, and no more than so many bytes of it read, where whoever writes it is not trusted."""
         self.file = file
+        self._opened = partial(_open, file) if opened is None else opened
+        self._most = most
         self._seen: tuple[int, int, int] | None = None
         self._metrics = Metrics()
 
     def read(self) -> Metrics:
         """All that is in the file by now; a last line without its end waits."""
         try:
-            about = self.file.stat()
-            state = (about.st_ino, about.st_size, about.st_mtime_ns)
-            if state == self._seen:
-                return self._metrics
-            text = self.file.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            with self._opened() as stream:
+                about = os.fstat(stream.fileno())
+                state = (about.st_ino, about.st_size, about.st_mtime_ns)
+                if state == self._seen:
+                    return self._metrics
+                text = stream.read(self._most).decode("utf-8", "replace")
+        except (OSError, InputError):
             return self._metrics
         metrics = Metrics()
         for line in text.split("\n")[:-1]:
@@ -104,8 +116,9 @@ class MetricsFile:
         """The same once nothing more will come: the last line counts, whole or not."""
         metrics = self.read()
         try:
-            text = self.file.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            with self._opened() as stream:
+                text = stream.read(self._most).decode("utf-8", "replace")
+        except (OSError, InputError):
             return metrics
         if text and not text.endswith("\n"):
             metrics.add(text.rpartition("\n")[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memfit.tune.search import Search
@@ -37,12 +37,27 @@ def train_job(
         words = ["memfit", "train", run_file]
         words += [word for name, value in values.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     name = re.sub(r"[^a-z0-9-]+", "-", search.name.lower()).strip("-") or "run"
+    return resource(name, words, image, runtime)
+
+
+def resource(
+    name: str, words: Sequence[str], image: str, runtime: str = "torch-distributed", **trainer: Any
+) -> dict[str, Any]:
+    """A TrainJob of one node.
+
+    Args:
+        name: of it.
+        words: the command.
+        image: that it runs in.
+        runtime: name of the ClusterTrainingRuntime.
+        trainer: what else `spec.trainer` says.
+    """
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": {"name": name},
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
-            "trainer": {"image": image, "command": words, "numNodes": 1},
+            "trainer": {"image": image, "command": list(words), "numNodes": 1, **trainer},
         },
     }

@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from memfit.runner import RunRequest
+from memfit.runner import End, RunRequest
 from memfit.runner.ends import tail_of
+from memfit.runner.ledger import Ledger
 from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
 from memfit.train.snapshot_folders import folders
 from memfit.tune.capacity import capacity_of, device_of, ranks_of
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit, Planner
-from memfit.tune.search import AT_END, DURING, Search, command_with
+from memfit.tune.search import AT_END, Search, command_with
 from memfit.units import parse_bytes
 from memfit.values.script import TIERS
 
@@ -71,6 +72,42 @@ class Trials(Protocol):
 
     def close(self) -> None:
         """No more trials."""
+
+
+class TrialRuns(Protocol):
+    """Where the runs of trials run: a runner (`memfit.runner.Runs`), or a service that has one."""
+
+    folder: Path
+    ledger: Ledger
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Names of runs that have not started."""
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of runs that run."""
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a run."""
+
+    def end_of(self, name: str) -> End | None:
+        """How a run ended; None before that."""
+
+    def stdout(self, name: str) -> Path:
+        """What a run has printed."""
+
+    def submit(self, request: RunRequest) -> None:
+        """Have something run when there are bytes for it; a name that is known already changes nothing."""
+
+    def stop(self, name: str, *, at_once: bool = False) -> None:
+        """Have a run end."""
+
+    def poll(self, seconds: float = 0.0) -> list[tuple[str, End]]:
+        """The runs that ended since the last call, each with how."""
+
+    def close(self) -> None:
+        """No more runs."""
 
 
 class MemfitTrials:
@@ -147,23 +184,7 @@ class MemfitTrials:
 
     def final(self, folder: Path, stdout: Path, fit: Fit | None, seconds: float, metrics: Metrics) -> Metrics:  # noqa: ARG002 - as in the protocol
         """What the log has, and what is known of the run as a whole."""
-        try:
-            answer = json.loads(tail_of(stdout))
-        except ValueError:
-            answer = {}
-        known = {
-            "loss": answer.get("loss"),
-            "validation_loss": answer.get("validation_loss"),
-            "validation_accuracy": answer.get("validation_accuracy"),
-            "peak_bytes": answer.get("peak_bytes") or answer.get("predicted_peak_bytes"),
-            "predicted_peak_bytes": answer.get("predicted_peak_bytes"),
-            "step_seconds": None if fit is None else fit.step_seconds,
-            "seconds": seconds,
-        }
-        for name, value in known.items():
-            if value is not None and (name in AT_END or name not in metrics.values) and name in (*DURING, *AT_END):
-                metrics.values[name] = [*metrics.values.get(name, ()), (answer.get("step") or 0, float(value))]
-        return metrics
+        return with_answer(metrics, tail_of(stdout), fit, seconds)
 
     def forget(self, folder: Path) -> None:
         """Its snapshots are removed, so that many trials of a large model do not fill the disk; log, plan and configuration stay."""
@@ -174,6 +195,37 @@ class MemfitTrials:
     def close(self) -> None:
         """The process that plans ends."""
         self.planner.close()
+
+
+def with_answer(metrics: Metrics, text: str, fit: Fit | None, seconds: float) -> Metrics:
+    """What a run's log has, and what `memfit train --json` has answered at its end.
+
+    Args:
+        metrics: of the log; added to.
+        text: the answer.
+        fit: what was predicted.
+        seconds: that the run took.
+    """
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = {}
+    answer = answer if isinstance(answer, dict) else {}
+    known = {
+        "loss": answer.get("loss"),
+        "validation_loss": answer.get("validation_loss"),
+        "validation_accuracy": answer.get("validation_accuracy"),
+        "peak_bytes": answer.get("peak_bytes") or answer.get("predicted_peak_bytes"),
+        "predicted_peak_bytes": answer.get("predicted_peak_bytes"),
+        "step_seconds": None if fit is None else fit.step_seconds,
+        "seconds": seconds,
+    }
+    step = answer.get("step")
+    for name, value in known.items():
+        if isinstance(value, (int, float)) and (name in AT_END or name not in metrics.values):
+            at = step if isinstance(step, int) else 0
+            metrics.values[name] = [*metrics.values.get(name, ()), (at, float(value))]
+    return metrics
 
 
 class CommandTrials:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memfit import strict
 from memfit.errors import ConfigError, InputError
-from memfit.runner import End, Runner, Runs
+from memfit.runner import End, Runner
 from memfit.tune.capacity import budget_of, capacity_of, largest_device
 from memfit.tune.feasibility import check_feasible
 from memfit.tune.metrics import Metrics, MetricsFile
@@ -25,7 +25,7 @@ from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
 from memfit.tune.search import Search
 from memfit.tune.study_store import beat, open_study, own_folder, store_errors, url_of
-from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, Trials, name_of
+from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, TrialRuns, Trials, name_of
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Tuning:
     Args:
         search: that was read.
         trials: how trials are run; made of the search where none are given.
+        runs: where they run; this computer, or the cluster that the search names, where none are given.
         note: told what is worth a line.
 
     Raises:
@@ -79,7 +80,12 @@ class Tuning:
     """
 
     def __init__(
-        self, search: Search, *, trials: Trials | None = None, note: Callable[[str], None] = lambda _: None
+        self,
+        search: Search,
+        *,
+        trials: Trials | None = None,
+        runs: TrialRuns | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.search = search
         self.note = note
@@ -95,12 +101,11 @@ class Tuning:
         if isinstance(self.trials, MemfitTrials):
             self.trials.planner.idle = self._meanwhile
         try:
-            self.runner: Runs = self._runner()
+            self.runner: TrialRuns = runs or self._runner()
             self.worker = _worker(self.runner.folder)
             try:
                 own_folder(search, self.study)
-                if self.search.is_command or not self.study.trials:
-                    check_feasible(search, self.runner.ledger.capacity, self._fit)
+                self._check()
                 with store_errors(self.url):
                     self._found_again()
             except BaseException:
@@ -110,7 +115,12 @@ class Tuning:
             self.trials.close()
             raise
 
-    def _runner(self) -> Runs:
+    def _check(self) -> None:
+        """Whether any trial could fit."""
+        if self.search.is_command or not self.study.trials:
+            check_feasible(self.search, self.runner.ledger.capacity, self._fit)
+
+    def _runner(self) -> TrialRuns:
         folder, cluster = self.search.out / "runner", self.search.config.cluster
         if cluster is None:
             return Runner(folder, capacity_of(self.search), self._at_once())

@@ -92,3 +92,21 @@ export function curve(points, total) {
   svg.append(element("svg:polyline", { class: "curve", points: good.filter((_, n) => n % every === 0 || n === good.length - 1).map((p) => `${x(p.step).toFixed(1)},${y(p.loss).toFixed(1)}`).join(" ") }));
   return svg;
 }
+
+// The first objective of each trial that is done, in the order of trials, with the best so far as a line; the rest as marks below.
+export function trials(study) {
+  const done = study.trials.filter((trial) => trial.values.length && Number.isFinite(trial.values[0]));
+  if (!done.length) return element("p", {}, "No trial is done yet.");
+  const [name, direction] = study.objectives[0], losses = done.map((trial) => trial.values[0]);
+  const width = 480, height = 128, left = 62, low = Math.min(...losses), high = Math.max(...losses), last = Math.max(1, study.trials.at(-1).number);
+  const x = (trial) => left + 6 + (trial / last) * (width - left - 18), y = (value) => (high === low ? 54 : 10 + ((high - value) / (high - low)) * 84);
+  const better = direction === "maximize" ? Math.max : Math.min, path = [];
+  let best = null;
+  for (const trial of done) { best = best === null ? trial.values[0] : better(best, trial.values[0]); path.push(`${x(trial.number).toFixed(1)},${y(best).toFixed(1)}`); }
+  const svg = picture(width, height, `${name} of ${done.length} trials: from ${low.toPrecision(3)} to ${high.toPrecision(3)}, best so far ${best.toPrecision(3)}`);
+  svg.append(line(left, 102, width - 10, 102, "axis"), line(left, 6, left, 102, "axis"), words(left - 6, 16, high.toPrecision(3), "soft", "end"),
+    words(left - 6, 102, low.toPrecision(3), "soft", "end"), words(left, 120, `${name}, by trial`, "soft"), words(width - 12, 120, String(last), "soft", "end"),
+    element("svg:polyline", { class: "curve", points: path.join(" ") }));
+  for (const trial of done) svg.append(element("svg:circle", { cx: x(trial.number), cy: y(trial.values[0]), r: 3.5, class: "within" }, element("svg:title", {}, `trial ${trial.number}: ${trial.values[0]}`)));
+  return svg;
+}

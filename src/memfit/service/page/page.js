@@ -1,5 +1,6 @@
 // The page: looks at the service once a second, and follows the run that is chosen.
 import { ask, download, follow, post, Refused, setToken, takeToken, upload } from "/page/api.js";
+import { chooseStudy, lookAtStudies } from "/page/studies.js";
 import { bars, bytes, curve, element, span, strip } from "/page/draw.js";
 
 const at = (id) => document.getElementById(id);
@@ -47,6 +48,7 @@ async function look() {
   try {
     const [found, devices] = await Promise.all([ask("/v1/runs?limit=50"), ask("/v1/devices")]);
     showRuns(found);
+    await lookAtStudies(me, choose);
     put("devices", ...devices.devices.map((each) => strip(each, devices.now, choose)));
     say("connection", "Connected");
   } catch (error) {
@@ -138,9 +140,10 @@ at("submit-form").addEventListener("submit", async (event) => {
     try { config = JSON.parse(at("run-file").value); } catch (error) { throw new Error(`The run file is no JSON: ${error.message}`); }
     const [archive] = at("code").files;
     const code = archive ? await upload(archive) : null;
-    const found = await post("/v1/runs", { config, name: at("run-name").value, code, plan_only: at("plan-only").checked }, { "idempotency-key": Array.from(crypto.getRandomValues(new Uint32Array(4)), String).join("-") });
+    const study = "search" in config;
+    const found = await post(study ? "/v1/studies" : "/v1/runs", { config, name: at("run-name").value, code, plan_only: at("plan-only").checked }, { "idempotency-key": Array.from(crypto.getRandomValues(new Uint32Array(4)), String).join("-") });
     at("submit").close();
-    choose(found.run);
+    if (study) chooseStudy(found.study, me, choose); else choose(found.run);
   } catch (error) { say("submit-problem", error.message); }
 });
 
@@ -148,7 +151,7 @@ function signOut(why) {
   setToken(null);
   signed += 1;
   me = null;
-  for (const id of ["devices-section", "runs-section", "run-section", "new"]) at(id).hidden = true;
+  for (const id of ["devices-section", "runs-section", "run-section", "studies-section", "study-section", "new"]) at(id).hidden = true;
   at("sign-in").hidden = false;
   say("connection", "Not signed in");
   say("sign-in-problem", why);

@@ -1,0 +1,130 @@
+"""What cannot be meant, and what the computer does: each ends in a sentence, and the service goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memfit.errors import ConfigError, InputError
+from memfit.service import launching
+from memfit.service.refusals import NotNowError, Refusal
+from memfit.service.service import Submission
+from service import small_runs
+from service.conftest import ANNA, Serving
+
+PLAN = {
+    "budget_bytes": 400 << 10, "peak_bytes": 300 << 10, "plain_peak_bytes": 350 << 10, "rank_bytes": [300 << 10], "tiers": {}, "device": "cpu",
+    "step_seconds": 1.0, "plain_step_seconds": 1.0, "total_steps": 5, "startup_seconds": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "words"),
+    [
+        ({"model": {"python": "missing:build"}}, Refusal, "no module 'missing'; its modules are net"),
+        ({"data": {"train": "gone.npz"}}, Refusal, "data.train: there is no 'gone.npz'"),
+        ({"version": {"number": 2}}, ConfigError, "version: no such key"),
+        ({"train": {"steps": 5, "epoch_steps": 3}}, ConfigError, "train.epoch_steps: no such key"),
+        ({"fit": {"budget": "lots"}}, ConfigError, "fit.budget: "),
+    ],
+)  # fmt: skip
+def test_a_run_file_that_cannot_be_meant_is_refused_when_it_is_sent(
+    serve: Callable[..., Serving], section: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    serving = serve()
+    with pytest.raises(error, match=words):
+        serving.submit(**section)
+    assert serving.service.store.listed(owner=None) == []
+
+
+def test_the_same_key_with_another_body_is_refused_and_names_the_run(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit(key="one")
+    assert serving.submit(key="one") == run
+    with pytest.raises(NotNowError, match=f"belongs to run {run.number}"):
+        serving.submit(key="one", steps=7)
+
+
+def test_a_device_that_vanishes_leaves_its_runs_waiting_with_the_reason(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    stays, goes = serving.submit(), serving.submit()
+    store = serving.service.store
+    gone = {**PLAN, "device": "cuda", "rank_bytes": [1 << 30]}
+    store.change(goes.number, "waiting", "planned", state="waiting", plan=gone)
+    store.change(stays.number, "waiting", "planned", state="waiting", plan=PLAN)
+    for _ in range(2):
+        serving.service.dispatcher.look()
+    told = serving.service.described(serving.service.store.run(goes.number))
+    assert (told["state"], told["expected_start"]) == ("waiting", None)
+    assert "not here now" in told["reason"]
+    assert "the devices here are cpu" in told["reason"]
+    assert store.run(stays.number).state == "running", "the others go on"
+    assert serving.service.cancel(ANNA, goes.number).asked == "cancel"
+    serving.service.dispatcher.look()
+    assert store.run(goes.number).state == "cancelled"
+
+
+def test_a_disk_that_is_full_while_code_comes_is_no_fault_of_the_code(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("memfit.service.uploads._copied", full)
+        with pytest.raises(OSError, match="No space left"):
+            serving.code()
+    assert not list((serving.settings.folder / "code").iterdir()), "nothing is half there"
+    assert serving.code()
+
+
+def test_a_disk_that_is_full_when_a_run_is_planned_is_tried_again(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+    run = serving.submit()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            serving.service.dispatcher.look()
+    assert serving.service.store.run(run.number).state == "planning"
+    serving.service.dispatcher.look()
+    assert serving.service.dispatcher.runner.knows(launching.name_of(run.number, 0))
+
+
+def test_files_that_vanish_are_not_there_and_nothing_else(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit()
+    launching.write(serving.settings, run)
+    shutil.rmtree(launching.folder_of(serving.settings, run.number))
+    assert list(serving.service.artifacts(ANNA, run.number)) == []
+    assert serving.service.words(ANNA, run.number) == "It is being planned."
+
+
+def test_a_clock_that_jumps_removes_nothing(serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    serving = serve(keep_days=7.0)
+    run = serving.submit()
+    launching.write(serving.settings, run)
+    serving.service.store.change(run.number, "done", "done", state="done", ended=time.time())
+    serving.housekeeping.look()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 20 * 365 * 86400)
+    for _ in range(2):
+        serving.housekeeping.look()
+        assert launching.folder_of(serving.settings, run.number).exists()
+    assert json.dumps(serving.service.described(serving.service.store.run(run.number)))
+    serving.service.dispatcher.look()
+    assert serving.service.submit(ANNA, Submission(small_runs.run_file(), code=serving.code()))[1]

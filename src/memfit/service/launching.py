@@ -115,7 +115,7 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
 
 
 def _command(settings: ServiceSettings, run: StoredRun, words: tuple[str, ...], *, tcp: bool) -> tuple[str, ...]:
-    command = (sys.executable, "-m", "memfit", *words)
+    command = (*settings.program, *words)
     if not settings.confined:
         return command
     folder = folder_of(settings, run.number)

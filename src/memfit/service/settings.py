@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ class ServiceSettings:
         silent_seconds: without output or a line in its log, after which a run is stopped; None for no limit.
         restarts: of a run that was killed or lost, each from its last snapshot.
         grace_seconds: that a run has to write a snapshot when it is paused or cancelled.
+        program: by which a run is planned and trained: what comes before `plan`, `train` and `resume`.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class ServiceSettings:
     silent_seconds: float | None = None
     restarts: int = 3
     grace_seconds: float = 60.0
+    program: tuple[str, ...] = (sys.executable, "-m", "memfit")
 
 
 def read_capacity(texts: tuple[str, ...]) -> dict[str, int]:

@@ -231,6 +231,11 @@ def test_what_was_tried_is_in_the_audit_log(serving: Serving) -> None:
         time.sleep(0.01)
 
 
+def test_a_method_that_is_not_there_is_answered_with_those_that_are(serving: Serving) -> None:
+    assert answered(serving, "DELETE", "/v1/runs").headers["allow"] == "GET, POST"
+    assert answered(serving, "GET", "/v1/runs/1/cancel").headers["allow"] == "POST"
+
+
 def test_health_readiness_figures_and_the_document(serving: Serving) -> None:
     assert answered(serving, "GET", "/healthz", role=None).json()["status"] == "alive"
     assert answered(serving, "GET", "/readyz", role=None).json() == {"status": "ready"}

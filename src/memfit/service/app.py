@@ -18,6 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 import memfit
@@ -28,6 +29,7 @@ from memfit.service.guarding import UPLOADS, Guarding
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.service.service import Service, Submission
+from memfit.service.states import State
 from memfit.service.streams import RunStream, followed
 from memfit.service.tokens import Caller
 from memfit.units import format_bytes
@@ -94,9 +96,9 @@ def application(service: Service, hosts: Collection[str]) -> ASGIApp:
         service: that it is a view of.
         hosts: names by which it may be called.
     """
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": Told} for status in (400, 401, 403, 404, 409, 413, 421, 422, 503, 507)
-    }
+    # A refusal is JSON, whatever the request asks for.
+    told = {"description": "refused", "content": {"application/json": {"schema": Told.model_json_schema()}}}
+    refusals: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 409, 413, 421, 422, 503, 507), told)
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(
         title="memfit service",
@@ -139,8 +141,21 @@ def _errors(app: FastAPI) -> None:
         return told(422, "Refusal", "the request is nested too deep to be a run file")
 
     @app.exception_handler(HTTPException)
-    def _(_request: Request, error: HTTPException) -> Response:
-        return told(error.status_code, "Refusal", str(error.detail), error.headers)
+    def _(request: Request, error: HTTPException) -> Response:
+        headers = error.headers
+        if error.status_code == 405:  # routes are looked at one by one, and the first names its own method alone
+            headers = {"allow": ", ".join(sorted(_methods(app, request)))}
+        return told(error.status_code, "Refusal", str(error.detail), headers)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods that a path is for."""
+    return {
+        method
+        for route in app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 def _open_to_all(app: FastAPI, service: Service) -> None:
@@ -246,7 +261,7 @@ def _questions(app: FastAPI, service: Service) -> None:
     @app.get("/v1/runs", tags=["runs"])
     def runs(
         caller: Known,
-        state: Annotated[list[str] | None, Query()] = None,
+        state: Annotated[list[State] | None, Query()] = None,
         before: Annotated[int | None, Query(ge=1, le=_LARGEST)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:

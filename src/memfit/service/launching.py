@@ -130,6 +130,8 @@ def _readable(settings: ServiceSettings, run: StoredRun) -> list[str]:
         sys.base_prefix,
         sysconfig.get_path("purelib"),
         *_python_path(),
+        # Of an environment that is stacked on another one.
+        *(each for each in sys.path if Path(each).name in {"site-packages", "dist-packages"}),
         str(Path(memfit.__file__).parent.parent),
     }
     return [*_SYSTEM, *sorted(installed), *map(str, (*settings.data, *code))]

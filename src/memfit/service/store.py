@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS runs (
 );
 CREATE INDEX IF NOT EXISTS runs_by_state ON runs (state);
 CREATE INDEX IF NOT EXISTS runs_by_owner ON runs (owner, number);
+CREATE INDEX IF NOT EXISTS runs_by_owner_and_state ON runs (owner, state, number);
 CREATE INDEX IF NOT EXISTS runs_by_end ON runs (ended);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL

@@ -74,7 +74,7 @@ class Told(BaseModel):
 _BEARER: Final = HTTPBearer(auto_error=False)
 
 
-def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
+async def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
     """Whose token a request carries."""
     found = None if given is None else request.app.state.service.tokens.caller(given.credentials)
     if found is None:
@@ -259,7 +259,7 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Response(exposition(service), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/runs", tags=["runs"])
-    def runs(
+    async def runs(
         caller: Known,
         state: Annotated[list[State] | None, Query()] = None,
         before: Annotated[int | None, Query(ge=1, le=_LARGEST)] = None,
@@ -269,7 +269,7 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Answer([service.described(run) for run in service.runs(caller, state or (), before, limit)])
 
     @app.get("/v1/runs/{number}", tags=["runs"])
-    def run(number: Number, caller: Known) -> Response:
+    async def run(number: Number, caller: Known) -> Response:
         """One run, with its run file and what happened to it."""
         found = service.run(caller, number)
         events = [asdict(event) for event in service.store.events(number)]

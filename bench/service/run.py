@@ -1,26 +1,36 @@
-"""How long runs wait, and how full the devices are: the service's queue against first-come-first-served and against fixed slots, on a simulated clock."""
+"""How long runs wait, and how full the devices are: the service's queue against first-come-first-served and against fixed slots, on a simulated clock.
+
+Runs are drawn; or those whose bytes and seconds the planner has found in `bench/frontier`; or a published trace's (`--trace FILE`, see `traces.py`). Beside
+them the figures of `crashes.py`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import measuring
+import traces
 
 from memfit.runner import Ledger, RunRequest
 from memfit.service.queue import Occupied, Queued, in_order, turns
 
 GIB = 1 << 30
 CAPACITY = {"cuda:0": 80 * GIB, "cuda:1": 80 * GIB}
+LONGEST_SECONDS = 24 * 3600.0  # that a run of a published trace took
+LOAD = 0.85  # of the devices, that planned and published runs take
 SLOTS = 4  # of each device, where slots are fixed
 RUNS = 500
 EVERY_SECONDS = 105.0  # a run comes, on the mean
@@ -35,7 +45,15 @@ class Drawn:
     takes: float
 
 
-def trace(seed: int, error: float) -> list[Drawn]:
+@dataclass(frozen=True)
+class Workload:
+    """Runs, and the devices that they share."""
+
+    capacity: dict[str, int]
+    runs: list[Drawn]
+
+
+def drawn(seed: int, error: float) -> Workload:
     """Runs of lognormal bytes and seconds, as job traces have them: most are small and short, a few are neither. One in twelve has two ranks."""
     draw, now, found = random.Random(seed), 0.0, []
     for number in range(RUNS):
@@ -46,15 +64,56 @@ def trace(seed: int, error: float) -> list[Drawn]:
         request = RunRequest(f"r{number}", ("train",), rank_bytes=(size,) * ranks, device="cuda")
         takes = seconds * draw.lognormvariate(0, error) if error else seconds
         found.append(Drawn(Queued(request, seconds, owner=f"u{draw.randrange(5)}"), now, takes))
-    return found
+    return Workload(CAPACITY, found)
+
+
+def planned(seed: int, error: float) -> Workload:
+    """Runs of the models of `bench/frontier`, each with one of the plans that the planner has made for it there: its peak, its seconds.
+
+    The largest takes four fifths of one of the two devices.
+    """
+    plans: dict[str, list[tuple[int, float]]] = {}
+    for row in measuring.kept("frontier"):
+        if row["kind"] == "memfit":
+            plans.setdefault(row["model"], []).append((row["predicted_peak_bytes"], row["predicted_ratio"]))
+    draw, now, found = random.Random(seed), 0.0, []
+    device = max(size for each in plans.values() for size, _ in each) * 5 // 4
+    jobs = []
+    for _ in range(RUNS):
+        size, ratio = draw.choice(plans[draw.choice(sorted(plans))])
+        jobs.append((size, min(14_400.0, max(30.0, ratio * draw.lognormvariate(math.log(420), 1.1)))))
+    every = sum(size * seconds for size, seconds in jobs) / (LOAD * 2 * device) / RUNS
+    for number, (size, seconds) in enumerate(jobs):
+        now += draw.expovariate(1 / every)
+        request = RunRequest(f"r{number}", ("train",), rank_bytes=(size,), device="cuda")
+        takes = seconds * draw.lognormvariate(0, error) if error else seconds
+        found.append(Drawn(Queued(request, seconds, owner=f"u{draw.randrange(5)}"), now, takes))
+    return Workload({"cuda:0": device, "cuda:1": device}, found)
+
+
+def published(file: Path, seed: int, error: float) -> Workload:
+    """A published trace, on as many devices of 80 GiB as its jobs would fill to `LOAD`; at least as many as its largest job has.
+
+    What ran longer than a day is left out: in OpenB these are mostly pods that serve, and some stay for months.
+    """
+    draw, size, found = random.Random(seed), 80 * GIB, []
+    jobs = traces.read(file, RUNS, LONGEST_SECONDS)
+    taken = sum(job.gpus * job.share * job.seconds for job in jobs)
+    span = max(job.arrives for job in jobs) or 1.0
+    devices = max(math.ceil(taken / (LOAD * span)), *(job.gpus for job in jobs))
+    for number, job in enumerate(jobs):
+        request = RunRequest(f"r{number}", ("train",), rank_bytes=(int(size * job.share),) * job.gpus, device="cuda")
+        takes = job.seconds * draw.lognormvariate(0, error) if error else job.seconds
+        found.append(Drawn(Queued(request, job.seconds, owner=job.owner), job.arrives, takes))
+    return Workload({f"cuda:{number}": size for number in range(devices)}, found)
 
 
 Policy = Callable[[Ledger, Sequence[Occupied], Sequence[Queued]], list[str]]
 
 
-def backfill(_ledger: Ledger, occupied: Sequence[Occupied], queue: Sequence[Queued]) -> list[str]:
+def backfill(ledger: Ledger, occupied: Sequence[Occupied], queue: Sequence[Queued]) -> list[str]:
     """The service's."""
-    return [turn.name for turn in turns(CAPACITY, occupied, in_order(queue)) if turn.seconds == 0.0]
+    return [turn.name for turn in turns(ledger.capacity, occupied, in_order(queue)) if turn.seconds == 0.0]
 
 
 def first_come(ledger: Ledger, _occupied: Sequence[Occupied], queue: Sequence[Queued]) -> list[str]:
@@ -62,20 +121,25 @@ def first_come(ledger: Ledger, _occupied: Sequence[Occupied], queue: Sequence[Qu
     return [queue[0].request.name] if ledger.fits(queue[0].request) else []
 
 
-def slotted(request: RunRequest) -> RunRequest:
-    """The same, as one that takes whole slots."""
-    slot = CAPACITY["cuda:0"] // SLOTS
+def slotted(request: RunRequest, device: int) -> RunRequest:
+    """The same, as one that takes whole slots of a device."""
+    slot = device // SLOTS
     return RunRequest(
         request.name,
         request.command,
-        rank_bytes=tuple(math.ceil(size / slot) * slot for size in request.rank_bytes),
+        rank_bytes=tuple(min(SLOTS, math.ceil(size / slot)) * slot for size in request.rank_bytes),
         device="cuda",
     )
 
 
-def simulated(runs: Sequence[Drawn], policy: Policy, shape: Callable[[RunRequest], RunRequest]) -> dict[str, float]:
+def simulated(workload: Workload, policy: Policy, *, slots: bool) -> dict[str, float]:
     """One policy on one trace."""
-    ledger, now, waits, used = Ledger(CAPACITY), 0.0, [], 0.0
+    runs, device = workload.runs, workload.capacity["cuda:0"]
+    ledger, now, waits, used = Ledger(workload.capacity), 0.0, list[float](), 0.0
+
+    def shape(request: RunRequest) -> RunRequest:
+        return slotted(request, device) if slots else request
+
     coming, queue, ends = list(runs), dict[str, Drawn](), list[tuple[float, str]]()
     started: dict[str, float] = {}
     by_name = {each.queued.request.name: each for each in runs}
@@ -113,54 +177,113 @@ def simulated(runs: Sequence[Drawn], policy: Policy, shape: Callable[[RunRequest
                 heapq.heappush(ends, (now + each.takes, name))
                 waits.append(now - each.arrives)
                 used += sum(each.queued.request.rank_bytes) * each.takes
-        assert all(ledger.used(name) <= size for name, size in CAPACITY.items())
+        assert all(ledger.used(name) <= size for name, size in workload.capacity.items())
     waits.sort()
     return {
         "mean_wait": sum(waits) / len(waits),
         "median_wait": waits[len(waits) // 2],
         "p95_wait": waits[int(0.95 * len(waits))],
-        "share_used": used / (now * sum(CAPACITY.values())),
+        "share_used": used / (now * sum(workload.capacity.values())),
         "seconds": now,
     }
 
 
-POLICIES: dict[str, tuple[Policy, Callable[[RunRequest], RunRequest]]] = {
-    "the service": (backfill, lambda request: request),
-    "first come, first served": (first_come, lambda request: request),
-    "fixed slots, first come": (first_come, slotted),
-    "fixed slots, with the service's order": (backfill, slotted),
+POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether slots are fixed
+    "the service": (backfill, False),
+    "first come, first served": (first_come, False),
+    "fixed slots, first come": (first_come, True),
+    "fixed slots, with the service's order": (backfill, True),
 }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
-    heads = ["seconds that a run takes", "policy", "mean wait", "median", "95 %", "bytes in use", "until the last end"]
+    heads = [
+        "runs",
+        "devices",
+        "seconds that a run takes",
+        "policy",
+        "mean wait",
+        "median",
+        "95 %",
+        "bytes in use",
+        "until the last end",
+    ]
     body = [
         [
-            row["case"], row["policy"], f"{row['mean_wait'] / 60:.1f} min", f"{row['median_wait'] / 60:.1f} min", f"{row['p95_wait'] / 60:.0f} min",
+            row["runs"], str(row["devices"]), row["case"], row["policy"], *(f"{row[name] / 60:.0f} min" for name in ("mean_wait", "median_wait", "p95_wait")),
             f"{100 * row['share_used']:.0f} %", f"{row['seconds'] / 3600:.1f} h",
         ]
         for row in rows
+        if row["part"] == "schedules"
     ]  # fmt: skip
-    return measuring.table(heads, body)
+    parts = [measuring.table(heads, body)]
+    killed = [row for row in rows if row["part"] == "kills"]
+    if killed:
+        heads = [
+            "runs",
+            "kills of the service",
+            "of watchers",
+            "of processes",
+            "lost",
+            "run twice",
+            "two of 60 % together",
+            "ends without a cause",
+            "done, failed, refused, cancelled",
+        ]
+        body = [
+            [str(row["runs"]), *(str(row["kills"].get(kind, 0)) for kind in ("service", "watcher", "run")),
+             *(str(row[name]) for name in ("lost", "twice", "together", "unexplained")),
+             ", ".join(str(row["states"].get(state, 0)) for state in ("done", "failed", "refused", "cancelled"))]
+            for row in killed
+        ]  # fmt: skip
+        parts.append(measuring.table(heads, body))
+    return "\n\n".join(parts)
+
+
+def keep(
+    part: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], replaced: Callable[[dict[str, Any]], bool]
+) -> None:
+    """Put rows in the place of those that were asked again."""
+    before = [row for row in measuring.kept("service") if row.get("part") != part or not replaced(row)]
+    both = sorted(
+        [*before, *({"machine": about, **row, "part": part} for row in rows)], key=lambda row: row["part"], reverse=True
+    )
+    path = measuring.keep("service", {}, ())
+    path.write_text("".join(json.dumps({"bench": "service", **row}) + "\n" for row in both))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="a published trace, on this computer: it alone is asked"
+    )
+    parser.add_argument("--runs", choices=("drawn", "planned"), help="only these")
     arguments = parser.parse_args()
+    workloads: dict[str, Callable[[int, float], Workload]] = {"drawn": drawn, "planned": planned}
+    if arguments.runs is not None:
+        workloads = {arguments.runs: workloads[arguments.runs]}
+    if arguments.trace is not None:
+        workloads = {arguments.trace.stem: partial(published, arguments.trace)}
     rows = []
-    for case, error in (("as predicted", 0.0), ("off by 1.5 times, either way", 0.4)):
-        for name, (policy, shape) in POLICIES.items():
-            found = [simulated(trace(seed, error), policy, shape) for seed in range(arguments.seeds)]
-            row = {
-                "case": case,
-                "policy": name,
-                **{key: sum(each[key] for each in found) / len(found) for key in found[0]},
-            }
-            print(row, flush=True)
-            rows.append(row)
-    measuring.keep("service", measuring.machine(), rows)
+    for which, made in workloads.items():
+        for case, error in (("as predicted", 0.0), ("off by 1.5 times, either way", 0.4)):
+            # A published trace is one: only what is drawn beside it differs.
+            seeds = 1 if arguments.trace is not None and not error else arguments.seeds
+            asked = [made(seed, error) for seed in range(seeds)]
+            for name, (policy, slots) in POLICIES.items():
+                found = [simulated(each, policy, slots=slots) for each in asked]
+                row = {
+                    "runs": which,
+                    "devices": len(asked[0].capacity),
+                    "case": case,
+                    "policy": name,
+                    **{key: sum(each[key] for each in found) / len(found) for key in found[0]},
+                }
+                print(row, flush=True)
+                rows.append(row)
+    keep("schedules", measuring.machine(), rows, lambda row: row.get("runs", "drawn") in workloads)
 
 
 if __name__ == "__main__":

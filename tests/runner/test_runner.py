@@ -225,6 +225,32 @@ def test_a_run_whose_watcher_is_killed_is_lost_and_does_not_go_on(make: Callable
     until(lambda: guard.started(int(file.read_text())) is None)
 
 
+@pytest.mark.parametrize("found_again", [False, True])
+def test_what_a_run_has_started_ends_with_it_when_its_watcher_is_killed(
+    make: Callable[..., Runner], tmp_path: Path, *, found_again: bool
+) -> None:
+    """Its ranks, say: else they would write beside those of the next attempt."""
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+        f"open({str(file)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
+    runner = make()
+    runner.submit(request("run", code, outlives_runner=True))
+    runner.poll()
+    until(lambda: file.exists() and bool(file.read_text()))
+    watcher = runner._running["run"].process
+    assert watcher is not None
+    if found_again:
+        runner.close(stop=False)
+    watcher.kill()
+    watcher.wait()
+    if found_again:
+        runner = make()
+    assert until_over(runner, "run")["run"].kind == "lost"
+    assert guard.started(int(file.read_text())) is None
+
+
 RANKS = """
 import os, sys, time
 rank, how, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]

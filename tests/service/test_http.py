@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import socket
+import stat
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,18 +20,22 @@ import pytest
 from memfit.errors import InfeasibleError, InputError
 from memfit.service.guarding import HEADERS
 from memfit.service.serving import Serving
+from memfit.service.uploads import UploadLimits
 from service import small_runs
 from service.http import client, listening
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with listening(tmp_path_factory.mktemp("service") / "folder") as found:
+    limits = UploadLimits(bytes=2 << 20, unpacked_bytes=1 << 20)
+    with listening(tmp_path_factory.mktemp("service") / "folder", upload=limits) as found:
         yield found
 
 
 def answered(serving: Serving, method: str, path: str, *, role: str | None = "submit", **named: Any) -> httpx2.Response:
-    headers = {} if role is None else {"authorization": f"Bearer {serving.service.tokens.make('hostile', role)}"}
+    days = named.pop("days", None)  # of a token that is none any more
+    made = role or (days and "submit")
+    headers = {"authorization": f"Bearer {serving.service.tokens.make('hostile', made, days)}"} if made else {}
     headers |= named.pop("headers", {})
     return httpx2.request(method, serving.url + path, headers=headers, trust_env=False, **named)
 
@@ -76,11 +84,23 @@ def test_what_cannot_fit_is_an_error_with_its_ways_out(serving: Serving, tmp_pat
         assert refused.value.remedies
 
 
+def archive(name: str, content: bytes = b"", kind: int = stat.S_IFREG) -> bytes:
+    """A zip archive with one entry."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as opened:
+        entry = zipfile.ZipInfo(name)
+        entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (kind | 0o644) << 16
+        opened.writestr(entry, content)
+    return written.getvalue()
+
+
 CONFIG = small_runs.run_file()
 BAD: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "no token": ("GET", "/v1/runs", {"role": None}, 401),
     "a wrong token": ("GET", "/v1/runs", {"role": None, "headers": {"authorization": "Bearer memfit_wrong"}}, 401),
     "a token of another scheme": ("GET", "/v1/runs", {"role": None, "headers": {"authorization": "Basic YTpi"}}, 401),
+    "a token that has expired": ("GET", "/v1/runs", {"role": None, "days": -1.0}, 401),
+    "a token with control characters": ("GET", "/v1/runs", {"role": None, "headers": {"authorization": "Bearer a\tb\x7f"}}, 401),
     "a token in the address": ("GET", "/v1/runs?token=x", {"role": None}, 401),
     "figures without a token": ("GET", "/metrics", {"role": None}, 401),
     "a reader submits": ("POST", "/v1/runs", {"role": "read", "json": {"config": CONFIG}}, 403),
@@ -108,6 +128,13 @@ BAD: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "a key that is none": ("POST", "/v1/runs", {"json": {"config": CONFIG}, "headers": {"idempotency-key": "a b"}}, 422),
     "priority over others": ("POST", "/v1/runs", {"json": {"config": CONFIG, "priority": 5}}, 403),
     "an upload that is no archive": ("POST", "/v1/uploads", {"content": b"#!/bin/sh"}, 422),
+    "a zip bomb": ("POST", "/v1/uploads", {"content": archive("zeros", bytes(2 << 20))}, 413),
+    "a link in an archive": ("POST", "/v1/uploads", {"content": archive("net.py", b"/etc/passwd", stat.S_IFLNK)}, 422),
+    "a device in an archive": ("POST", "/v1/uploads", {"content": archive("net.py", b"", stat.S_IFCHR)}, 422),
+    "an archive that climbs": ("POST", "/v1/uploads", {"content": archive("../../net.py")}, 422),
+    "an archive with an absolute path": ("POST", "/v1/uploads", {"content": archive("/etc/net.py")}, 422),
+    "an upload that is too large": ("POST", "/v1/uploads", {"content": random.Random(0).randbytes(3 << 20)}, 413),
+    "an upload from another site's page": ("POST", "/v1/uploads", {"content": archive("net.py"), "headers": {"origin": "http://evil.example"}}, 403),
     "code that was not sent": ("POST", "/v1/runs", {"json": {"config": CONFIG, "code": "0" * 64}}, 404),
     "code by a path": ("POST", "/v1/runs", {"json": {"config": CONFIG, "code": "../../runs"}}, 404),
     "a module without code": ("POST", "/v1/runs", {"json": {"config": CONFIG}}, 422),
@@ -120,22 +147,35 @@ BAD: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "another site's page": ("POST", "/v1/runs/1/cancel", {"headers": {"origin": "http://evil.example"}}, 403),
     "no site's page": ("POST", "/v1/runs/1/cancel", {"headers": {"origin": "null"}}, 403),
     "another name for this computer": ("GET", "/v1/runs", {"headers": {"host": "evil.example"}}, 421),
+    "another site's form": (
+        "POST", "/v1/runs", {"content": b"config=1", "headers": {"origin": "https://evil.example", "content-type": "application/x-www-form-urlencoded"}}, 403,
+    ),
+    "a page of another port": ("POST", "/v1/runs/1/pause", {"headers": {"origin": "http://127.0.0.1:1"}}, 403),
+    "a host with a path": ("GET", "/v1/runs", {"headers": {"host": "evil.example/127.0.0.1"}}, 421),
     "no such method": ("DELETE", "/v1/runs", {}, 405),
     "no such state": ("GET", "/v1/runs?state=unknown", {}, 422),
 }  # fmt: skip
 
 
+def left(serving: Serving) -> tuple[list[str], list[Any]]:
+    """Everything that requests leave behind, but the audit log and tokens, which the tests make themselves."""
+    folder, apart = serving.settings.folder, {"service.sqlite", "service.sqlite-wal", "service.sqlite-shm", "code"}
+    files = sorted(str(file) for file in folder.rglob("*") if file.name not in apart)
+    queries = ("SELECT * FROM runs", "SELECT * FROM events", "SELECT * FROM uploads")
+    rows = [serving.store.connection.execute(query).fetchall() for query in queries]
+    return files, [[tuple(row) for row in each] for each in rows]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(serving: Serving, name: str) -> None:
     method, path, named, status = BAD[name]
-    before = serving.service.store.numbers_by_state()
+    before = left(serving)
     answer = answered(serving, method, path, **named)
 
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
     assert answer.json()["message"]
     assert "Traceback" not in answer.text
-    assert serving.service.store.numbers_by_state() == before
-    assert not [each for each in serving.settings.folder.iterdir() if each.name.startswith("upload-")]
+    assert left(serving) == before
     for header in ("content-security-policy", "x-content-type-options"):
         assert answer.headers[header] == HEADERS[header]
 
@@ -148,9 +188,15 @@ def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(serving: Se
         "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n folded: header\r\n\r\n",
         "GET / HTTP/1.1\r\nX: " + "a" * 200_000 + "\r\n\r\n",
         "\0\1\2\3\r\n\r\n",
+        "GET /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n",
+        "GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+        "GET http://evil.example/healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+        "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length : 5\r\n\r\nhello",
     ],
 )
 def test_smuggled_and_broken_requests_get_one_answer_at_most(serving: Serving, text: str) -> None:
+    before = left(serving)
     with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as connection:
         with suppress(OSError):  # it may have closed the connection in the middle
             connection.sendall(text.encode("latin-1"))
@@ -161,6 +207,7 @@ def test_smuggled_and_broken_requests_get_one_answer_at_most(serving: Serving, t
                 answer += chunk
     assert answer.count(b"HTTP/1.1 ") <= 1
     assert b"200 OK" not in answer
+    assert left(serving) == before
 
 
 def test_a_token_expires_and_is_taken_back(serving: Serving) -> None:
@@ -182,6 +229,11 @@ def test_what_was_tried_is_in_the_audit_log(serving: Serving) -> None:
     while [tuple(row) for row in serving.store.connection.execute(query)] != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_method_that_is_not_there_is_answered_with_those_that_are(serving: Serving) -> None:
+    assert answered(serving, "DELETE", "/v1/runs").headers["allow"] == "GET, POST"
+    assert answered(serving, "GET", "/v1/runs/1/cancel").headers["allow"] == "POST"
 
 
 def test_health_readiness_figures_and_the_document(serving: Serving) -> None:

@@ -46,7 +46,7 @@ class Seen:
     """A page, and what went wrong in it."""
 
     def __init__(self, browser: Any, **told: Any) -> None:
-        self.page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **told}).new_page()
+        self.page = browser.new_context(**{"viewport": {"width": 1400, "height": 900}, **told}).new_page()
         self.problems: list[str] = []
         self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -116,7 +116,7 @@ def test_a_phone_the_keyboard_alone_and_a_refusal(browser: Any, serving: Serving
         code = asking.upload(small_runs.code(tmp_path / "code"))
         refused = asking.submit(small_runs.run_file(budget="30KiB"), code=code, name="too large")["run"]
         asking.wait_for(refused)
-    seen = Seen(browser, viewport={"width": 375, "height": 740}, has_touch=True)
+    seen = Seen(browser, viewport={"width": 390, "height": 844}, has_touch=True)
     page = seen.page
     page.goto(serving.url)
     page.get_by_label("Token").fill("memfit_wrong")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 CLAIM = "claim"
 END = "end.json"
 SPEC = "spec.json"
+ATTEMPT = "MEMFIT_ATTEMPT"
+"""Variable of a run's environment: the folder of the attempt that it is."""
 _END_BYTES = 1024
 _DEATHSIG, _SUBREAPER = 1, 36  # of prctl
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -120,9 +122,12 @@ def _reap(keep: int | None) -> None:
 
 def _in_child(libc: ctypes.CDLL, limit: int | None, mask: set[Any]) -> Callable[[], None]:
     """What the command's process is given before the command begins."""
+    parent = os.getpid()
 
     def prepare() -> None:
         libc.prctl(_DEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # killed before that: nobody watches any more
+            os.kill(os.getpid(), signal.SIGKILL)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         try:
@@ -207,7 +212,7 @@ def main(folder: str) -> int:
             child = subprocess.Popen(  # noqa: S603 - what the user asked to be run
                 spec["command"],
                 cwd=spec["folder"] or None,
-                env={**os.environ, **spec["environment"]},
+                env={**os.environ, **spec["environment"], ATTEMPT: folder},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -22,6 +22,7 @@ from memfit.errors import InputError
 from memfit.runner import guard
 from memfit.runner.ends import End, classified
 from memfit.runner.ledger import Ledger
+from memfit.runner.left_behind import end_left_behind
 from memfit.runner.node_watch import start_guard
 from memfit.runner.request import RunRequest
 from memfit.runner.runs import Runs, read_json
@@ -150,9 +151,8 @@ class Runner(Runs):
     def _end_of_attempt(self, attempt: _Attempt) -> End:
         left = read_json(attempt.folder / guard.END)
         if left is None:
-            return End(
-                "lost", reason="the process that watched it was killed", attempts=attempt.number
-            )  # the kernel has killed the run with it
+            end_left_behind(attempt.folder)
+            return End("lost", reason="the process that watched it was killed", attempts=attempt.number)
         return classified(left, attempt.folder / "stderr", attempt.number)
 
     def _found_again(self, row: Row) -> None:
@@ -178,6 +178,8 @@ class Runner(Runs):
         if watch is not None:
             os.close(watch)
         left = read_json(folder / guard.END)
+        if left is None:
+            end_left_behind(folder)
         gone = End("lost", reason="it was gone when the runner came back", attempts=number)
         found = gone if left is None else classified(left, folder / "stderr", number)
         if not self._again(request, found):

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 import memfit
@@ -26,6 +27,7 @@ from memfit.service.http_values import LARGEST, Answer, Known, Number, Submissio
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.service.service import Service, Submission
+from memfit.service.states import State
 from memfit.service.streams import RunStream, followed
 from memfit.service.studies import Studies
 from memfit.service.studies_app import searched
@@ -46,9 +48,9 @@ def application(service: Service, studies: Studies, housekeeping: Housekeeping, 
         housekeeping: of it.
         hosts: names by which it may be called.
     """
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": Told} for status in (400, 401, 403, 404, 409, 413, 421, 422, 503, 507)
-    }
+    # A refusal is JSON, whatever the request asks for.
+    told = {"description": "refused", "content": {"application/json": {"schema": Told.model_json_schema()}}}
+    refusals: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 409, 413, 421, 422, 503, 507), told)
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(
         title="memfit service",
@@ -93,8 +95,21 @@ def _errors(app: FastAPI) -> None:
         return told(422, "Refusal", "the request is nested too deep to be a run file")
 
     @app.exception_handler(HTTPException)
-    def _(_request: Request, error: HTTPException) -> Response:
-        return told(error.status_code, "Refusal", str(error.detail), error.headers)
+    def _(request: Request, error: HTTPException) -> Response:
+        headers = error.headers
+        if error.status_code == 405:  # routes are looked at one by one, and the first names its own method alone
+            headers = {"allow": ", ".join(sorted(_methods(app, request)))}
+        return told(error.status_code, "Refusal", str(error.detail), headers)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods that a path is for."""
+    return {
+        method
+        for route in app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 def _open_to_all(app: FastAPI, service: Service) -> None:
@@ -212,9 +227,9 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Response(exposition(service), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/runs", tags=["runs"])
-    def runs(
+    async def runs(
         caller: Known,
-        state: Annotated[list[str] | None, Query()] = None,
+        state: Annotated[list[State] | None, Query()] = None,
         before: Annotated[int | None, Query(ge=1, le=LARGEST)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:
@@ -222,7 +237,7 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Answer([service.described(run) for run in service.runs(caller, state or (), before, limit)])
 
     @app.get("/v1/runs/{number}", tags=["runs"])
-    def run(number: Number, caller: Known) -> Response:
+    async def run(number: Number, caller: Known) -> Response:
         """One run, with its run file and what happened to it."""
         found = service.run(caller, number)
         events = [asdict(event) for event in service.store.events(number)]

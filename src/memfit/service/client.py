@@ -23,7 +23,8 @@ from memfit.errors import InfeasibleError, InputError, Remedy
 from memfit.service.states import OVER
 from memfit.service.uploads import packed
 
-_RETRIES: Final = 5  # after a connection that broke
+_RETRIES: Final = 5  # where no connection was ever made
+_PATIENCE: Final = 60.0  # seconds, where one broke: a service that is upgraded is back by then
 _CHUNK: Final = 1 << 20
 
 
@@ -209,7 +210,7 @@ class Client:
 
     def stream(self, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """What happens to a run until it is over: ("run" | "event" | "metrics" | "output", content). A connection that breaks is taken up again."""
-        last, failures = "", 0
+        last, failures, connected, broken = "", 0, False, 0.0
         while True:
             try:
                 with self._http.stream(
@@ -219,13 +220,14 @@ class Client:
                         answer.read()
                         _refused(answer)
                     for kind, identity, content in _messages(answer.iter_lines()):
-                        failures, last = 0, identity or last
+                        failures, last, connected = 0, identity or last, True
                         if kind == "end":
                             return
                         yield kind, content
             except httpx2.TransportError as error:
+                broken = broken if failures else time.monotonic()
                 failures += 1
-                if failures > _RETRIES:
+                if failures > _RETRIES and not (connected and time.monotonic() - broken < _PATIENCE):
                     raise self._silent(error) from error
             time.sleep(min(8.0, 0.25 * 2**failures))
 

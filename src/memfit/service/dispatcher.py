@@ -32,6 +32,7 @@ from memfit.values.plan import Plan
 
 _log = logging.getLogger("memfit.service")
 _SHARES_SECONDS: Final = 24 * 3600.0  # that count for fair shares
+_OVERLAP_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.5  # between looks at logs
 _OVERDUE_SECONDS: Final = 5.0  # that a run which has taken longer than predicted is thought to take still
 _MOST_ANSWER: Final = 4 << 20  # bytes of `memfit plan --json`
@@ -78,6 +79,7 @@ class Dispatcher:
         self._followers: dict[int, LogFollower] = {}
         self._told: set[str] = set()  # names of parts that were sent their end signal
         self._looked = 0.0
+        self._ended_of_late: dict[int, tuple[float, str, float]] = {}  # when, whose, and bytes times seconds
         self._end_unknown()
         self._shares: tuple[float, dict[str, float]] = (-1e9, {})
 
@@ -310,9 +312,16 @@ class Dispatcher:
         """Bytes times seconds that each owner has had of late."""
         now = time.time()
         if time.monotonic() - self._shares[0] > _OVERDUE_SECONDS:
+            # What ended before the last look is known; a little more is read again, as clocks are set back.
+            newest = max((ended for ended, _, _ in self._ended_of_late.values()), default=0.0)
+            for run in self.store.ended_since(max(now - _SHARES_SECONDS, newest - _OVERLAP_SECONDS)):
+                self._ended_of_late[run.number] = (run.ended or now, run.owner, _bytes(run) * run.run_seconds)
             found: dict[str, float] = {}
-            for run in self.store.ended_since(now - _SHARES_SECONDS):
-                found[run.owner] = found.get(run.owner, 0.0) + _bytes(run) * run.run_seconds
+            for number, (ended, owner, taken) in list(self._ended_of_late.items()):
+                if ended < now - _SHARES_SECONDS:
+                    del self._ended_of_late[number]
+                else:
+                    found[owner] = found.get(owner, 0.0) + taken
             self._shares = (time.monotonic(), found)
         had = dict(self._shares[1])
         for run in running:

@@ -51,7 +51,7 @@ class Told(BaseModel):
 _BEARER: Final = HTTPBearer(auto_error=False)
 
 
-def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
+async def known(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
     """Whose token a request carries."""
     found = None if given is None else request.app.state.service.tokens.caller(given.credentials)
     if found is None:

@@ -118,7 +118,7 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
 
 
 def _command(settings: ServiceSettings, run: StoredRun, words: tuple[str, ...], *, tcp: bool) -> tuple[str, ...]:
-    command = (sys.executable, "-m", "memfit", *words)
+    command = (*settings.program, *words)
     if not settings.confined:
         return command
     folder = folder_of(settings, run.number)
@@ -133,6 +133,8 @@ def _readable(settings: ServiceSettings, run: StoredRun) -> list[str]:
         sys.base_prefix,
         sysconfig.get_path("purelib"),
         *_python_path(),
+        # Of an environment that is stacked on another one.
+        *(each for each in sys.path if Path(each).name in {"site-packages", "dist-packages"}),
         str(Path(memfit.__file__).parent.parent),
     }
     return [*_SYSTEM, *sorted(installed), *map(str, (*settings.data, *code))]

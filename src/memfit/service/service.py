@@ -368,7 +368,9 @@ class Service:
             "owner": run.owner,
             "state": run.state,
             "asked": run.asked,
-            "reason": turn.reason if waits and turn is not None and turn.reason else run.reason,
+            "reason": turn.reason
+            if waits and turn is not None and turn.reason
+            else run.reason or "whether it fits is being found out",
             "priority": run.priority,
             "plan_only": run.plan_only,
             "submitted": run.submitted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ class ServiceSettings:
         keep_bytes: that the files of all runs may take before those of the oldest that are over are removed; None for any.
         keep_audit_days: after which rows of the audit log are removed; None for never.
         owner_disk_bytes: that the files of one owner's runs may take; None for any.
+        program: by which a run is planned and trained: what comes before `plan`, `train` and `resume`.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class ServiceSettings:
     silent_seconds: float | None = None
     restarts: int = 3
     grace_seconds: float = 60.0
+    program: tuple[str, ...] = (sys.executable, "-m", "memfit")
     planning_bytes: int = 4 << 30
     keep_days: float | None = None
     keep_bytes: int | None = None

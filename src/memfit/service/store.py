@@ -50,6 +50,7 @@ CREATE TABLE IF NOT EXISTS runs (
 );
 CREATE INDEX IF NOT EXISTS runs_by_state ON runs (state);
 CREATE INDEX IF NOT EXISTS runs_by_owner ON runs (owner, number);
+CREATE INDEX IF NOT EXISTS runs_by_owner_and_state ON runs (owner, state, number);
 CREATE INDEX IF NOT EXISTS runs_by_end ON runs (ended);
 CREATE INDEX IF NOT EXISTS runs_by_study ON runs (study);
 CREATE TABLE IF NOT EXISTS studies (

@@ -62,7 +62,7 @@ export function strip(device, now, chosen) {
 
 // What plain PyTorch would take, what was predicted, what was measured; and the budget as a limit.
 export function bars(run) {
-  if (!run.plan) return element("p", {}, run.refusal?.minimum_bytes ? `The smallest budget that would do: ${bytes(run.refusal.minimum_bytes)} (${run.refusal.minimum_bytes} bytes).` : "Not planned yet.");
+  if (!run.plan) return element("p", {}, run.refusal?.minimum_bytes ? `The smallest budget that would do: ${bytes(run.refusal.minimum_bytes)} (${run.refusal.minimum_bytes} bytes).` : run.ended ? "It was not planned." : "Not planned yet.");
   const rows = [["plain PyTorch", run.plan.plain_peak_bytes, "box"], ["predicted", run.plan.peak_bytes, "box"], ["measured", run.measured_peak_bytes, "within"]];
   const most = Math.max(run.plan.budget_bytes, ...rows.map((row) => row[1] || 0)), width = 480, left = 100, room = width - left - 90;
   const x = (size) => left + (size / most) * room;
@@ -79,9 +79,9 @@ export function bars(run) {
   return svg;
 }
 
-export function curve(points, total) {
+export function curve(points, total, over = false) {
   const good = points.filter((point) => Number.isFinite(point.loss));
-  if (!good.length) return element("p", {}, "No steps yet.");
+  if (!good.length) return element("p", {}, over ? "It took no step." : "No steps yet.");
   const width = 480, height = 128, left = 52, low = Math.min(...good.map((p) => p.loss)), high = Math.max(...good.map((p) => p.loss));
   const last = Math.max(total || 0, good.at(-1).step, 2), flat = high === low;
   const x = (step) => left + ((step - 1) / (last - 1)) * (width - left - 12), y = (loss) => (flat ? 54 : 10 + ((high - loss) / (high - low)) * 88);

@@ -24,7 +24,7 @@ at("theme").addEventListener("click", () => {
 function when(each) {
   if (each.state === "waiting" && each.expected_start) return `${each.reason}; may start in ${span(each.expected_start - Date.now() / 1000)}`;
   if (each.state === "running" && each.expected_end) return `${each.reason}; about ${span(each.expected_end - Date.now() / 1000)} left`;
-  return each.reason;
+  return each.reason === each.state ? "" : each.reason;
 }
 
 function row(each) {
@@ -83,14 +83,14 @@ function showRun() {
   if (!run) return;
   say("run-title", `${run.name} (run ${run.run})`);
   const last = [...points.values()].at(-1);
-  say("run-state", `${run.state}: ${when(run)}` + (last && run.plan?.total_steps ? `. Step ${last.step} of ${run.plan.total_steps}.` : ""));
+  say("run-state", [run.state, when(run)].filter(Boolean).join(": ") + (last && run.plan?.total_steps ? `. Step ${last.step} of ${run.plan.total_steps}.` : ""));
   const mine = me.role === "admin" || (me.role === "submit" && me.name === run.owner);
   at("pause").disabled = !mine || !["waiting", "running"].includes(run.state) || run.asked !== "";
   at("resume").disabled = !mine || run.state !== "paused";
   at("cancel").disabled = !mine || OVER.includes(run.state) || run.asked === "cancel";
   const peaks = [...points.values()].map((point) => point.peak_bytes || 0);
   put("bytes", bars({ ...run, measured_peak_bytes: Math.max(run.measured_peak_bytes || 0, ...peaks) || null }));
-  put("loss", curve([...points.values()].sort((a, b) => a.step - b.step), run.plan?.total_steps));
+  put("loss", curve([...points.values()].sort((a, b) => a.step - b.step), run.plan?.total_steps, OVER.includes(run.state)));
   const output = at("output"), below = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
   say("output", lines.join("\n"));
   if (below) output.scrollTop = output.scrollHeight;
@@ -108,7 +108,8 @@ async function files(number) {
   if (number !== chosen) return;
   try {
     const found = await ask(`/v1/runs/${number}/artifacts`);
-    put("files", ...found.map((file) => {
+    if (!found.length) put("files", element("li", {}, "There are none."));
+    else put("files", ...found.map((file) => {
       const button = element("button", { type: "button" }, `${file.name} (${bytes(file.bytes)})`);
       button.addEventListener("click", () => download(`/v1/runs/${number}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}`, file.name.split("/").at(-1)));
       return element("li", {}, button);

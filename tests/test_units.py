@@ -91,7 +91,7 @@ def test_more_than_the_whole_device_is_refused() -> None:
     ],
 )
 def test_nonsense_is_refused_with_what_is_accepted(text: object, complaint: str) -> None:
-    with pytest.raises(BudgetError, match=f'{complaint}: write "8GiB" or "512MiB"') as caught:
+    with pytest.raises(BudgetError, match=f'{complaint}.*: write "8GiB" or "512MiB"') as caught:
         parse_bytes(text)  # type: ignore[arg-type]
 
     assert str(caught.value).startswith(repr(text))

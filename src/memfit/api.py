@@ -30,6 +30,7 @@ from memfit.rehearsal import rehearse, rehearsed
 from memfit.remedies.search import with_ways_out
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
+from memfit.step.given import check_closure, check_sample, loss_function
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.techniques.choices import Choices
 from memfit.values.bundle import TraceBundle
@@ -189,6 +190,7 @@ def recompute(
         InfeasibleError: no plan holds as few bytes of activations.
         CaptureError: as for `plan`.
     """
+    loss_fn = loss_function(loss_fn)
     placement = RecomputePlacement.of(keep, every, activation_bytes)
     if (fixed or {}).get("streamed"):
         raise InputError(
@@ -394,6 +396,7 @@ def measure(
     clip_norm: float | None = None,
 ) -> StepRecord:
     """Measure bytes and seconds of one step of plain PyTorch; afterwards everything is restored."""
+    check_sample(sample)
     nothing = Plan(
         budget_bytes=1 << 62,
         choices=Choices(1, batches.size(sample)),
@@ -408,6 +411,7 @@ def measure(
         device_kind=device_of(model).type,
     )
     engine = apply(nothing, model, loss_fn, optimizer)
+    check_closure(engine.optimizer)
     rehearsal = rehearse(engine, sample)
     return StepRecord(1, float("nan"), rehearsal.measured_seconds, 1, rehearsal.measured_peak_bytes)
 

@@ -108,7 +108,7 @@ def apply(
         if chosen is not None:
             chosen = sharded.optimizer(chosen, lambda made: arranged(made, plan.choices, model, lower_tier))
     elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
-        chosen = chosen(p for p in model.parameters() if p.requires_grad)
+        chosen = chosen([p for p in model.parameters() if p.requires_grad])
     if chosen is not None and sharded is None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
     stream: LayerStream | None = None

@@ -51,6 +51,12 @@ def size(batch: Batch) -> int:
 
 def _what_instead(batch: Batch) -> str:
     """What a batch holds in place of tensors, and how its user would make a batch of it."""
+    if isinstance(batch, torch.Tensor):
+        return " but one number"
+    if isinstance(batch, (tuple, list)) and batch and all(isinstance(each, int) for each in batch):
+        return f" but numbers (if they are its shape, give torch.zeros({', '.join(map(str, batch))}))"
+    if batch is None:
+        return ", it is None"
     kinds = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
     held = f" but {', '.join(kinds)}" if kinds else ""
     if "ndarray" in kinds:
@@ -265,17 +271,45 @@ def larger_than_planned(
 
 
 def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> Any:
-    """What stands for the loss, unchecked: of the loss function, or of the model's own output."""
-    if loss_fn is not None:
-        return loss_fn(model, batch)
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
+    """What stands for the loss, unchecked: of the loss function, or of the model's own output.
+
+    An error that tells of a loss function or a batch of another form than memfit calls gets a note that says what form that is; it stays the user's own.
+    """
+    try:
+        if loss_fn is not None:
+            return loss_fn(model, batch)
+        output = _called(model, batch)
+    except (TypeError, AttributeError) as error:
+        note = _note_on_forms(str(error), model, batch, has_loss=loss_fn is not None)
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def _called(model: torch.nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _note_on_forms(message: str, model: torch.nn.Module, batch: Batch, *, has_loss: bool) -> str:
+    """What to write, where an error may come from the way in which loss function and model are called; "" elsewhere."""
+    if has_loss:
+        if type(model).__name__ not in message and "required positional argument" not in message:
+            return ""
+        return (
+            "memfit calls loss_fn(model, batch); if yours takes (output, target), write "
+            "loss_fn=lambda model, batch: yours(model(batch[0]), batch[1])"
+        )
+    if f"{type(model).__name__}.forward()" not in message and "forward() " not in message:
+        return ""
+    call = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, (tuple, list)) else "batch"
+    return (
+        f"without a loss_fn memfit calls model({call}) and takes the loss it returns; for a batch of inputs and targets give "
+        "loss_fn=nn.CrossEntropyLoss(), or loss_fn=lambda model, batch: ..., which returns the scalar loss"
+    )
 
 
 def loss_without_gradients(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
@@ -304,7 +338,8 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         several = ""
         if isinstance(loss, (tuple, list, Mapping)):
-            what, several = f"a {type(loss).__name__} of {len(loss)}", "; several losses are added up, sum(losses)"
+            what = f"a {type(loss).__name__} of {len(loss)}"
+            several = f"; several losses are added up, sum(losses{'.values()' if isinstance(loss, Mapping) else ''})"
         if loss_fn is not None:
             raise InputError(f"loss_fn(model, batch) gave {what}: return the loss alone, as one scalar tensor{several}")
         raise InputError(

@@ -14,6 +14,7 @@ from memfit.capture.trace_source import machine_of
 from memfit.errors import BudgetError, InputError
 from memfit.hardware.machine import Link, Machine
 from memfit.hardware.topology import Topology
+from memfit.step.given import check_model
 from memfit.storage.folders import free_bytes, offload_folder
 from memfit.storage.links import nearest_link
 from memfit.storage.staging import STAGES_BYTES
@@ -35,8 +36,7 @@ def requested(model: nn.Module, *, sharers: int = 1, **arguments: Any) -> Reques
     Raises:
         InputError, BudgetError: as for `Request.of`, or no device of that name is known, or the model is none.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is {type(model).__name__}: give a torch.nn.Module")
+    check_model(model)
     machine = machine_of(model, arguments.get("device"))
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
@@ -56,7 +56,10 @@ def _check_budget(model: nn.Module, given: Any, machine: Machine) -> None:
         raise InputError(
             f"budget={name} is a function: the arguments are model, sample, loss_fn, budget, optimizer, in this order"
         )
-    budget = parse_bytes(given, total_bytes=machine.memory_bytes)
+    try:
+        budget = parse_bytes(given, total_bytes=machine.memory_bytes)
+    except BudgetError as error:
+        raise BudgetError(f"budget: {error}") from None
     held = sum(p.nbytes for p in model.parameters())
     if str(given).strip().isdecimal() and budget < MEANT_WITH_A_UNIT and budget < held:
         raise BudgetError(

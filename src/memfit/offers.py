@@ -218,7 +218,7 @@ def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Seq
     if make_optimizer is None:
         return None
     with frozen(model, freeze):
-        made = make_optimizer(p for p in model.parameters() if p.requires_grad)
+        made = make_optimizer([p for p in model.parameters() if p.requires_grad])
     check_optimizer(made)
     return made
 

@@ -54,13 +54,18 @@ def parse_bytes(text: str | SupportsIndex, *, total_bytes: int | None = None) ->
 
 def _read_text(text: str, total_bytes: int | None, accepted: str) -> int:
     match = _SIZE.fullmatch(text.strip())
+    if match is None and text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:].strip()):
+        raise BudgetError(f"{text!r} is not a number of bytes, as it is negative: {accepted}")
     if match is None:
         raise BudgetError(f"{text!r} is not a number of bytes: {accepted}")
     number, unit = Fraction(match["number"]), match["unit"].lower()
     if unit == "%":
         return _share(text, number, total_bytes, accepted)
     if unit not in _BYTES_OF:
-        raise BudgetError(f"{text!r} has a unit memfit does not read: {accepted}")
+        either = (
+            f" ({match['number']}{unit.upper()}iB or {match['number']}{unit.upper()}B?)" if unit in "kmgtpe" else ""
+        )
+        raise BudgetError(f"{text!r} has a unit memfit does not read{either}: {accepted}")
     if unit in {"", "b"} and number.denominator != 1:
         raise BudgetError(f"{text!r} is not a whole number of bytes: {accepted}")
     return math.floor(number * _BYTES_OF[unit])
@@ -81,7 +86,12 @@ def _read_number(number: SupportsIndex, accepted: str) -> int:
     try:
         return operator.index(number)
     except TypeError:
-        raise BudgetError(f"{number!r} is not a whole number of bytes: {accepted}") from None
+        hint = ""
+        if isinstance(number, float) and 0 < number <= 1 and "%" in accepted:
+            hint = f' ("{100 * number:g}%" for this share)'
+        elif isinstance(number, float) and 1 < number < 4096:
+            hint = f' ("{number:g}GiB" for gibibytes)'
+        raise BudgetError(f"{number!r} is not a whole number of bytes{hint}: {accepted}") from None
 
 
 def format_bytes(num_bytes: int) -> str:

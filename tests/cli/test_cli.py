@@ -18,7 +18,7 @@ import torch
 from cli.commands import Ran
 from memfit.cli import doctor, extras
 from memfit.cli.main import parser
-from memfit.errors import CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
+from memfit.errors import BudgetError, CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
 from memfit.trackers import tensorboard
 from memfit.train import plans
@@ -169,6 +169,22 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], a
 
     assert (data["fits"], data["minimum_bytes"]) == (False, 9)
     assert data["remedies"] == [{"text": "x=1", "saved_bytes": 2, "extra_seconds": 0.5, "kind": "", "arguments": None}]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--budget", "24"], "memfit: --budget=24 is 24 bytes"),
+        (["--set", "fit.budget=24"], "memfit: --set fit.budget=24 is 24 bytes"),
+        ([], "run.yaml: fit.budget=24 is 24 bytes"),
+    ],
+)
+def test_a_budget_is_named_as_it_was_given(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, given: list[str], told: str
+) -> None:
+    api.error = BudgetError("budget=24 is 24 bytes")
+
+    assert told in Ran(capsys, "plan", config, *given).err
 
 
 def test_a_users_own_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:

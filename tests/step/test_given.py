@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.errors import InputError
+from memfit.errors import BudgetError, InputError, SplitError
 from small import same, state_of
 
 pytestmark = [
@@ -55,7 +56,7 @@ def test_a_criterion_is_the_loss_of_input_and_target(criterion: Any) -> None:
     assert same(state_of(model), state_of(other))
 
 
-@pytest.mark.parametrize("written", ["adamw", "AdamW"])
+@pytest.mark.parametrize("written", ["adamw", "AdamW", "torch.optim.AdamW", "adamw_torch_fused"])
 def test_a_name_of_torchs_is_its_optimizer(written: str) -> None:
     assert planned(written).prediction.peak_bytes == planned(adamw).prediction.peak_bytes
 
@@ -95,6 +96,23 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"loss_fn": 0.5}, "loss_fn=0.5 is no function: write loss_fn=lambda model, batch"),
         ({"sample": {"x": torch.zeros(2, 8)}, "loss_fn": nn.MSELoss()}, "the loss MSELoss takes .* and the batch is a mapping with x"),
         ({"optimizer": "adamax2"}, "torch.optim has none of this name; did you mean 'Adamax'"),
+        ({"optimizer": "paged_adamw_8bit"}, r"write optimizer=\"AdamW\", allow=\[\"8bit\"\]"),
+        ({"optimizer": "shampoo"}, "none of this name; any other is given by a function"),
+        ({"optimizer": torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(classifier().parameters()))}, r"a schedule \(ConstantLR\): give its optimizer"),
+        ({"optimizer": lambda p: [torch.optim.SGD(p), torch.optim.SGD(p)]}, "optimizer gave a list of 2"),
+        ({"model": [classifier(), classifier()]}, "the model is a list of 2, and a step trains one: .* plan each of them on its own"),
+        ({"model": nn.Linear}, r"the model is the class Linear: give a module, made by Linear\(\.\.\.\)"),
+        ({"model": "gpt2"}, "the model is the text 'gpt2': .*memfit estimate FOLDER"),
+        ({"model": batch(), "sample": classifier()}, "the model is tuple: .* the arguments are model, sample, loss_fn"),
+        ({"sample": (16, 8)}, r"if they are its shape, give torch.zeros\(16, 8\)"),
+        ({"sample": None}, "it is None"),
+        ({"device": "cuda"}, r"a device of torch: move the model there \(model.to\('cuda'\)\)"),
+        ({"clip_norm": "1"}, "clip_norm='1': a positive number is needed"),
+        ({"budget": 24}, 'budget=24 is 24 bytes, .*write the unit, "24GiB"'),
+        ({"budget": 24.0}, r'24.0 is not a whole number of bytes \("24GiB" for gibibytes\)'),
+        ({"budget": 0.8}, r'0.8 is not a whole number of bytes \("80%" for this share\)'),
+        ({"budget": "24G"}, r"a unit memfit does not read \(24GiB or 24GB\?\)"),
+        ({"budget": "-3GiB"}, "budget: '-3GiB' is not a number of bytes, as it is negative"),
         ({"optimizer": [adamw, adamw]}, "optimizer holds 2 optimizers, .* plan each of them on its own"),
         ({"optimizer": lambda p: (adamw(p), 3)}, "optimizer gave a tuple of 2: it has to return one torch.optim.Optimizer"),
         ({"optimizer": 1e-3}, "optimizer=0.001: write optimizer=lambda parameters"),
@@ -107,6 +125,65 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
     ],
 )  # fmt: skip
 def test_a_guess_that_cannot_be_meant_is_told_what_to_write(arguments: dict[str, Any], sentence: str) -> None:
-    given = {"sample": batch(), "loss_fn": loss_fn, "optimizer": adamw, **arguments}
-    with pytest.raises(InputError, match=sentence):
-        memfit.plan(classifier(), given["sample"], given["loss_fn"], "1GiB", given["optimizer"])
+    given = {
+        "model": classifier(),
+        "sample": batch(),
+        "loss_fn": loss_fn,
+        "budget": "1GiB",
+        "optimizer": adamw,
+        **arguments,
+    }
+    with pytest.raises((InputError, BudgetError), match=sentence):
+        memfit.plan(**given)
+
+
+class Distance(nn.Module):
+    """A criterion of somebody's own, which nothing tells from a loss function of memfit's form."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "note"),
+    [
+        (Distance(), "if yours takes \\(output, target\\), write loss_fn=lambda model, batch: yours"),
+        (lambda output, target: output.shape, "if yours takes \\(output, target\\)"),
+        (None, "without a loss_fn memfit calls model\\(\\*batch\\) .* loss_fn=nn.CrossEntropyLoss\\(\\)"),
+    ],
+)
+def test_an_error_of_a_loss_of_another_form_keeps_its_kind_and_says_the_form(loss: Any, note: str) -> None:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        memfit.plan(classifier(), batch(), loss, "1GiB", adamw)
+    assert re.search(note, " ".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize("call", [{"fixed": {"micro_batches": 4}}, {"loader_batches": 4}])
+def test_micro_batches_are_planned_on_the_meta_device_as_with_values(call: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = classifier()
+    sample = tuple(each.to("meta") for each in batch())
+    made = memfit.plan(model, sample, loss_fn, "1GiB", adamw, **call)
+    real = memfit.plan(classifier(), batch(), loss_fn, "1GiB", adamw, **call)
+    assert made.choices.micro_batches == 4
+    assert (made.prediction.peak_bytes, made.choices.weights) == (real.prediction.peak_bytes, real.choices.weights)
+
+
+def test_a_loss_that_sees_the_whole_batch_is_noticed_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = classifier()
+    sample = tuple(each.to("meta") for each in batch())
+
+    def spread(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        return (output - output.mean(0)).square().mean()
+
+    with pytest.raises(SplitError, match="do not add up"):
+        memfit.plan(model, sample, spread, "1GiB", adamw, fixed={"micro_batches": 4})
+
+
+def test_steps_that_need_closures_and_loaders_are_refused_by_measure_too() -> None:
+    with pytest.raises(InputError, match="LBFGS calls a closure"):
+        memfit.measure(classifier(), batch(), loss_fn, torch.optim.LBFGS)
+    with pytest.raises(InputError, match="sample is a DataLoader"):
+        memfit.measure(classifier(), LOADER, loss_fn)

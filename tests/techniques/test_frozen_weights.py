@@ -325,3 +325,53 @@ def test_adapters_of_peft() -> None:
     # A product with a Python number keeps that number in 8 bytes, with full weights too, and PEFT has such products.
     assert records[-1].peak_bytes == pytest.approx(plan.prediction.peak_bytes, abs=16)
     assert [record.loss for record in records] == by_hand(reference)
+
+
+class BesideLinear4bit(nn.Module):
+    """A frozen layer of bitsandbytes with an adapter beside it, as PEFT has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        linear = nn.Linear(width, width)
+        self.base = bitsandbytes.nn.Linear4bit(width, width, compute_dtype=torch.float32, quant_type="nf4")
+        self.base.load_state_dict({"weight": linear.weight.data, "bias": linear.bias.data})
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def with_linear_4bit() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [each for _ in range(3) for each in (BesideLinear4bit(128), nn.GELU())]
+    return nn.Sequential(*layers).to("cpu")  # where bitsandbytes packs the weights
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_layers_of_bitsandbytes_own_are_trained_as_they_are_and_their_scales_counted(fraction: float) -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+
+    def square(model: nn.Module, batch: Tensor) -> Tensor:
+        result: Tensor = model(batch).square().mean()
+        return result
+
+    plan = memfit.plan(with_linear_4bit(), x, square, "1GiB", fixed={"micro_batches": 1})
+    least, most = memfit.smallest_budget(plan), plan.prediction.peak_bytes
+    plan = memfit.replan(plan, round(least + fraction * (most - least)))
+    model, other = with_linear_4bit(), with_linear_4bit()
+    engine = memfit.apply(plan, model, square, lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], fused=True)
+    losses = []
+    for _ in range(2):
+        record = engine.step(x, meter=True)
+        loss = square(other, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((record.loss, float(loss.detach())))
+    assert all(one == two for one, two in losses)
+    assert record.peak_bytes == plan.prediction.peak_bytes
+    assert isinstance(model[0].base.weight, bitsandbytes.nn.Params4bit)  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

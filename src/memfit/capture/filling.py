@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from memfit import batches
+from memfit.batches import Batch
 from memfit.step.generators import forked_generators
 
 SPREAD: Final = 0.02  # of weights that no layer initialises, as language models have it
@@ -34,3 +36,21 @@ def filled(model: nn.Module) -> nn.Module:
                 if callable(initialise):
                     initialise()
     return made
+
+
+def filled_rows(few: Batch, device: torch.device) -> Batch:
+    """A few samples with values in place of tensors that are on the meta device.
+
+    Numbers are normal ones. Integers are zeros and ones, which are tokens and classes of nearly every model, drawn so that samples differ: alike ones would
+    hide a layer that sees the whole batch.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(device, tensor.dtype)
+        return torch.randint(2, tensor.shape, generator=generator).to(device, tensor.dtype)
+
+    return batches.map_tensors(values, few)

@@ -50,6 +50,8 @@ def lent(
             fresh = make(tensor)
             if isinstance(tensor, nn.Parameter) and fresh is not tensor:
                 fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+                # What libraries hang on their parameters (bitsandbytes the scales of a packed weight) is read through the one that is lent, too.
+                vars(fresh).update(vars(tensor))
             made[id(tensor)] = fresh
         return made[id(tensor)]
 

@@ -17,12 +17,14 @@ from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import library_bytes
-from memfit.capture.filling import filled
+from memfit.capture.filling import filled, filled_rows
 from memfit.capture.host_time import ELSEWHERE, HostTime
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
+from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource, made_by_its_first_forward
+from memfit.capture.splitting import SAMPLES as COMPARED_SAMPLES
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.hardware.machine import Capability, Machine, known_machine
 from memfit.hardware.topology import Topology
@@ -275,8 +277,6 @@ class TraceSource:
         patterns = tuple(freeze)
         if patterns not in self._splitting:
             model = self.model
-            if any(t.device.type == "meta" for t in batches.leaves(self.compared())):
-                return Weighting(None, "the sample is on the meta device, so it cannot be checked whether it splits")
             if any(p.device.type == "meta" for p in model.parameters()):
                 if sum(p.nbytes for p in model.parameters()) > LARGEST_FILLED_BYTES:
                     return Weighting(
@@ -285,9 +285,13 @@ class TraceSource:
                         "plan for a sample of one micro-batch, or with a model that has weights",
                     )
                 model = filled(model)
+            compared = self.compared()
+            if any(t.device.type == "meta" for t in batches.leaves(compared)):
+                few = rows_of(compared, COMPARED_SAMPLES)
+                compared = filled_rows(few, device_of(model))
             tell(self.progress, "checking whether the batch splits", 0.5)
             with outside_torch_kept(), frozen(model, patterns):
-                self._splitting[patterns] = find_splitting(model, self.compared(), self.loss_fn)
+                self._splitting[patterns] = find_splitting(model, compared, self.loss_fn)
         found = self._splitting[patterns]
         return Weighting(found.weights, found.reason)
 

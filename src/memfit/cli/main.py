@@ -12,12 +12,13 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from memfit import __version__
 from memfit.cli import doctor, estimate, explain, frontier, plan, runs, serve, studies, submit, train, tune
 from memfit.cli.answer import Answer, Status, failure
-from memfit.errors import MemfitError
+from memfit.errors import BudgetError, MemfitError
 
 _VERBS: Final = (estimate, plan, frontier, train, tune, serve, submit, runs, studies, explain, doctor)
 _DESCRIPTION: Final = (
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answer: Answer = parsed.run(parsed)
     except (Exception, KeyboardInterrupt) as caught:  # noqa: BLE001 - the last place that can turn it into an exit status
         error, answer = caught, failure(caught)
+    if isinstance(error, BudgetError):
+        answer = replace(answer, text=_told_where(answer.text, parsed))
     if error is not None:
         _complain(error, answer, debug=parsed.debug)
     try:
@@ -89,6 +92,15 @@ def _with_negative_sizes(arguments: Sequence[str]) -> list[str]:
         else:
             joined.append(argument)
     return joined
+
+
+def _told_where(message: str, parsed: argparse.Namespace) -> str:
+    """A message about the budget, which is named as it was given: as an option, as a setting, or in the configuration file."""
+    if not message.startswith("budget=") or getattr(parsed, "config", None) is None:
+        return message
+    given = [s for s in getattr(parsed, "settings", ()) if s.partition("=")[0].strip() == "fit.budget"]
+    where = "--budget" if parsed.budget is not None else "--set fit.budget" if given else f"{parsed.config}: fit.budget"
+    return f"{where}{message.removeprefix('budget')}"
 
 
 def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:

@@ -177,6 +177,7 @@ _PASSED_OVER: Final = {
     *("nvidia", "geforce", "tesla", "quadro", "gpu", "tensor", "core", "generation", "founders", "edition"),
     *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7"),
 }
+_OF_TORCH: Final = ("cpu", "cuda", "mps", "xpu", "meta")
 _MEMORY: Final = re.compile(r"(\d+)(?:gi?b?)?")
 _MEMORIES: Final = range(
     8, 1025
@@ -189,6 +190,12 @@ def known_machine(name: str) -> Machine:
     Raises:
         InputError: no such entry; names the nearest ones.
     """
+    kind = str(name).partition(":")[0].lower()
+    if kind in _OF_TORCH:
+        raise InputError(
+            f"device={str(name)!r} is a device of torch: move the model there (model.to({str(name)!r})) and leave device out; it takes the name of a GPU "
+            'that is not in this computer, such as "rtx4090"'
+        )
     wanted = "".join(c for c in name.lower().replace("nvidia", "").replace("geforce", "") if c.isalnum())
     by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
     if wanted in by_name:

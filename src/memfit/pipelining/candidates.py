@@ -52,7 +52,7 @@ def candidates_for_stages(source: TraceSource, request: Request) -> tuple[tuple[
     with frozen(source.model, request.freeze):
         made = None
         if source.optimizer is not None:
-            made = source.optimizer(p for p in source.model.parameters() if p.requires_grad)
+            made = source.optimizer([p for p in source.model.parameters() if p.requires_grad])
             check_optimizer(made)
             check_closure(made)
         subject = Subject(source.model, made, fixed, device_kind=source.machine.kind)

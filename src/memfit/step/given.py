@@ -13,6 +13,7 @@ from torch import nn
 
 from memfit.batches import Batch, LossFunction, size
 from memfit.errors import BatchError, InputError
+from memfit.optimizers.lion import Lion
 from memfit.step.program import OptimizerFactory
 
 _FUSED: Final = frozenset(["Adam", "AdamW", "SGD", "Adagrad"])  # have a form in one kernel, without temporaries
@@ -86,6 +87,10 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
         return _by_name(given)
     if isinstance(given, torch.optim.Optimizer):
         return _alike(given, model)
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        raise InputError(
+            f"optimizer is a schedule ({type(given).__name__}): give its optimizer, and call the schedule's step() after each engine.step(batch)"
+        )
     if isinstance(given, (Sequence, Mapping)):
         raise InputError(
             f"optimizer holds {len(given)} optimizers, and a step of memfit has one, after one backward: plan each of them on its own, with the part of the "
@@ -99,17 +104,25 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
 
 
 def _by_name(name: str) -> OptimizerFactory:
-    known = {
+    known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    kind = known.get(name.lower().replace("_", "").replace("torch", ""))
+    known["lion"] = Lion
+    wanted = name.lower().removeprefix("torch.optim.").removeprefix("paged_").removesuffix("_torch").replace("_", "")
+    wanted = wanted.removesuffix("torchfused").removesuffix("fused")
+    kind = known.get(wanted)
+    whole = known.get(wanted.removesuffix("8bit"))
+    if kind is None and whole is not None and wanted.endswith("8bit"):
+        raise InputError(
+            f'optimizer={name!r}: write optimizer="{whole.__name__}", allow=["8bit"]: memfit keeps the state in 8 bits where that helps'
+        )
     if kind is None:
         near = get_close_matches(name.lower(), known, 1, 0.6)
-        hint = f"did you mean {known[near[0]].__name__!r}? " if near else ""
+        hint = f"did you mean {known[near[0]].__name__!r}; " if near else ""
         raise InputError(
-            f"optimizer={name!r}: torch.optim has none of this name; {hint}Any other is given by a function: "
+            f"optimizer={name!r}: torch.optim has none of this name; {hint}any other is given by a function, "
             "optimizer=lambda parameters: MyOptimizer(parameters, lr=1e-4)"
         )
     settings: dict[str, Any] = {"fused": True} if kind.__name__ in _FUSED else {}
@@ -187,6 +200,40 @@ def check_closure(made: Any) -> None:
             f"{type(made).__name__} calls a closure that runs forward and backward again, as often as it likes, so no step of it can be planned: take an "
             "optimizer that steps once after each backward, such as torch.optim.AdamW"
         )
+
+
+def check_model(model: Any) -> None:
+    """Check that a model is one, before anything is asked of it.
+
+    Raises:
+        InputError: it is something else; the message says what to write.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"the model is the class {model.__name__}: give a module, made by {model.__name__}(...)")
+    if isinstance(model, str):
+        raise InputError(
+            f"the model is the text {model!r}: give a torch.nn.Module, such as transformers.AutoModelForCausalLM.from_pretrained(folder); of a folder, "
+            "`memfit estimate FOLDER` tells what it takes"
+        )
+    if isinstance(model, (Sequence, Mapping)) and any(isinstance(each, nn.Module) for each in _members(model)):
+        raise InputError(
+            f"the model is {_form(model)}, and a step trains one: put them into one torch.nn.Module whose loss_fn runs them all, or, where each has an "
+            "optimizer of its own (a GAN), plan each of them on its own"
+        )
+    hint = "; the arguments are model, sample, loss_fn, budget, optimizer, in this order" if _is_batch(model) else ""
+    raise InputError(f"the model is {type(model).__name__}: give a torch.nn.Module{hint}")
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (Sequence, Mapping)) and any(isinstance(each, torch.Tensor) for each in _members(value))
+    )
 
 
 def _name_of(criterion: Any) -> str:

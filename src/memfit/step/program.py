@@ -214,10 +214,37 @@ class StepProgram:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
+def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors in the attributes of a parameter, and in those of objects among them: bitsandbytes keeps the scales of a packed weight so (`quant_state`)."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = list(vars(parameter).values())
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
+            waiting += vars(value).values()
+    return found
+
+
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it."""
+    """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it.
+
+    So are those that hang on parameters (`hung_on`).
+    """
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        for item in hung_on(parameter):
+            if id(item) not in known:
+                known.add(id(item))
+                found.append(item)
     for module in model.modules():
         for name, value in module.__dict__.items():
             if name in {"_parameters", "_buffers", "_modules"}:

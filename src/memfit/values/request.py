@@ -61,7 +61,8 @@ class Request:
     settled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        number = isinstance(self.clip_norm, (int, float)) and not isinstance(self.clip_norm, bool)
+        if self.clip_norm is not None and not (number and self.clip_norm > 0):
             raise InputError(f"clip_norm={self.clip_norm!r}: a positive number is needed, or None for no clipping")
 
     @classmethod

@@ -43,6 +43,7 @@ QUESTIONS = (
     "sharding",
     "tune",
     "service",
+    "answers",
 )
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 
@@ -107,6 +108,8 @@ def pages() -> dict[Path, str]:
     for path in sorted(TECHNIQUES.glob("*.md")):
         if BEGIN in (text := path.read_text()):
             out[path] = between(text, f"\n{measured(path.stem)}\n")
+    fits = FOLDER.parent / "docs" / "24gb.md"
+    out[fits] = between(fits.read_text(), f"\n{section('answers')}\n")
     out[FOLDER.parent / "docs" / "figures.md"] = "\n".join(parts).rstrip() + "\n"
     return out
 

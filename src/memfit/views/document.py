@@ -132,7 +132,7 @@ def document(title: str, sentence: str, outcome: str, parts: Iterable[str]) -> s
             f"<h1>{name}</h1>",
             f'<p class="verdict {outcome}">{prose(sentence)}</p>',
             *filter(None, parts),
-            f"<footer>Written by memfit {escaped(__version__)}. Sizes are binary: 1 GiB is 1024 MiB.</footer>",
+            f"<footer>{prose(f'Written by memfit {__version__}. Sizes are binary: 1 GiB is 1024 MiB.')}</footer>",
             "</main>",
             "</body>",
             "</html>",

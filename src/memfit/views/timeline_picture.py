@@ -265,7 +265,7 @@ def _phases(phases: tuple[str, ...], moments: tuple[float, ...], x: Scale, y: Sc
     if sum(text_width(name) + 10 for name, _, _ in named) > x.end - x.start:
         named = [span for span in named if text_width(span[0]) < span[2] - span[1]]
     sizes = [text_width(name) + 10 for name, _, _ in named]
-    centres = spread([(start + end) / 2 for _, start, end in named], sizes, x.start - 20, x.end + 20)
+    centres = spread([(start + end) / 2 for _, start, end in named], sizes, x.start - 20, x.end + 8)
     for (name, start, end), centre in zip(named, centres, strict=True):
         middle = (start + end) / 2
         if abs(centre - middle) > 2:

@@ -191,8 +191,8 @@ def estimate(
         )
     if weights_bytes > (here := physical_bytes()):
         notes.append(
-            f"this computer has {format_bytes(here)} of memory, less than the {format_bytes(weights_bytes)} of weights: the one that trains needs more, or files of "
-            "weights that are read piece by piece (safetensors)"
+            f"this computer has {format_bytes(here)} of memory, less than the {format_bytes(weights_bytes)} of weights that are read into it: "
+            "train on one that has more"
         )
     tell(progress, "estimated", 1.0)
     return Estimate(

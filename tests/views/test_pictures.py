@@ -32,10 +32,11 @@ from memfit.views.drawing import (
 )
 from memfit.views.frontier_picture import bounds_of, efficient, frontier_picture, ratios
 from memfit.views.labels import Area, area_of, place_label
-from memfit.views.layout import NARROW, WIDE
+from memfit.views.layout import NARROW, WIDE, Layout
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import svg
 from memfit.views.timeline_picture import timeline_picture
+from memfit.views.trials_picture import TrialPoint, trials_picture
 from views import reports
 
 Make = Callable[[], Report]
@@ -102,6 +103,17 @@ def test_pictures_stay_on_their_paper_and_texts_apart(make: Make) -> None:
             if drawing is not None:
                 assert inside(drawing)
                 assert crossing(drawing) == []
+
+
+@pytest.mark.parametrize("layout", [WIDE, NARROW])
+def test_trials_stay_on_their_paper_and_texts_apart(layout: Layout) -> None:
+    points = [TrialPoint(i, (40 + 7 * i) * 2**20, 2.5 - 0.1 * i, f"optim.lr {i}") for i in range(12)]
+
+    drawing = trials_picture(points, "validation_accuracy", [11], layout)
+
+    assert drawing is not None
+    assert inside(drawing)
+    assert crossing(drawing) == []
 
 
 def test_two_percent_look_like_two_percent() -> None:

@@ -82,8 +82,8 @@ def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = (), layout: L
     if len(best) > 1:
         lines.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in best), colours.FRONTIER, 1.6))
     dots = [*_points(frontier, x, y), *_marked(chosen, plain_bytes, x, y)]
-    at = (0.0, y.start + 66) if layout.narrow else (layout.right + 24, _TOP + 14)
-    key, bottom = _key(plan, chosen, frontier, at, budget_inside=budget_inside)
+    corner = (0.0, y.start + 66) if layout.narrow else (layout.right + 24, _TOP + 14)
+    key, bottom = _key(plan, chosen, frontier, corner, budget_inside=budget_inside)
     texts = [s for s in (*shapes, *key) if isinstance(s, Text)]
     names = _names(frontier, chosen, plain_bytes, (x, y), texts, [line.points for line in lines], dots)
     height = bottom - 16 if layout.narrow else y.start + 46

@@ -9,7 +9,7 @@ from typing import Final
 from memfit.units import format_bytes
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
 from memfit.views.colours import PREDICTED
-from memfit.views.drawing import INK, QUIET, Dot, Drawing, Shape, Text, counted
+from memfit.views.drawing import INK, QUIET, Dot, Drawing, Shape, Text, counted, wrapped
 from memfit.views.layout import WIDE, Layout
 
 _WIDTH: Final = 900.0
@@ -43,10 +43,12 @@ def trials_picture(
     width = min(layout.width, _WIDTH)
     left = 52 if layout.narrow else 90
     x = Scale(*widened(min(sizes), max(sizes)), left, width - (12 if layout.narrow else 30))
-    y = Scale(*widened(min(values), max(values), least=1e-3), _HEIGHT - 60, 46)
-    shapes: list[Shape] = [
-        Text(0 if layout.narrow else left, 24, f"{objective} against predicted peak", size=16, bold=True)
-    ]
+    y = Scale(*widened(min(values), max(values), least=1e-3), _HEIGHT - 60, 66)
+    title = f"{objective} against predicted peak"
+    first = 0 if layout.narrow else left
+    # Bold letters are wider than `wrapped` takes them to be.
+    heads = wrapped(title, (width - first) / 1.12, 16)
+    shapes: list[Shape] = [Text(first, 20 + 19 * i, line, size=16, bold=True) for i, line in enumerate(heads)]
     shapes += frame(
         x, y, byte_ticks(x.low, x.high, most=3 if layout.narrow else 6), number_ticks(y.low, y.high), "predicted peak"
     )

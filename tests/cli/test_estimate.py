@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,12 @@ def test_a_computer_with_less_memory_than_the_weights_is_named(
     monkeypatch.setattr("memfit.estimating.estimate.physical_bytes", lambda: 1024)
 
     assert "this computer has 1.00 KiB of memory, less than the" in " ".join(Ran(capsys, *arguments).data["notes"])
+
+
+def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
+    code = "import sys; from memfit.cli.main import main; print(main(['estimate', 'x', '--gpu', '4900']), 'torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["3", "False"]
+    assert "no device called '4900' is known; did you mean rtx4090" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memfit.errors import InputError
+from memfit.units import one_unit
 from memfit.values.report import Report
 from memfit.views.drawing import Drawing, Text, shortened, stacked, wrapped
 from memfit.views.frontier_picture import frontier_picture
@@ -50,7 +51,12 @@ def write_report(report: Report, path: str | Path) -> None:
 
 
 def picture(report: Report) -> Drawing:
-    """Title, verdict and both panels."""
+    """Title, verdict and both panels, with sizes in the unit of the budget."""
+    with one_unit(report.plan.budget_bytes):
+        return _picture(report)
+
+
+def _picture(report: Report) -> Drawing:
     room = WIDE.width - WIDE.left
     sentence = verdict(report).sentence
     lines = wrapped(sentence, room, 13)

@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="numbers of questions, such as 1,5; the rows of others are kept")
     parser.add_argument(
-        "--limit", type=float, default=900, help="seconds after which a question counts as not answered"
+        "--limit", type=float, default=3600, help="seconds after which a question counts as not answered"
     )
     arguments = parser.parse_args()
     wanted = [int(n) for n in arguments.only.split(",")] if arguments.only else range(1, len(QUESTIONS) + 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 import shlex
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -78,12 +79,22 @@ def test_a_page_about_a_technique_answers_the_same_questions_as_the_others(page:
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
         "When to take it",
         "How to ask for it",
+        "What it costs",
+        "Limits",
         "Measured",
         "Where it comes from",
-        "Limits",
     ]
     assert "$ python bench/run.py" in text, "what is measured comes from the results of a benchmark"
     assert f"]({page.name})" in page.with_name("README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_configuration_keys_is_the_one_that_the_code_makes() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "write_configuration.py"))
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", made["page"](), re.MULTILINE))
+
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "python docs/write_configuration.py"
+    assert {"model.hf", "fit.budget", "train.out", "search.space", "deepspeed"} <= keys
+    assert "None;" not in made["page"](), "YAML calls it null, and who reads the page leaves it out"
 
 
 # ------------------------------------------------------------------------------------------- Python, YAML, command lines

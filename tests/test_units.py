@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError
-from memfit.units import format_bytes, format_seconds, parse_bytes
+from memfit.units import format_bytes, format_seconds, one_unit, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -158,3 +158,17 @@ def test_more_bytes_are_never_written_as_fewer(one: int, other: int) -> None:
 )
 def test_seconds_are_written_in_the_unit_a_person_would_use(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_sizes_of_one_page_are_in_one_unit_as_far_as_they_can_be_told_in_it() -> None:
+    with one_unit(8 * 2**30):
+        assert format_bytes(890 * 2**20) == "0.869 GiB"
+        assert format_bytes(-890 * 2**20) == "-0.869 GiB"
+        assert format_bytes(30 * 2**40) == "30,720 GiB"
+        assert format_bytes(3 * 2**20) == "3.00 MiB"  # 0.00293 GiB says less
+        with one_unit(2**20):
+            assert format_bytes(2**30) == "1024 MiB"
+    with one_unit(100):
+        assert format_bytes(2**20) == "1.00 MiB"  # bytes are a unit for small numbers alone
+
+    assert format_bytes(890 * 2**20) == "890 MiB"

@@ -273,7 +273,7 @@ def frontier(
     """Plans for budgets from the peak of plain PyTorch down to the smallest for which a plan is found: bytes against seconds.
 
     Args:
-        points: number of budgets, at least 2; the first is the peak of plain PyTorch, the last the smallest found.
+        points: number of budgets, at least 3; the first is the peak of plain PyTorch, the last the smallest found.
         model, sample, loss_fn, optimizer, host_budget, disk_budget, allow, freeze, fixed, clip_norm, device, progress: as for `plan`.
 
     Returns:
@@ -290,7 +290,7 @@ def frontier(
         device=device,
     )
     source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress)
-    return planning_for(source, request).frontier(max(2, points), progress)
+    return planning_for(source, request).frontier(max(3, points), progress)
 
 
 def frontier_points(plans: Iterable[Plan]) -> tuple[FrontierPoint, ...]:

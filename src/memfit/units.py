@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from typing import Final, SupportsIndex
 
@@ -25,6 +28,8 @@ _BYTES_OF: Final[dict[str, int]] = {
 # Thirty digits are beyond any machine; on thousands of digits Python fails with an error of its own.
 _SIZE: Final = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?P<unit>[a-z]*|%)", re.IGNORECASE)
 _LARGEST_BYTES: Final = 2**63 - 1  # What torch counts bytes in.
+# The unit in which sizes are written, as a power of 1024; None for each in its own.
+_POWER: Final[ContextVar[int | None]] = ContextVar("power", default=None)
 _ACCEPTED: Final = 'write "8GiB" or "512MiB" (binary), "8GB" (decimal), or a whole number of bytes'
 
 
@@ -94,8 +99,32 @@ def _read_number(number: SupportsIndex, accepted: str) -> int:
         raise BudgetError(f"{number!r} is not a whole number of bytes{hint}: {accepted}") from None
 
 
+@contextmanager
+def one_unit(num_bytes: int) -> Iterator[None]:
+    """While it is open, `format_bytes` writes sizes in the unit of this one, as far as they can be told in it: for a page whose numbers are compared."""
+    token = _POWER.set(_power_of(num_bytes))
+    try:
+        yield
+    finally:
+        _POWER.reset(token)
+
+
+def _power_of(num_bytes: int) -> int:
+    return next(
+        p for p in range(len(_BINARY_UNITS)) if abs(num_bytes) < 1023.5 * 1024**p or p + 1 == len(_BINARY_UNITS)
+    )
+
+
 def format_bytes(num_bytes: int) -> str:
-    """Write bytes in binary units, three or four significant digits: "1.50 GiB", "1023 B", "-12.0 MiB"."""
+    """Write bytes in binary units, three or four significant digits: "1.50 GiB", "1023 B", "-12.0 MiB".
+
+    Inside `one_unit` it is that unit, with three decimals at most, for all that is a hundredth of it or more.
+    """
+    fixed = _POWER.get()
+    if fixed and abs(num_bytes) >= 0.01 * 1024**fixed:
+        size = abs(num_bytes) / 1024**fixed
+        number = f"{size:,.0f}" if size >= 9999.5 else f"{size:.3f}" if size < 0.9995 else _three_digits(size)
+        return f"{'-' if num_bytes < 0 else ''}{number} {_BINARY_UNITS[fixed]}"
     size, power = float(abs(num_bytes)), 0
     # 1023.5 and above would print as 1024: the next unit's 1.00.
     while power + 1 < len(_BINARY_UNITS) and size >= (1024 if power == 0 else 1023.5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,23 @@ def test_the_gpu_that_is_not_here_is_told(capsys: pytest.CaptureFixture[str], fo
 
 def test_help_lists_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rtx4090" in Ran(capsys, "estimate", "--help").out
+
+
+def test_a_computer_with_less_memory_than_the_weights_is_named(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("estimate", folder, "--gpu", "4090", "--method", "full", "--length", 16, "--json")
+    assert "this computer has" not in " ".join(Ran(capsys, *arguments).data["notes"])
+
+    monkeypatch.setattr("memfit.estimating.estimate.physical_bytes", lambda: 1024)
+
+    assert "this computer has 1.00 KiB of memory, less than the" in " ".join(Ran(capsys, *arguments).data["notes"])
+
+
+def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
+    code = "import sys; from memfit.cli.main import main; print(main(['estimate', 'x', '--gpu', '4900']), 'torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["3", "False"]
+    assert "no device called '4900' is known; did you mean rtx4090" in done.stderr

@@ -148,6 +148,16 @@ def test_what_is_missing_is_named(folder: Path, sections: dict[str, Any], messag
         assembled(folder, **sections)
 
 
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", b"\x10\0\0\0\0\0\0\0{"])
+def test_weights_that_cannot_be_read_are_named(folder: Path, content: bytes) -> None:
+    (folder / "bert" / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(
+        ConfigError, match=r"model\.hf: the weights in .*bert cannot be read \(SafetensorError: .*copy them again"
+    ):
+        assembled(folder, model={**HF, "init": "weights"})
+
+
 def test_without_the_extra_the_command_to_install_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
 

@@ -1,4 +1,4 @@
-"""Bars and lines show the same run; neither reads what it shows as markup."""
+"""Pictures and lines show the same run; neither reads what it shows as markup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memfit.train.progress import BarDisplay, Display, PlainDisplay, described, display
+from memfit.train.progress import Display, LiveDisplay, PlainDisplay, described, display
 from memfit.values.report import StepRecord
 
 RECORD = StepRecord(3, 0.25, 0.1, peak_bytes=2**20, divergences=("operation 7 is [bold]",))
@@ -17,7 +17,7 @@ def tell(shown: Display) -> None:
     shown.stage("planning [red]", 0.2)
     shown.stage("planning [red]", 0.9)
     shown.note("a note on [/tmp/x]")
-    shown.begin(2, 5, 2**21)
+    shown.begin(2, 5, 2**21, 2**22)
     shown.step(RECORD, 1e-3, log=True)
     shown.step(StepRecord(4, 0.2, 0.1), 1e-3, log=False)
     shown.close()
@@ -32,7 +32,7 @@ def test_lines_are_written_for_what_is_new_and_what_is_logged() -> None:
     assert stream.getvalue().splitlines() == [
         "planning [red]",
         "a note on [/tmp/x]",
-        "training, step 3 to 5; predicted peak 2.00 MiB",
+        "training, step 3 to 5; predicted peak 2.00 MiB of 4.00 MiB",
         f"step 3/5  {described(RECORD, 1e-3, 2**21)}",
     ]
     assert described(RECORD, 1e-3, 2**21).endswith(
@@ -40,17 +40,20 @@ def test_lines_are_written_for_what_is_new_and_what_is_logged() -> None:
     )
 
 
-def test_a_bar_shows_names_as_they_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_names_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "250")
 
-    tell(BarDisplay())
+    tell(LiveDisplay())
 
     shown = capsys.readouterr().err
     assert "a note on [/tmp/x]" in shown
-    assert "4/5" in shown
+    assert "step 4 of 5" in shown
+    assert "not as planned in step 3: operation 7 is [bold]" in shown
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(display(), PlainDisplay)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert isinstance(display(), BarDisplay)
+    assert isinstance(display(), LiveDisplay)

@@ -11,9 +11,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds, one_unit
 from memfit.values.prediction import ModuleSaving
 from memfit.values.report import Report, StepRecord
+from memfit.views import colours
 from memfit.views.page import page, reproducing_call
 from views import reports
 
@@ -41,6 +42,11 @@ class Balanced(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def spaced(text: str) -> str:
+    """With plain spaces, as tests write them."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def parsed(text: str) -> Balanced:
@@ -83,7 +89,7 @@ def test_every_head_of_a_table_says_what_it_heads(make: Make) -> None:
 
 def test_every_number_of_the_report_is_on_the_page() -> None:
     report = reports.report()
-    text = page(report)
+    text = spaced(page(report))
     p, rehearsal = report.plan.prediction, report.rehearsal
 
     assert rehearsal is not None
@@ -93,9 +99,15 @@ def test_every_number_of_the_report_is_on_the_page() -> None:
     sizes += [n for f in report.frontier for n in (f.budget_bytes, f.peak_bytes)]
     seconds = [p.step_seconds, p.plain_step_seconds, *(m.recompute_seconds for m in report.plan.by_module)]
     seconds += [s for f in report.frontier for s in (f.step_seconds, f.bound_seconds)]
-    assert [n for n in sizes if format_bytes(n) not in text] == []
+    with one_unit(report.plan.budget_bytes):
+        assert [n for n in sizes if format_bytes(n) not in text] == []
     assert [s for s in seconds if format_seconds(s) not in text] == []
-    for expected in ("0.11 % too low", "8,589,934,592 bytes", f"{p.slowdown:.2f}", f"{100 * report.plan.gap:.1f} %"):
+    for expected in (
+        "9,437,184 bytes (0.11 %) too low",
+        "8,589,934,592 bytes",
+        f"{p.slowdown:.2f}",
+        f"{100 * report.plan.gap:.1f} %",
+    ):
         assert expected in text
     for words in (*report.plan.rejected, *report.plan.notes, report.plan.device, report.plan.signature):
         assert words in text
@@ -137,9 +149,9 @@ def test_texts_of_others_are_shown_and_not_obeyed() -> None:
 
 
 def test_a_measurement_over_budget_is_said_first() -> None:
-    text = page(reports.split_report())
+    text = spaced(page(reports.split_report()))
 
-    assert '<p class="verdict over">Over budget: 8.20 GiB measured, 200 MiB more than the 8.00 GiB allowed.' in text
+    assert '<p class="verdict over">Over budget: 8.20 GiB measured, 0.195 GiB more than the 8.00 GiB allowed.' in text
     assert "layers.0: another branch was taken (rehearsal)" in text
 
 
@@ -148,6 +160,79 @@ def test_without_rehearsal_the_verdict_says_that_it_is_a_prediction() -> None:
 
     assert '<p class="verdict predicted">Predicted to fit, not measured yet' in text
     assert "not rehearsed" in text
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_no_line_ends_between_a_number_and_its_unit(make: Make) -> None:
+    text = re.sub(r"<(svg|table|style|pre).*?</\1>", "", page(make()), flags=re.DOTALL)
+    # A card's number is kept on one line by its style.
+    text = re.sub(r'<dd class="number">.*?</dd>', "", text)
+
+    assert re.findall(r"\d (?:[KMG]iB|%|ms|s|bytes)\b", text) == []
+    assert not text.count("GiB") or re.search(r"\d\u00a0GiB", text)
+
+
+def test_sizes_of_a_page_are_in_the_unit_of_its_budget() -> None:
+    report = reports.report()
+    text = re.sub(
+        r"<title>.*?</title>", "", spaced(page(report))
+    )  # what is told to who points at a moment is told of that moment
+
+    assert "0.869 GiB" in text  # parameters, 890 MiB
+    assert "890 MiB" not in text
+    assert "340 MiB" not in text
+    assert "890 MiB" in report.plan.explain()  # elsewhere each size has the unit that suits it
+
+
+def test_the_slowdown_is_told_as_predicted_and_as_measured_without_metered_steps() -> None:
+    report = reports.report()
+    text = spaced(page(report))
+    seconds = sorted(r.seconds for r in report.records[1:])
+
+    assert report.records[0].peak_bytes is not None
+    assert f"{seconds[149] / report.plan.prediction.plain_step_seconds:.2f}" in text
+    assert "Slowdown measured" in text
+    assert "in the median of 299 steps" in text
+    elsewhere = replace(report.plan, prediction=replace(report.plan.prediction, seconds_are="estimated"))
+    assert "Slowdown measured" not in page(replace(report, plan=elsewhere))
+
+
+def test_each_picture_is_there_for_a_desk_and_for_a_phone() -> None:
+    text = page(reports.report())
+
+    assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 3
+    assert "min-width: 680px" not in text
+
+
+def test_every_colour_of_a_picture_has_a_dark_one_or_belongs_to_a_band() -> None:
+    text = page(reports.report())
+    bands = {colour for _, colour in colours.BANDS.values()}
+    used = set(re.findall(r'(?:fill|stroke)="(#[0-9A-Fa-f]+)"', "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))))
+
+    assert len(used) > 15
+    assert used - bands - set(colours.DARK) == set()
+    for light in used - bands:
+        assert f'svg [fill="{light}"] {{ fill: {colours.DARK[light]}; }}' in text
+
+
+@pytest.mark.parametrize("name", ["INK", "QUIET", "BUDGET", "PREDICTED", "FRONTIER", "BOUND"])
+def test_letters_can_be_read_on_either_ground(name: str) -> None:
+    light = getattr(colours, name)
+
+    assert contrast(light, colours.SURFACE) >= 4.5
+    assert contrast(colours.DARK[light], colours.DARK[colours.SURFACE]) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """Source: Web Content Accessibility Guidelines 2.2, contrast ratio."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, bright = sorted((luminance(one), luminance(other)))
+    return (bright + 0.05) / (dark + 0.05)
 
 
 def test_sections_without_content_are_left_out() -> None:

@@ -32,9 +32,11 @@ from memfit.views.drawing import (
 )
 from memfit.views.frontier_picture import bounds_of, efficient, frontier_picture, ratios
 from memfit.views.labels import Area, area_of, place_label
+from memfit.views.layout import NARROW, WIDE, Layout
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import svg
 from memfit.views.timeline_picture import timeline_picture
+from memfit.views.trials_picture import TrialPoint, trials_picture
 from views import reports
 
 Make = Callable[[], Report]
@@ -92,9 +94,37 @@ def letters(text: str, size: float, bold: bool) -> tuple[float, float, float]:  
 @pytest.mark.parametrize("make", [reports.report, reports.plain_report, reports.bare_report, reports.split_report])
 def test_pictures_stay_on_their_paper_and_texts_apart(make: Make) -> None:
     report = make()
-    for drawing in (timeline_picture(report.plan, report.rehearsal), frontier_picture(report.plan, report.frontier)):
-        assert inside(drawing)
-        assert crossing(drawing) == []
+    for layout in (WIDE, NARROW):
+        for drawing in (
+            timeline_picture(report.plan, report.rehearsal, layout),
+            frontier_picture(report.plan, report.frontier, layout),
+            loss_picture(report.records, layout),
+        ):
+            if drawing is not None:
+                assert inside(drawing)
+                assert crossing(drawing) == []
+
+
+@pytest.mark.parametrize("layout", [WIDE, NARROW])
+def test_trials_stay_on_their_paper_and_texts_apart(layout: Layout) -> None:
+    points = [TrialPoint(i, (40 + 7 * i) * 2**20, 2.5 - 0.1 * i, f"optim.lr {i}") for i in range(12)]
+
+    drawing = trials_picture(points, "validation_accuracy", [11], layout)
+
+    assert drawing is not None
+    assert inside(drawing)
+    assert crossing(drawing) == []
+
+
+def test_two_percent_look_like_two_percent() -> None:
+    plan = reports.plan()
+    seconds = plan.prediction.plain_step_seconds
+    slower = replace(plan, prediction=replace(plan.prediction, step_seconds=1.02 * seconds, bound_seconds=seconds))
+    dots = [s for s in frontier_picture(slower).shapes if isinstance(s, Dot) and s.title]
+
+    heights = sorted(dot.y for dot in dots)
+    assert len(heights) == 2
+    assert 0 < heights[1] - heights[0] < 0.08 * 260  # of the height of the plot
 
 
 def test_bands_are_stacked_and_named_in_one_order() -> None:
@@ -112,7 +142,7 @@ def test_the_peaks_and_the_budget_are_named_with_their_bytes() -> None:
     drawn = texts(timeline_picture(report.plan, report.rehearsal))
 
     assert {"plain peak 20.7 GiB", "budget 8.00 GiB", "predicted peak 7.68 GiB", "measured peak 7.69 GiB"} <= set(drawn)
-    assert "prediction: 0.11 % too low" in drawn
+    assert "prediction: 9,437,184 bytes (0.11 %) too low" in " ".join(drawn)
     assert {"forward", "backward", "clip", "optimizer"} <= set(drawn)
 
 
@@ -270,7 +300,7 @@ def test_a_long_remark_is_wrapped_and_not_cut() -> None:
     base = reports.plan()
     drawn = texts(timeline_picture(base, Rehearsal(10**9, 10**9 + 1, 1.0)))
 
-    assert "prediction: less than 0.01 % too low" in " ".join(drawn)
+    assert "(less than 0.01 %) too low" in " ".join(drawn)
 
 
 def test_the_line_of_the_frontier_leaves_out_plans_that_a_smaller_one_beats() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status
 from memfit.errors import BudgetError, ConfigError
-from memfit.hardware.machine import KNOWN
+from memfit.hardware.machine import KNOWN, known_machine
 from memfit.techniques.registry import BY_NAME
 from memfit.units import format_bytes, format_seconds, parse_bytes
 
@@ -61,6 +61,8 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Estimate, and report the result."""
+    if arguments.gpu.partition(":")[0] != "cuda":
+        known_machine(arguments.gpu)  # a name that is mistyped is refused before torch is imported, which takes seconds
     from memfit.estimating.estimate import estimate, gpu_of
     from memfit.estimating.models import named
     from memfit.train import progress

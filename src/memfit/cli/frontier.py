@@ -34,8 +34,10 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Make the plans and print them as a table."""
-    if arguments.points < 2:
-        raise ConfigError(f"--points {arguments.points}: a frontier has at least 2")
+    if arguments.points < 3:
+        raise ConfigError(
+            f"--points {arguments.points}: a frontier has at least 3, so that a line through them shows its shape"
+        )
     config = read_config(arguments)
     from memfit.api import frontier_points
     from memfit.train import progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -188,12 +189,22 @@ def estimate(
         notes.append(
             f"the weights take {format_bytes(weights_bytes)} before they are packed, more than the GPU has to spare: these lines cannot read them onto it"
         )
+    if weights_bytes > (here := physical_bytes()):
+        notes.append(
+            f"this computer has {format_bytes(here)} of memory, less than the {format_bytes(weights_bytes)} of weights that are read into it: "
+            "train on one that has more"
+        )
     tell(progress, "estimated", 1.0)
     return Estimate(
         named.title, parameters, trained, chosen, machine, step.budget_bytes, batch, length if named.has_length else 0, plan, least, largest, at_length,
         weights_bytes, named.disk_bytes or parameters * 2, own + state,
         _lines(named, chosen, plan, step.settings, batch, length, step.budget_bytes), tuple(notes),
     )  # fmt: skip
+
+
+def physical_bytes() -> int:
+    """The memory of this computer."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _chosen(named: Named, machine: Machine, method: str | None, budget: str | int) -> tuple[Method, nn.Module]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import numpy as np
@@ -224,8 +225,20 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         raise ConfigError(
             f"model.hf: transformers cannot make a {config.model.task} model of {folder}: {error}"
         ) from error
+    except _unreadable() as error:
+        raise ConfigError(
+            f"model.hf: the weights in {folder} cannot be read ({type(error).__name__}: {error}): compare the files' sizes with those of where they come "
+            "from, and copy them again"
+        ) from error
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What readers of weights raise for a file that is damaged, was not copied as a whole, or holds something else."""
+    from safetensors import SafetensorError
+
+    return (SafetensorError, UnpicklingError, EOFError)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class FitConfig:
         host_budget: the same for the nearest lower memory tier: host memory for a GPU, the disk for a CPU; 0: nothing is offloaded.
         disk_budget: the same for the disk of a computer with a GPU, for what does not fit into host_budget.
         global_batch: samples per optimizer step; a plan may split it, never change it.
-        allow: what may change results: bf16, fp16, 8bit.
+        allow: techniques that are used only where they are named, most of which change results: bf16, fp16, bf16_parameters, 8bit, 4bit, in_backward.
         freeze: patterns of module paths that are not trained.
         fixed: choices of the planner pinned by name, such as micro_batches.
         clip_norm: largest global norm of the gradient.
@@ -216,7 +216,7 @@ class TrainConfig:
         eval_every: optimizer steps between evaluations on the validation data; 0 for one at the end only.
         meter_every: optimizer steps between metered ones, whose peak is logged next to the predicted one; 0 for none.
         out: folder that everything is written to.
-        rank_timeout: seconds after which the other ranks take one for lost that does not answer: more than a step or a snapshot takes on one rank; None for
+        rank_timeout: seconds after which the other ranks take one for lost that does not answer: more than a step or a snapshot takes on one rank; left out,
             torch's own (30 minutes on a CPU, 10 on GPUs). A rank that has done no step, evaluation or snapshot for twice as long ends itself.
     """
 

@@ -1,4 +1,4 @@
-"""What a person sees while something runs: a bar on a terminal, plain lines elsewhere.
+"""What a person sees while something runs: on a terminal a bar, then the steps (`live`); plain lines elsewhere.
 
 Everything goes to standard error; standard output belongs to results.
 """
@@ -6,10 +6,14 @@ Everything goes to standard error; standard output belongs to results.
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol, TextIO
+import time
+from typing import Any, Final, Protocol, TextIO
 
+from memfit.train.live import RunState, lines
 from memfit.units import format_bytes, format_seconds
 from memfit.values.report import StepRecord
+
+_SECONDS_BETWEEN: Final = 0.1
 
 
 class Display(Protocol):
@@ -18,8 +22,8 @@ class Display(Protocol):
     def stage(self, text: str, share: float) -> None:
         """Something before training that takes a while, and how much of it is done (0 to 1)."""
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int) -> None:
-        """Training starts after `step` steps."""
+    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
+        """Training starts after `step` steps, in so many bytes."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """An optimizer step was taken; `log` when the log has a line for it."""
@@ -37,7 +41,7 @@ class SilentDisplay:
     def stage(self, text: str, share: float) -> None:
         """Nothing."""
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int) -> None:
+    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
         """Nothing."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
@@ -65,10 +69,13 @@ class PlainDisplay:
             self._stage = text
             self.note(text)
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int) -> None:
+    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
         """Where training starts."""
         self._total, self._predicted = total_steps, predicted_peak_bytes
-        self.note(f"training, step {step + 1} to {total_steps}; predicted peak {format_bytes(predicted_peak_bytes)}")
+        self.note(
+            f"training, step {step + 1} to {total_steps}; predicted peak {format_bytes(predicted_peak_bytes)} "
+            f"of {format_bytes(budget_bytes)}"
+        )
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """A line for each line of the log."""
@@ -83,19 +90,12 @@ class PlainDisplay:
         """Nothing is open."""
 
 
-class BarDisplay:
-    """A bar on a terminal."""
+class LiveDisplay:
+    """On a terminal: a bar while things are prepared, then the steps, the bytes, the losses and the time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         # No markup: what is shown holds paths and messages of others, where [bold] is just text.
         self._console = Console(stderr=True, markup=False, highlight=False)
@@ -106,51 +106,60 @@ class BarDisplay:
             console=self._console,
             transient=True,
         )
-        self._steps = Progress(
-            TextColumn("training", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-        )
-        self._open: Any = None
         self._task: Any = None
-        self._predicted = 0
-
-    def _switch(self, bars: Any, description: str, total: float, done: float) -> None:
-        if self._open is not bars:
-            self.close()
-            self._open = bars
-            self._task = bars.add_task(description, total=total, completed=done)
-            bars.start()
+        self._live: Any = None
+        self._state: RunState | None = None
+        self._drawn = 0.0
 
     def stage(self, text: str, share: float) -> None:
         """One bar that fills up, with what is being done before it."""
-        self._switch(self._stages, text, 1.0, share)
+        if self._live is not None:
+            return  # what is said of the steps stays
+        if self._task is None:
+            self._task = self._stages.add_task(text, total=1.0)
+            self._stages.start()
         self._stages.update(self._task, description=text, completed=share)
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int) -> None:
-        """The bar of steps."""
-        self._predicted = predicted_peak_bytes
-        self._switch(self._steps, "", total_steps, step)
+    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
+        """From here on the steps are shown."""
+        from rich.live import Live
 
-    def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:  # noqa: ARG002 - a bar shows them all
-        """Move the bar."""
-        self._steps.update(
-            self._task, completed=record.step, description=described(record, learning_rate, self._predicted)
-        )
+        self.close()
+        self._state = RunState(step, total_steps, predicted_peak_bytes, budget_bytes)
+        # Drawn by the loop itself, at most ten times a second: a thread that draws would take its seconds from the steps.
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        self._draw()
+
+    def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
+        """Draw the step, unless one was drawn just before."""
+        if self._state is None:
+            return
+        self._state.take(record, learning_rate)
+        if log or record.step == self._state.total or time.monotonic() - self._drawn >= _SECONDS_BETWEEN:
+            self._draw()
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
+        """A line above what is drawn."""
         self._console.print(text)
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
-        if self._open is not None:
-            self._open.stop()
-            self._open.remove_task(self._task)
-            self._open = None
+        """The bar goes, the last picture of the steps stays."""
+        if self._task is not None:
+            self._stages.stop()
+            self._stages.remove_task(self._task)
+            self._task = None
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = self._state = None
+
+    def _draw(self) -> None:
+        from rich.console import Group
+
+        assert self._state is not None, "it is drawn between begin and close"
+        self._live.update(Group(*lines(self._state, self._console.width)), refresh=True)
+        self._drawn = time.monotonic()
 
 
 def described(record: StepRecord, learning_rate: float, predicted_peak_bytes: int) -> str:
@@ -166,5 +175,5 @@ def described(record: StepRecord, learning_rate: float, predicted_peak_bytes: in
 
 
 def display(stream: TextIO | None = None) -> Display:
-    """A bar when standard error is a terminal, plain lines otherwise."""
-    return BarDisplay() if stream is None and sys.stderr.isatty() else PlainDisplay(stream)
+    """A picture that is drawn anew when standard error is a terminal, plain lines otherwise."""
+    return LiveDisplay() if stream is None and sys.stderr.isatty() else PlainDisplay(stream)

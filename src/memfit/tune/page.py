@@ -45,10 +45,11 @@ def page(found: Results, capacity: Mapping[str, int]) -> str:
         [
             cards(_cards(found, names, capacity)),
             figure(
-                trials_picture(
+                lambda layout: trials_picture(
                     [_point(row) for row in found.rows if row.values and row.peak_bytes],
                     names[0],
                     [row.number for row in found.best],
+                    layout,
                 )
             ),
             section("All trials", table(_cells(found, names))),

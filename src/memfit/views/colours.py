@@ -31,7 +31,38 @@ PHASES: Final[dict[str, tuple[str, str]]] = {  # background, and strip above it
 }
 UNKNOWN_PHASE: Final = ("#F6F7F8", "#D5D9DE")
 
+SURFACE: Final = "#ffffff"
+INK: Final = "#1f2328"
+QUIET: Final = "#57606a"  # 6.4 to 1 on white, so that small print stays readable.
+GRID: Final = "#e3e6ea"
 BUDGET: Final = "#B42318"
 PREDICTED: Final = "#0B5FA5"
-MEASURED: Final = "#1f2328"
-PLAIN: Final = "#57606a"
+MEASURED: Final = INK
+PLAIN: Final = QUIET
+FRONTIER: Final = "#3D5A73"
+BOUND: Final = "#8A5A00"
+MEASURED_AREA: Final = "#E3E6EA"
+
+# What each colour becomes on a dark screen, where the page is shown on one. Bands keep theirs: they tell themselves apart on either ground, and one
+# colour per category is what the words refer to.
+DARK: Final[dict[str, str]] = {
+    SURFACE: "#161b22",
+    INK: "#e6edf3",
+    QUIET: "#9aa4af",
+    GRID: "#30363d",
+    BUDGET: "#ff8f87",
+    PREDICTED: "#6cb2ff",
+    FRONTIER: "#a9c7de",
+    BOUND: "#dfae55",
+    MEASURED_AREA: "#2d343d",
+    PHASES[Phase.FORWARD][0]: "#18222d",
+    PHASES[Phase.FORWARD][1]: "#2f4d6b",
+    PHASES[Phase.BACKWARD][0]: "#231f18",
+    PHASES[Phase.BACKWARD][1]: "#6b5427",
+    PHASES[Phase.CLIP][0]: "#231b21",
+    PHASES[Phase.CLIP][1]: "#6b3f59",
+    PHASES[Phase.OPTIMIZER][0]: "#18241e",
+    PHASES[Phase.OPTIMIZER][1]: "#2c5c45",
+    UNKNOWN_PHASE[0]: "#1b1f24",
+    UNKNOWN_PHASE[1]: "#3a4149",
+}

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from memfit.views.colours import GRID, INK, QUIET
+
+__all__ = ["GRID", "INK", "QUIET"]
+
 Point = tuple[float, float]
 Anchor = Literal["start", "middle", "end"]
 
 FONT_SIZE: Final = 12.0
-INK: Final = "#1f2328"
-QUIET: Final = "#57606a"  # 6.4 to 1 on white, so that small print stays readable.
-GRID: Final = "#e3e6ea"
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
 

@@ -11,15 +11,14 @@ from memfit.values.plan import Plan
 from memfit.values.report import FrontierPoint
 from memfit.views import colours
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
-from memfit.views.drawing import INK, QUIET, TIMES, Dot, Drawing, Line, Point, Shape, Text, counted
+from memfit.views.drawing import INK, QUIET, TIMES, Dot, Drawing, Line, Point, Shape, Text, counted, wrapped
 from memfit.views.labels import Area, area_of_dot, place_label
-from memfit.views.timeline_picture import LEFT, RIGHT, WIDTH
+from memfit.views.layout import WIDE, Layout
 
 _TITLE: Final = "Bytes against time"
 _TOP: Final = 70.0
 _PLOT_HEIGHT: Final = 260.0
-_LINE: Final = "#3D5A73"
-_BOUND: Final = "#8A5A00"
+_LEAST_RANGE: Final = 0.3  # of the axis of time, so that two percent look like two percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +52,25 @@ def ratios(plan: Plan, points: Sequence[FrontierPoint]) -> tuple[list[Ratio], Ra
     return sorted(map(ratio, points), key=lambda r: (r.peak_bytes, -r.ratio)), ratio(chosen)
 
 
-def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = ()) -> Drawing:
+def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = (), layout: Layout = WIDE) -> Drawing:
     """Draw the frontier; without one, the chosen plan beside the plain step. With nothing to compare, say so."""
     p = plan.prediction
     if p.plain_step_seconds <= 0:
-        return _nothing("this plan carries no times, so there is nothing to compare.")
+        return _nothing("this plan carries no times, so there is nothing to compare.", layout)
     if not points and (p.peak_bytes, p.step_seconds) == (p.plain_peak_bytes, p.plain_step_seconds):
-        return _nothing("this plan is the plain step, and no others were asked for: there is nothing to compare.")
+        return _nothing(
+            "this plan is the plain step, and no others were asked for: there is nothing to compare.", layout
+        )
     frontier, chosen = ratios(plan, points)
     plain_bytes = p.plain_peak_bytes
     bounds = bounds_of(frontier, chosen)
-    x, y = _scales(frontier, chosen, bounds, plain_bytes, plan.budget_bytes)
-    shapes: list[Shape] = [Text(LEFT, 18, _TITLE, size=16, bold=True)]
-    y_ticks = number_ticks(y.low, y.high, most=6, suffix=TIMES)
-    shapes += frame(x, y, byte_ticks(x.low, x.high, most=8), y_ticks, "bytes at the peak")
     about = "Time of a step as a multiple of the plain step's, by the bytes it may take."
     if bounds:
         about += f" The lower bound is for {counted(chosen.micro_batches, 'micro-batch')}."
-    shapes.append(Text(LEFT, 38, about, colour=QUIET))
+    shapes, lowered = _heading(about, layout)
+    x, y = _scales(frontier, chosen, bounds, plain_bytes, plan.budget_bytes, layout, lowered)
+    y_ticks = number_ticks(y.low, y.high, most=6, suffix=TIMES)
+    shapes += frame(x, y, byte_ticks(x.low, x.high, most=4 if layout.narrow else 8), y_ticks, "bytes at the peak")
     lines: list[Line] = []
     budget_inside = plan.budget_bytes <= x.high
     if budget_inside:
@@ -80,12 +80,23 @@ def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = ()) -> Drawin
     lines += _bound(bounds, x, y)
     best = efficient(frontier)
     if len(best) > 1:
-        lines.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in best), _LINE, 1.6))
+        lines.append(Line(tuple((x(r.peak_bytes), y(r.ratio)) for r in best), colours.FRONTIER, 1.6))
     dots = [*_points(frontier, x, y), *_marked(chosen, plain_bytes, x, y)]
-    key = _key(plan, chosen, frontier, budget_inside=budget_inside)
+    corner = (0.0, y.start + 66) if layout.narrow else (layout.right + 24, _TOP + 14)
+    key, bottom = _key(plan, chosen, frontier, corner, budget_inside=budget_inside)
     texts = [s for s in (*shapes, *key) if isinstance(s, Text)]
     names = _names(frontier, chosen, plain_bytes, (x, y), texts, [line.points for line in lines], dots)
-    return Drawing(WIDTH, y.start + 46, (*shapes, *lines, *dots, *names, *key), _label(plan, chosen, frontier))
+    height = bottom - 16 if layout.narrow else y.start + 46
+    return Drawing(layout.width, height, (*shapes, *lines, *dots, *names, *key), _label(plan, chosen, frontier))
+
+
+def _heading(about: str, layout: Layout) -> tuple[list[Shape], float]:
+    """The title with what is below it, and by how much that lowers the plot."""
+    left = 0.0 if layout.narrow else layout.left
+    lines = wrapped(about, layout.width - left)
+    shapes: list[Shape] = [Text(left, 18, _TITLE, size=16, bold=True)]
+    shapes += [Text(left, 38 + 17 * i, line, colour=QUIET) for i, line in enumerate(lines)]
+    return shapes, 17.0 * (len(lines) - 1)
 
 
 def bounds_of(frontier: Sequence[Ratio], chosen: Ratio) -> list[Ratio]:
@@ -107,10 +118,10 @@ def efficient(frontier: Sequence[Ratio]) -> list[Ratio]:
     return best
 
 
-def _nothing(reason: str) -> Drawing:
+def _nothing(reason: str, layout: Layout) -> Drawing:
     sentence = f"Not drawn: {reason}"
-    shapes = (Text(LEFT, 18, _TITLE, size=16, bold=True), Text(LEFT, 40, sentence, colour=QUIET))
-    return Drawing(WIDTH, 52, shapes, f"{_TITLE}. {sentence}")
+    shapes, lowered = _heading(sentence, layout)
+    return Drawing(layout.width, 52 + lowered, tuple(shapes), f"{_TITLE}. {sentence}")
 
 
 def _label(plan: Plan, chosen: Ratio, frontier: list[Ratio]) -> str:
@@ -122,7 +133,13 @@ def _label(plan: Plan, chosen: Ratio, frontier: list[Ratio]) -> str:
 
 
 def _scales(
-    frontier: list[Ratio], chosen: Ratio, bounds: list[Ratio], plain_bytes: int, budget: int
+    frontier: list[Ratio],
+    chosen: Ratio,
+    bounds: list[Ratio],
+    plain_bytes: int,
+    budget: int,
+    layout: Layout,
+    lowered: float,
 ) -> tuple[Scale, Scale]:
     sizes = [chosen.peak_bytes, plain_bytes, *(r.peak_bytes for r in frontier)]
     if budget <= 1.25 * max(sizes):
@@ -132,8 +149,9 @@ def _scales(
     if min(sizes) < 0.5 * max(sizes):
         low, high = 0, 1.05 * max(sizes)
     ratio_range = [1.0, chosen.ratio, *(r.ratio for r in frontier), *(r.bound_ratio for r in bounds)]
-    bottom, top = widened(min(ratio_range), max(ratio_range))
-    return Scale(low, high, LEFT, RIGHT), Scale(bottom, top, _TOP + _PLOT_HEIGHT, _TOP)
+    bottom, top = widened(min(ratio_range), max(ratio_range), least=_LEAST_RANGE)
+    upper = _TOP + lowered
+    return Scale(low, high, layout.left, layout.right), Scale(bottom, top, upper + _PLOT_HEIGHT, upper)
 
 
 def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Line]:
@@ -145,12 +163,12 @@ def _bound(bounds: list[Ratio], x: Scale, y: Scale) -> list[Line]:
     for r in bounds:
         points += [(left, y(r.bound_ratio)), (x(r.bound_bytes), y(r.bound_ratio))]
         left = x(r.bound_bytes)
-    return [Line(tuple(points), _BOUND, 1.2)]
+    return [Line(tuple(points), colours.BOUND, 1.2)]
 
 
 def _points(frontier: Sequence[Ratio], x: Scale, y: Scale) -> list[Dot]:
     return [
-        Dot(x(r.peak_bytes), y(r.ratio), 4, _LINE, square=r.micro_batches > 1, title=r.title)
+        Dot(x(r.peak_bytes), y(r.ratio), 4, colours.FRONTIER, square=r.micro_batches > 1, title=r.title)
         for r in reversed(frontier)
     ]
 
@@ -203,9 +221,11 @@ def _names(
     return names
 
 
-def _key(plan: Plan, chosen: Ratio, frontier: list[Ratio], *, budget_inside: bool) -> list[Shape]:
-    """What the marks mean and their numbers, in the margin."""
-    left, top = RIGHT + 24, _TOP + 14
+def _key(
+    plan: Plan, chosen: Ratio, frontier: list[Ratio], at: Point, *, budget_inside: bool
+) -> tuple[list[Shape], float]:
+    """What the marks mean and their numbers, from a place downwards; returns the shapes and where they end."""
+    left, top = at
     p = plan.prediction
     shapes: list[Shape] = []
 
@@ -223,10 +243,14 @@ def _key(plan: Plan, chosen: Ratio, frontier: list[Ratio], *, budget_inside: boo
     entry("budget", format_bytes(plan.budget_bytes) + ("" if budget_inside else " →"), colours.BUDGET)
     split = any(r.micro_batches > 1 for r in (*frontier, chosen))
     if chosen.bound_ratio > 0:
-        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _BOUND, 1.2))
-        entry("lower bound", f"at most {100 * plan.gap:.1f} % faster" if plan.gap > 0 else "none is faster", _BOUND)
+        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), colours.BOUND, 1.2))
+        entry(
+            "lower bound", f"at most {100 * plan.gap:.1f} % faster" if plan.gap > 0 else "none is faster", colours.BOUND
+        )
     if frontier:
-        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), _LINE, 1.6))
-        shapes.append(Dot(left + 10, top - 4, 4, _LINE))
-        entry("other plans", f"{TIMES}n: n micro-batches" if split else counted(len(frontier), "budget"), _LINE)
-    return shapes
+        shapes.append(Line(((left, top - 4), (left + 20, top - 4)), colours.FRONTIER, 1.6))
+        shapes.append(Dot(left + 10, top - 4, 4, colours.FRONTIER))
+        entry(
+            "other plans", f"{TIMES}n: n micro-batches" if split else counted(len(frontier), "budget"), colours.FRONTIER
+        )
+    return shapes, top

@@ -8,10 +8,10 @@ from statistics import median
 from typing import Any, Final
 
 from memfit import __version__
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds, one_unit
 from memfit.values.plan import Plan, in_places
 from memfit.values.report import Report, steps_between
-from memfit.views.document import cards, definitions, document, figure, folded, listed, section
+from memfit.views.document import cards, definitions, document, figure, folded, listed, prose, section
 from memfit.views.drawing import TIMES, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture
@@ -28,12 +28,17 @@ _SOURCES: Final = {
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """The whole page. Its sizes are in the unit of the budget, so that they can be compared without arithmetic."""
+    with one_unit(report.plan.budget_bytes):
+        return _page(report)
+
+
+def _page(report: Report) -> str:
     result = verdict(report)
     body = [
         cards(_facts(report)),
-        figure(timeline_picture(report.plan, report.rehearsal)),
-        figure(frontier_picture(report.plan, report.frontier)),
+        figure(lambda layout: timeline_picture(report.plan, report.rehearsal, layout)),
+        figure(lambda layout: frontier_picture(report.plan, report.frontier, layout)),
         # What is short comes before what is long.
         _table_section(savings_cells(report.plan)),
         section("Divergences from the plan", listed(_divergences(report))),
@@ -53,10 +58,14 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     plan, p, rehearsal = report.plan, report.plan.prediction, report.rehearsal
     facts = [
         ("Budget", format_bytes(plan.budget_bytes), f"{plan.budget_bytes:,} bytes"),
-        ("Predicted peak", format_bytes(p.peak_bytes), f"{100 * p.peak_bytes / plan.budget_bytes:.1f} % of the budget"),
+        (
+            "Predicted peak",
+            format_bytes(p.peak_bytes),
+            f"{p.peak_bytes:,} bytes, {100 * p.peak_bytes / plan.budget_bytes:.1f} % of the budget",
+        ),
     ]
     if rehearsal is not None:
-        remark = f"prediction: {error_text(rehearsal.error)}"
+        remark = f"prediction: {error_text(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes)}"
         if rehearsal.predicted_peak_bytes != p.peak_bytes:
             remark += f" ({format_bytes(rehearsal.predicted_peak_bytes)} for that step)"
         facts.append(("Measured peak", format_bytes(rehearsal.measured_peak_bytes), remark))
@@ -67,11 +76,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     share = f"this plan: {100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of it" if p.plain_peak_bytes else ""
     facts += [
         ("Plain peak", format_bytes(p.plain_peak_bytes), share),
-        (
-            "Slowdown predicted",
-            f"{p.slowdown:.2f}{TIMES}",
-            f"{format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)}, {p.seconds_are}",
-        ),
+        *_slowdowns(report),
         (
             "Gap",
             f"{100 * plan.gap:.1f} %",
@@ -99,6 +104,31 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     return facts
 
 
+def _slowdowns(report: Report) -> list[tuple[str, str, str]]:
+    """What a step costs: as predicted and, where steps were taken on the device that was planned for, as measured, both over the plain step."""
+    p = report.plan.prediction
+    plain = format_seconds(p.plain_step_seconds)
+    facts = [
+        (
+            "Slowdown predicted",
+            f"{p.slowdown:.2f}{TIMES}",
+            f"{format_seconds(p.step_seconds)} instead of {plain}, {p.seconds_are}",
+        )
+    ]
+    # Metered steps are slower for the meter's sake.
+    seconds = [r.seconds for r in report.records if r.peak_bytes is None]
+    if seconds and p.plain_step_seconds > 0 and p.seconds_are == "measured":
+        taken = median(seconds)
+        facts.append(
+            (
+                "Slowdown measured",
+                f"{taken / p.plain_step_seconds:.2f}{TIMES}",
+                f"{format_seconds(taken)} in the median of {counted(len(seconds), 'step')}; the plain step's {plain} are predicted",
+            )
+        )
+    return facts
+
+
 def _offloaded(plan: Plan) -> str:
     """What is offloaded to host memory or disk, for a remark."""
     return "; ".join(
@@ -116,14 +146,13 @@ def _words(plan: Plan) -> str:
             items[-1][1].append(line.strip())
         elif line.strip():
             items.append((line, []))
-    return "<ul>\n" + "\n".join(f"<li>{escaped(text)}{listed(deeper)}</li>" for text, deeper in items) + "\n</ul>"
+    return "<ul>\n" + "\n".join(f"<li>{prose(text)}{listed(deeper)}</li>" for text, deeper in items) + "\n</ul>"
 
 
 def _training(report: Report) -> str:
     if not report.records:
         return ""
-    curve = loss_picture(report.records)
-    drawn = figure(curve, "small") if curve is not None else ""
+    drawn = figure(lambda layout: loss_picture(report.records, layout), "small")
     return section("Training", f"{drawn}\n{folded('Step by step', records_cells(report.records), most=5)}")
 
 

@@ -9,7 +9,8 @@ from typing import Final
 from memfit.units import format_bytes
 from memfit.views.axes import Scale, byte_ticks, frame, number_ticks, widened
 from memfit.views.colours import PREDICTED
-from memfit.views.drawing import INK, QUIET, Dot, Drawing, Shape, Text, counted
+from memfit.views.drawing import INK, QUIET, Dot, Drawing, Shape, Text, counted, wrapped
+from memfit.views.layout import WIDE, Layout
 
 _WIDTH: Final = 900.0
 _HEIGHT: Final = 380.0
@@ -32,15 +33,25 @@ class TrialPoint:
     params: str
 
 
-def trials_picture(points: Sequence[TrialPoint], objective: str, best: Collection[int]) -> Drawing | None:
+def trials_picture(
+    points: Sequence[TrialPoint], objective: str, best: Collection[int], layout: Layout = WIDE
+) -> Drawing | None:
     """Draw the trials; None with fewer than two."""
     if len(points) < 2:
         return None
     sizes, values = [point.peak_bytes for point in points], [point.value for point in points]
-    x = Scale(*widened(min(sizes), max(sizes)), 90, _WIDTH - 30)
-    y = Scale(*widened(min(values), max(values), least=1e-3), _HEIGHT - 60, 46)
-    shapes: list[Shape] = [Text(90, 24, f"{objective} against predicted peak", size=16, bold=True)]
-    shapes += frame(x, y, byte_ticks(x.low, x.high), number_ticks(y.low, y.high), "predicted peak")
+    width = min(layout.width, _WIDTH)
+    left = 52 if layout.narrow else 90
+    x = Scale(*widened(min(sizes), max(sizes)), left, width - (12 if layout.narrow else 30))
+    y = Scale(*widened(min(values), max(values), least=1e-3), _HEIGHT - 60, 66)
+    title = f"{objective} against predicted peak"
+    first = 0 if layout.narrow else left
+    # Bold letters are wider than `wrapped` takes them to be.
+    heads = wrapped(title, (width - first) / 1.12, 16)
+    shapes: list[Shape] = [Text(first, 20 + 19 * i, line, size=16, bold=True) for i, line in enumerate(heads)]
+    shapes += frame(
+        x, y, byte_ticks(x.low, x.high, most=3 if layout.narrow else 6), number_ticks(y.low, y.high), "predicted peak"
+    )
     # The best last, so that nothing hides it.
     for point in sorted(points, key=lambda each: each.number in best):
         chosen = point.number in best
@@ -49,7 +60,7 @@ def trials_picture(points: Sequence[TrialPoint], objective: str, best: Collectio
             Dot(x(point.peak_bytes), y(point.value), 6 if chosen else 4, PREDICTED if chosen else QUIET, title=title)
         )
         if chosen:
-            end = x(point.peak_bytes) > _WIDTH - 120
+            end = x(point.peak_bytes) > width - 120
             shapes.append(
                 Text(
                     x(point.peak_bytes) + (-10 if end else 10), y(point.value) + 4, f"trial {point.number}",
@@ -60,4 +71,4 @@ def trials_picture(points: Sequence[TrialPoint], objective: str, best: Collectio
         f"{counted(len(points), 'trial')}: {objective} from {min(values):.4g} to {max(values):.4g}, "
         f"peaks from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}."
     )
-    return Drawing(_WIDTH, _HEIGHT, tuple(shapes), label)
+    return Drawing(width, _HEIGHT, tuple(shapes), label)

@@ -58,9 +58,11 @@ def verdict(report: Report) -> Verdict:
     return Verdict(BudgetOutcome.FITS, f"{head} {cost}")
 
 
-def error_text(error: float) -> str:
-    """A prediction against its measurement, in words: "0.12 % too low", "equal to the byte"."""
-    if error == 0:
+def error_text(predicted_bytes: int, measured_bytes: int) -> str:
+    """A prediction against its measurement, in words: "12,288 bytes (0.12 %) too low", "equal to the byte"."""
+    difference = predicted_bytes - measured_bytes
+    if difference == 0:
         return "equal to the byte"
-    size = f"{100 * abs(error):.2f} %" if abs(error) >= 5e-5 else "less than 0.01 %"
-    return f"{size} too {'high' if error > 0 else 'low'}"
+    share = abs(difference) / max(measured_bytes, 1)
+    size = f"{100 * share:.2f} %" if share >= 5e-5 else "less than 0.01 %"
+    return f"{abs(difference):,} bytes ({size}) too {'high' if difference > 0 else 'low'}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from memfit.errors import InputError
+from memfit.units import one_unit
 from memfit.values.report import Report
 from memfit.views.drawing import Drawing, Text, shortened, stacked, wrapped
 from memfit.views.frontier_picture import frontier_picture
+from memfit.views.layout import WIDE
 from memfit.views.page import page
 from memfit.views.png import png
 from memfit.views.svg import svg_file
-from memfit.views.timeline_picture import LEFT, WIDTH, timeline_picture
+from memfit.views.timeline_picture import timeline_picture
 from memfit.views.verdict import verdict
 
 _MARGIN = 16.0
@@ -49,13 +51,18 @@ def write_report(report: Report, path: str | Path) -> None:
 
 
 def picture(report: Report) -> Drawing:
-    """Title, verdict and both panels."""
-    room = WIDTH - LEFT
+    """Title, verdict and both panels, with sizes in the unit of the budget."""
+    with one_unit(report.plan.budget_bytes):
+        return _picture(report)
+
+
+def _picture(report: Report) -> Drawing:
+    room = WIDE.width - WIDE.left
     sentence = verdict(report).sentence
     lines = wrapped(sentence, room, 13)
-    shapes = [Text(LEFT, 34, shortened(report.title, room, 20), size=20, bold=True)]
-    shapes += [Text(LEFT, 58 + 19 * i, line, 13) for i, line in enumerate(lines)]
-    title = Drawing(WIDTH, 46 + 19 * len(lines), tuple(shapes), f"{report.title}. {sentence}")
+    shapes = [Text(WIDE.left, 34, shortened(report.title, room, 20), size=20, bold=True)]
+    shapes += [Text(WIDE.left, 58 + 19 * i, line, 13) for i, line in enumerate(lines)]
+    title = Drawing(WIDE.width, 46 + 19 * len(lines), tuple(shapes), f"{report.title}. {sentence}")
     panels = stacked(
         [title, timeline_picture(report.plan, report.rehearsal), frontier_picture(report.plan, report.frontier)], gap=20
     )

@@ -26,7 +26,7 @@ from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.runner import Runner, guard
 from memfit.tune import Results, Search, run
 from memfit.tune.plans import Fit
-from memfit.tune.sampling import quietly
+from memfit.tune.sampling import quietly, sampler_of
 from memfit.tune.study_store import beat, open_study
 from memfit.tune.trials import MemfitTrials, threads_of
 from memfit.tune.tuning import Live, Tuning
@@ -52,13 +52,31 @@ def test_the_suggestions_are_those_of_optuna(tmp_path: Path, sampler: str) -> No
     code = "import sys; x, n = float(sys.argv[1]), int(sys.argv[2]); print(f'value={(x - 2) ** 2 + n!r}')"
     found = run(searches.command(tmp_path, code, space, sampler=sampler, seed=7, trials=12))
 
-    from memfit.tune.sampling import sampler_of
-
     alone = optuna.create_study(sampler=sampler_of(found.search, 7))
     alone.optimize(lambda t: (t.suggest_float("x", -5.0, 5.0) - 2) ** 2 + t.suggest_int("n", 1, 9), n_trials=12)
     assert [row.params for row in found.rows] == [trial.params for trial in alone.trials]
     assert [row.values for row in found.rows] == [tuple(trial.values) for trial in alone.trials]
     assert found.best[0].number == alone.best_trial.number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["tpe", {"name": "nsga2", "options": {"population_size": 4}}], ids=str)
+def test_the_suggestions_for_two_objectives_are_those_of_optuna(tmp_path: Path, sampler: Any) -> None:
+    """Binh and Korn's problem, which Optuna's documentation has for several objectives."""
+    space = {"x": {"low": 0.0, "high": 5.0}, "y": {"low": 0.0, "high": 3.0}}
+    code = "import sys; x, y = map(float, sys.argv[1:]); print(f'a={4 * x**2 + 4 * y**2!r} b={(x - 5) ** 2 + (y - 5) ** 2!r}')"
+    objective = [{"name": "a"}, {"name": "b"}]
+    found = run(searches.command(tmp_path, code, space, objective=objective, sampler=sampler, seed=3, trials=16))
+
+    def binh_korn(trial: optuna.Trial) -> tuple[float, float]:
+        x, y = trial.suggest_float("x", 0.0, 5.0), trial.suggest_float("y", 0.0, 3.0)
+        return 4 * x**2 + 4 * y**2, (x - 5) ** 2 + (y - 5) ** 2
+
+    alone = optuna.create_study(sampler=sampler_of(found.search, 3), directions=["minimize"] * 2)
+    alone.optimize(binh_korn, n_trials=16)
+    assert [row.params for row in found.rows] == [trial.params for trial in alone.trials]
+    assert [row.values for row in found.rows] == [tuple(trial.values) for trial in alone.trials]
+    assert {row.number for row in found.best} == {trial.number for trial in alone.best_trials}
 
 
 def test_trials_that_run_at_once_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,12 +71,14 @@ class Ran:
         begin, end: on the clock.
         peak_bytes: measured by the run itself; 0 where it never trained.
         done: whether it has trained to its end.
+        processor_seconds: of its process, where whoever started it can tell.
     """
 
     begin: float
     end: float
     peak_bytes: int
     done: bool
+    processor_seconds: float | None = None
 
 
 def written(folder: Path) -> None:
@@ -196,8 +198,12 @@ def by_ray(folder: Path, number: int, steps: int, share: float) -> list[Ran]:
         import own_runs
 
         at = config["case"]
+        used = os.times()
         one = own_runs.alone(folder, folder / f"ray-{share}" / str(at), listed[at], steps)
-        tune.report({"begin": one.begin, "end": one.end, "peak_bytes": one.peak_bytes, "done": one.done})
+        now = os.times()
+        seconds = now.children_user + now.children_system - used.children_user - used.children_system
+        told = {"begin": one.begin, "end": one.end, "peak_bytes": one.peak_bytes, "done": one.done, "seconds": seconds}
+        tune.report(told)
 
     try:
         asking = tune.with_resources(trial, tune.PlacementGroupFactory([{"device": share}]))
@@ -210,7 +216,7 @@ def by_ray(folder: Path, number: int, steps: int, share: float) -> list[Ran]:
     finally:
         ray.shutdown()
     rows = [each.metrics for each in found if each.metrics and "begin" in each.metrics]
-    return [Ran(row["begin"], row["end"], row["peak_bytes"], row["done"]) for row in rows]
+    return [Ran(row["begin"], row["end"], row["peak_bytes"], row["done"], row["seconds"]) for row in rows]
 
 
 def over(ran: Sequence[Ran]) -> tuple[float, int]:
@@ -222,6 +228,19 @@ def over(ran: Sequence[Ran]) -> tuple[float, int]:
         most = max(most, held)
         seconds += (end - begin) * (held > BUDGET)
     return seconds, most
+
+
+def turned_away(ran: Sequence[Ran]) -> int:
+    """Runs that a device with these bytes has no room for: each takes its measured peak from its beginning to its end, and one that finds too little dies."""
+    held: list[Ran] = []
+    died = 0
+    for one in sorted(ran, key=lambda each: each.begin):
+        held = [each for each in held if each.end > one.begin]
+        if sum(each.peak_bytes for each in held) + one.peak_bytes > BUDGET:
+            died += 1
+        else:
+            held.append(one)
+    return died
 
 
 Way = Callable[[Path, int, int], tuple[list[Ran], dict[str, int]]]
@@ -244,7 +263,7 @@ def measured(number: int, steps: int, words: str = "") -> Iterator[dict[str, Any
             continue
         with tempfile.TemporaryDirectory(prefix="memfit-bench-") as folder:
             written(Path(folder))
-            begin = time.perf_counter()
+            begin, start = time.perf_counter(), time.time()
             used = os.times()
             ran, known = way(Path(folder), number, steps)
             seconds = time.perf_counter() - begin
@@ -257,7 +276,8 @@ def measured(number: int, steps: int, words: str = "") -> Iterator[dict[str, Any
             "trials": number,
             "steps": steps,
             "seconds": seconds,
-            "processor_seconds": None  # Ray's processes are not this one's
+            # Ray's trials are no children of this process and tell theirs; what Ray itself takes is not in it.
+            "processor_seconds": sum(each.processor_seconds or 0.0 for each in ran)
             if "Ray" in name
             else now.children_user + now.children_system - used.children_user - used.children_system,
             "launched": len(ran),
@@ -265,6 +285,8 @@ def measured(number: int, steps: int, words: str = "") -> Iterator[dict[str, Any
             "launched_infeasible": known.get("launched_infeasible", failed),
             "over_seconds": seconds_over,
             "most_bytes": most,
+            "died": turned_away(ran),
+            "ran": sorted([round(each.begin - start, 2), round(each.end - start, 2), each.peak_bytes] for each in ran),
             "load": os.getloadavg()[0],
         }
         print(json.dumps(row), flush=True)
@@ -280,6 +302,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "launched",
         "done",
         "ended without training",
+        "no room on a device",
         "seconds over the budget",
         "most bytes at once",
         "load",
@@ -288,10 +311,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         [
             row["way"],
             f"{row['seconds']:.0f} s",
-            "not counted" if row["processor_seconds"] is None else f"{row['processor_seconds']:.0f} s",
+            f"{row['processor_seconds']:.0f} s",
             f"{row['launched']}",
             f"{row['done']}",
             f"{row['launched_infeasible']}",
+            f"{row['died']}",
             f"{row['over_seconds']:.0f}",
             f"{row['most_bytes'] / 2**20:.0f} MiB",
             f"{row['load']:.0f}",

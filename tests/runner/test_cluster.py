@@ -137,7 +137,11 @@ def test_a_machine_that_is_lost_loses_no_run(cluster: Any, tmp_path: Path) -> No
 def test_a_study_on_two_machines_of_which_one_is_lost_has_all_trials(cluster: Any, tmp_path: Path) -> None:
     machine(cluster, 100)
     second = machine(cluster, 100)
-    code = "import sys, time; x, y = map(float, sys.argv[1:]); time.sleep(2); print(f'value={x + y!r}')"
+    lost = tmp_path / "lost"  # the first trials wait for it, so that both machines have one
+    code = (
+        f"import os, sys, time; x, y = map(float, sys.argv[1:])\nwhile not os.path.exists({str(lost)!r}): time.sleep(0.1)\n"
+        "time.sleep(1); print(f'value={x + y!r}')"
+    )
     search = searches.command(tmp_path, code, trials=8, at_once=2, sampler="random", memory="60MiB", cluster="auto")
     tuning = Tuning(search)
     removed = False
@@ -145,6 +149,7 @@ def test_a_study_on_two_machines_of_which_one_is_lost_has_all_trials(cluster: An
         while tuning.step(0.1):
             if not removed and len(tuning.runner.running) == 2:
                 cluster.remove_node(second, allow_graceful=False)
+                lost.touch()
                 removed = True
         found = results(search, tuning.study, tuning.launched)
     finally:

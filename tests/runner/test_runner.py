@@ -196,6 +196,19 @@ def test_a_run_that_was_halted_is_stopped_for_its_silence(make: Callable[..., Ru
     assert (end.kind, end.reason) == ("stopped", "silence")
 
 
+def test_a_watcher_that_was_halted_is_woken(make: Callable[..., Runner]) -> None:
+    """It would see no end and keep no limit."""
+    runner = make()
+    runner.submit(request("run", "import time; time.sleep(60)", seconds=0.5, grace_seconds=1.0))
+    runner.poll()
+    pid = runner._running["run"].pid
+    until((runner.folder / "runs" / "run" / "1" / guard.CLAIM).exists)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: guard.halted(pid))
+    end = until_over(runner, "run")["run"]
+    assert (end.kind, end.reason) == ("stopped", "time")
+
+
 def test_a_killed_run_goes_on_from_its_snapshot(make: Callable[..., Runner], tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     runner = make()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,7 +15,7 @@ from memfit.tune import run
 from memfit.tune.live import PlainDisplay, TableDisplay, table
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.page import page
-from memfit.tune.results import results
+from memfit.tune.results import Results, TrialRow, results
 from memfit.tune.tuning import Tuning
 from memfit.views.document import document
 from memfit.views.trials_picture import TrialPoint, trials_picture
@@ -89,6 +91,38 @@ def test_a_search_is_shown_as_lines_as_a_table_and_as_a_page(tmp_path: Path) -> 
     again = PlainDisplay(said)
     again.show(tuning, found)
     assert said.getvalue().splitlines()[-1].startswith("going on after 3 trials in sqlite:///")
+
+
+@pytest.mark.parametrize(
+    ("width", "last", "without"),
+    [
+        (100, "2", ""),
+        (60, "1.234e-05", "no room for model.args.depth"),
+        (40, "99.0 MiB", "no room for time, optim.lr, model.args.depth"),
+    ],
+)
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_no_cell(
+    tmp_path: Path, width: int, last: str, without: str
+) -> None:
+    search = searches.toy(tmp_path, {"optim.lr": {"low": 1e-5, "high": 1e-2}, "model.args.depth": [2, 4]})
+    rows = tuple(
+        TrialRow(n, state, (0.123456,), {"optim.lr": 1.234e-05, "model.args.depth": 2}, 99 << 20, 88.8, "")
+        for n, state in enumerate(("done", "infeasible", "running"))
+    )
+    ledger = SimpleNamespace(capacity={"cpu": 128 << 20}, used=lambda _: 64 << 20)
+    tuning: Any = SimpleNamespace(runner=SimpleNamespace(ledger=ledger))
+    drawn = io.StringIO()
+    Console(file=drawn, width=width).print(table(tuning, Results(search, rows, rows[:1])))
+    lines = drawn.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in drawn.getvalue()
+    for number, state in enumerate(("done", "infeasible", "running")):
+        (line,) = [each for each in lines if each.split()[:2] == [str(number), state]]
+        assert "0.123456" in line
+        assert "99.0 MiB" in line
+        assert line.rstrip().endswith(last)
+    assert ("best 0.123456 (trial 0), 64.0 MiB of 128 MiB in use on cpu") in " ".join(each.strip() for each in lines)
+    assert drawn.getvalue().replace("\n", " ").partition("no room")[2].split() == without.split()[2:]
 
 
 def test_why_a_trial_failed_is_said_once_and_above_the_table(

@@ -46,6 +46,15 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def halted(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123 - as above
+            return stream.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def boot() -> str:
     """Which boot of the computer this is: ticks count from there."""
     try:

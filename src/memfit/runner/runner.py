@@ -84,6 +84,7 @@ class Runner(Runs):
     def poll(self, seconds: float = 0.0) -> list[tuple[str, End]]:
         """As in `Runs`."""
         self._start()
+        self._wake_guards()
         if not self._news:
             self._watch(seconds)
         while any(self._is_over(attempt) for attempt in self._running.values()):
@@ -126,6 +127,13 @@ class Runner(Runs):
         self._running[request.name] = _Attempt(
             request, number, folder, process.pid, os.pidfd_open(process.pid), process
         )
+
+    def _wake_guards(self) -> None:
+        """A guard that somebody has halted sees no end and keeps no limit."""
+        for attempt in self._running.values():
+            if guard.halted(attempt.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(attempt.pid, signal.SIGCONT)
 
     def _watch(self, seconds: float) -> None:
         watches = [attempt.watch for attempt in self._running.values()]

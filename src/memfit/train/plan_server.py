@@ -30,6 +30,7 @@ from memfit.train.config import Config, from_json
 from memfit.train.plans import assembled, check_budget, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import SilentDisplay
 from memfit.values.plan import Plan
+from memfit.values.trace import Category
 
 _MOST_SOURCES: Final = 8  # models with their data and traces, kept at a time
 
@@ -71,6 +72,7 @@ class PlanServer:
             "peak_bytes": prediction.peak_bytes,
             "rank_bytes": [rank.peak_bytes for rank in prediction.by_rank],
             "tiers": {use.tier: use.all_bytes for use in prediction.tiers},
+            "snapshot_bytes": self._snapshot_bytes(config, plan),
             "step_seconds": prediction.step_seconds,
             "device": plan.device_kind,
         }
@@ -96,6 +98,12 @@ class PlanServer:
             known.plannings[key] = planning_for(known.source, request)
         assert request.budget is not None
         return known.plannings[key].plan(request.budget.bytes)
+
+    def _snapshot_bytes(self, config: Config, plan: Plan) -> int:
+        """Bytes that a snapshot takes at least: what the device holds of parameters and optimizer state. 0 for several devices."""
+        plannings = self._of(config).plannings.values()
+        traces = [trace for each in plannings if (trace := each.bundle.traces.get(plan.choices)) is not None]
+        return traces[0].bytes_of(Category.PARAMETER, Category.OPTIMIZER_STATE) if traces else 0
 
     def _plan_of_ranks(self, config: Config, known: _Known) -> Plan:
         """A plan for several devices; runs that differ in learning rate or seed share it."""

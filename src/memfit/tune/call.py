@@ -11,6 +11,7 @@ from memfit.tune.live import SearchDisplay, SilentDisplay
 from memfit.tune.page import write_page
 from memfit.tune.results import Results, results
 from memfit.tune.search import Search
+from memfit.tune.study_store import store_errors
 from memfit.tune.tuning import Tuning
 
 
@@ -36,7 +37,8 @@ def run(search: Search, display: SearchDisplay | None = None) -> Results:
             more = True
             shown: object = None
             while True:
-                found = results(search, tuning.study, tuning.launched, tuning.url)
+                with store_errors(tuning.url):
+                    found = results(search, tuning.study, tuning.launched, tuning.url)
                 now = ([(row.number, row.state) for row in found.rows], tuning.runner.running)
                 if now != shown:
                     display.show(tuning, found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from memfit.tune.results import Results, TrialRow
@@ -121,35 +123,86 @@ def totals(tuning: Tuning, found: Results) -> str:
     return told
 
 
-def table(tuning: Tuning, found: Results) -> Any:
-    """The last trials as a table for `rich`."""
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True)
+class _Column:
+    """What stands in one column, and its heading, broken where it may be."""
 
-    drawn = Table(title=Text(totals(tuning, found)), title_justify="left")
-    drawn.add_column("trial", justify="right")
-    drawn.add_column("state")
-    for objective in found.search.config.objectives:
-        drawn.add_column(Text(objective.name), justify="right")
-    for name in found.search.space:
-        drawn.add_column(Text(name), justify="right")
-    drawn.add_column("peak", justify="right")
-    drawn.add_column("time", justify="right")
-    best = {row.number for row in found.best}
-    for row in found.rows[-_MOST_ROWS:]:
-        values = [f"{value:.6g}" for value in row.values or ()] or ["-"] * len(found.search.config.objectives)
-        cells = [
-            str(row.number),
-            row.state,
-            *values,
-            *(_number(row.params.get(name, "")) for name in found.search.space),
+    heading: str
+    cells: tuple[str, ...]
+    right: bool = True
+
+    @property
+    def width(self) -> int:
+        """Characters that it takes whole."""
+        return max(len(each) for each in (*self.heading.split("\n"), *self.cells))
+
+
+class _Table:
+    """Draws itself as wide as the terminal is: every cell whole and on one line, and what has no room left out and named."""
+
+    def __init__(self, tuning: Tuning, found: Results) -> None:
+        self._title = totals(tuning, found)
+        self._rows = found.rows[-_MOST_ROWS:]
+        self._best = {row.number for row in found.best}
+        names = [each.name for each in found.search.config.objectives]
+        rows = self._rows
+        self._first = [
+            _Column("trial", tuple(str(row.number) for row in rows)),
+            _Column("state", tuple(row.state for row in rows), right=False),
+            *(
+                _Column(_broken(name), tuple(f"{row.values[place]:.6g}" if row.values else "-" for row in rows))
+                for place, name in enumerate(names)
+            ),
         ]
-        cells += [
-            "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            "-" if row.seconds is None else format_seconds(row.seconds),
-        ]
-        drawn.add_row(*map(Text, cells), style="bold" if row.number in best else "")
-    return drawn
+        self._peak = _Column(
+            "peak", tuple("-" if row.peak_bytes is None else format_bytes(row.peak_bytes) for row in rows)
+        )
+        self._time = _Column("time", tuple("-" if row.seconds is None else format_seconds(row.seconds) for row in rows))
+        space = list(found.search.space)
+        short = [name.rpartition(".")[2] for name in space]
+        self._params = {
+            name: _Column(
+                _broken(own if short.count(own) == 1 else name),
+                tuple(_number(row.params.get(name, "")) for row in rows),
+            )
+            for name, own in zip(space, short, strict=True)
+        }
+
+    def __rich_console__(self, _console: Any, options: Any) -> Any:
+        """What `rich` asks of whatever it prints."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        left = options.max_width - sum(each.width + 2 for each in self._first) + 2  # no space at the edges
+        shown = list(self._first)
+        without = []
+        for name, column in (("peak", self._peak), ("time", self._time), *self._params.items()):
+            if column.width + 2 <= left:
+                left -= column.width + 2
+                shown.append(column)
+            else:
+                without.append(name)
+        drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in shown:
+            drawn.add_column(Text(column.heading), justify="right" if column.right else "left", no_wrap=True)
+        for place, row in enumerate(self._rows):
+            cells = (Text(column.cells[place]) for column in shown)
+            drawn.add_row(*cells, style="bold" if row.number in self._best else "")
+        yield Text(self._title)
+        yield drawn
+        if without:
+            yield Text(f"no room for {', '.join(without)}", style="dim")
+
+
+def table(tuning: Tuning, found: Results) -> Any:
+    """The last trials as a table for `rich`, with totals above it."""
+    return _Table(tuning, found)
+
+
+def _broken(name: str) -> str:
+    """A name with breaks after its underscores and dots, so that a column need not be as wide as its heading."""
+    return re.sub(r"([._])(?=.)", r"\1\n", name)
 
 
 def _number(value: Any) -> str:

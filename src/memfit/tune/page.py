@@ -113,7 +113,7 @@ def _point(row: TrialRow) -> TrialPoint:
 def _cells(found: Results, names: list[str]) -> Cells:
     params = list(found.search.space)
     best = {row.number for row in found.best}
-    columns = ("trial", "state", *names, *params, "peak", "time", "how it ended")
+    columns = ("trial", "state", *names, "peak", "time", *params, "how it ended")
     rows: list[tuple[str, ...]] = []
     marked = None
     for row in found.rows:
@@ -127,9 +127,9 @@ def _cells(found: Results, names: list[str]) -> Cells:
                 str(row.number),
                 row.state,
                 *values,
-                *(_value(row.params.get(name, "-")) for name in params),
                 size,
                 seconds,
+                *(_value(row.params.get(name, "-")) for name in params),
                 row.why,
             )
         )

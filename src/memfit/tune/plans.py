@@ -29,6 +29,7 @@ class Fit:
         tiers: bytes on lower tiers, by name.
         minimum_bytes: the smallest budget that would do, where there is no plan; None where none was found.
         step_seconds: predicted.
+        snapshot_bytes: that a snapshot takes at least, where there is a plan.
         device: "cpu" or "cuda".
         message: why there is no plan.
         error: kind of the error where it could not be told; "" where it could.
@@ -44,6 +45,7 @@ class Fit:
     message: str = ""
     error: str = ""
     rank_bytes: tuple[int, ...] = ()
+    snapshot_bytes: int = 0
 
     @property
     def by_rank(self) -> tuple[int, ...]:

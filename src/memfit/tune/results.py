@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +12,7 @@ import yaml
 
 from memfit.errors import InputError
 from memfit.tune.search import Search
-from memfit.tune.tuning import BYTES, ENDED, MINIMUM, STATE
+from memfit.tune.tuning import BYTES, ENDED, MINIMUM, STATE, best_trials
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -118,15 +117,8 @@ def values_of(search: Search, params: dict[str, Any]) -> dict[str, Any]:
 
 def results(search: Search, study: Study, launched: int = 0, store: str = "") -> Results:
     """What a study holds by now."""
-    from optuna.trial import TrialState
-
-    trials = study.get_trials(deepcopy=False)
-    rows = tuple(_row(each) for each in trials)
-    done = [each for each in trials if each.state == TrialState.COMPLETE]
-    best: Sequence[FrozenTrial] = ()
-    if done:
-        best = [study.best_trial] if len(search.config.objectives) == 1 else study.best_trials
-    return Results(search, rows, tuple(_row(each) for each in best), launched, store)
+    rows = tuple(_row(each) for each in study.get_trials(deepcopy=False))
+    return Results(search, rows, tuple(_row(each) for each in best_trials(study)), launched, store)
 
 
 def _row(trial: FrozenTrial) -> TrialRow:

@@ -87,6 +87,7 @@ class SearchConfig:
         store: SQLite file, or URL of a database that several computers share; a file in `out` when left out.
         study: name in the store; the name of the configuration file when left out.
         heartbeat: seconds between signs of life of a trial in the store; after three of them another process takes it for dead.
+        snapshots: of trials of memfit that are over, whose stay in `out`: of the "best" so far, of "all" that were neither pruned nor out of memory, of "none".
         out: folder for trials and results.
     """
 
@@ -116,6 +117,7 @@ class SearchConfig:
     store: str | None = None
     study: str | None = None
     heartbeat: int = 60
+    snapshots: Literal["best", "all", "none"] = "best"
     out: str = "tune"
 
     def __post_init__(self) -> None:
@@ -359,6 +361,8 @@ def _check_command(search: Search) -> None:
         raise ConfigError(
             f"search.command and {', '.join(search.run)}: a trial is a command or the run that the file describes, not both"
         )
+    if config.snapshots != "best":
+        raise ConfigError("search.snapshots goes with runs of memfit: what a command writes is left as it is")
     program = config.command[0]
     if not _PLACE.search(program) and shutil.which(program) is None and not Path(search.folder, program).is_file():
         raise ConfigError(f"search.command: there is no command {program!r}: give its path, or install it")

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import sqlite3
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -29,7 +30,8 @@ DESCRIBED: Final = "memfit:search"  # the study's attribute that says what is se
 IDENTITY: Final = "memfit:id"  # and one that no other study has, whatever its name
 OWNER: Final = "study.json"  # in a folder of trials: whose they are
 NAME: Final = "study.sqlite"
-_GRACE: Final = 3  # heartbeats that may be missed
+MISSED_BEATS: Final = 3  # after which a trial's process is taken for dead
+_LOCK_SECONDS: Final = 120.0  # making tables takes seconds, on a slow disk some more
 _ADVISORY_LOCK: Final = 0x6D656D666974  # PostgreSQL's locks have numbers; "memfit" in ASCII
 
 
@@ -130,7 +132,7 @@ def _storage(url: str, search: Search) -> RDBStorage:
             url,
             engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True},
             heartbeat_interval=beat,
-            grace_period=_GRACE * beat,
+            grace_period=MISSED_BEATS * beat,
             heartbeat_stale_trial_callback=queued_again,
         )
 
@@ -201,12 +203,32 @@ def _check(file: Path) -> None:
         )
 
 
+def _locked(lock: int, file: Path) -> None:
+    """Have the lock, or say who may hold it: a process that was halted never lets go.
+
+    Raises:
+        InputError: it could not be had.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"another process has been making its study in {file} for {_LOCK_SECONDS:.0f} s: if it is halted, let it go on or end it, then start again"
+                ) from None
+            time.sleep(0.05)
+        else:
+            return
+
+
 @contextmanager
 def _alone(url: str, file: Path | None) -> Iterator[None]:
     """Nobody else makes tables or studies meanwhile."""
     if file is not None:
         with file.with_name(f".{file.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _locked(lock.fileno(), file)
             yield
         return
     if not url.startswith("postgresql"):

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 from memfit.runner import End, RunRequest
 from memfit.runner.ends import tail_of
 from memfit.runner.ledger import Ledger
+from memfit.train.config import TrainConfig
 from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
 from memfit.train.snapshot_folders import folders
 from memfit.tune.capacity import capacity_of, device_of, ranks_of
@@ -67,8 +68,11 @@ class Trials(Protocol):
     def final(self, folder: Path, stdout: Path, fit: Fit | None, seconds: float, metrics: Metrics) -> Metrics:
         """What it has reported once it is over."""
 
+    def snapshots(self, values: Mapping[str, Any]) -> int:
+        """How many snapshots a trial has on the disk at one time, at most."""
+
     def forget(self, folder: Path) -> None:
-        """A trial was pruned, or ran out of memory: what only going on with it would need is removed."""
+        """A trial is over: what only going on with it would need is removed."""
 
     def close(self) -> None:
         """No more trials."""
@@ -186,8 +190,13 @@ class MemfitTrials:
         """What the log has, and what is known of the run as a whole."""
         return with_answer(metrics, tail_of(stdout), fit, seconds)
 
+    def snapshots(self, values: Mapping[str, Any]) -> int:
+        """As many as it keeps, and one that is being written; without `save_every` the one at the end."""
+        train = TrainConfig(**(self.search.run_with(values).get("train") or {}))
+        return train.keep + 1 if train.save_every else 1
+
     def forget(self, folder: Path) -> None:
-        """Its snapshots are removed, so that many trials of a large model do not fill the disk; log, plan and configuration stay."""
+        """Its snapshots are removed; log, plan and configuration stay."""
         for out in (folder / "run", folder / "alone" / "run"):
             for each in (*folders(out), *out.glob(".step-*")):
                 shutil.rmtree(each, ignore_errors=True)
@@ -275,6 +284,10 @@ class CommandTrials:
         """What it has reported itself, and how long it took."""
         metrics.values.setdefault("seconds", [(0, seconds)])
         return metrics
+
+    def snapshots(self, values: Mapping[str, Any]) -> int:  # noqa: ARG002 - as in the protocol
+        """None that is known of."""
+        return 0
 
     def forget(self, folder: Path) -> None:
         """What a command has written is its user's."""

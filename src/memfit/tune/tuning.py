@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +26,7 @@ from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
 from memfit.tune.search import Search
-from memfit.tune.study_store import beat, open_study, own_folder, store_errors, url_of
+from memfit.tune.study_store import MISSED_BEATS, beat, open_study, own_folder, store_errors, url_of
 from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, TrialRuns, Trials, name_of
 from memfit.units import format_bytes
 
@@ -93,6 +95,7 @@ class Tuning:
         self.live: dict[str, Live] = {}
         self.launched = 0
         self._never: list[str] = []  # sentences about trials that never reported the objective
+        self._tidied: set[int] = set()  # trials whose snapshots are gone
         self._last_beat = -math.inf
         self._grid = _points_of_grid(search)
         # Before anything is written: what cannot be meant leaves no folder behind.
@@ -108,6 +111,7 @@ class Tuning:
                 self._check()
                 with store_errors(self.url):
                     self._found_again()
+                    self._tidy()
             except BaseException:
                 self.runner.close()
                 raise
@@ -166,10 +170,25 @@ class Tuning:
                 self._prepare(trial)
             for name, end in self.runner.poll(seconds if self.live else 0.0):
                 if name in self.live:
-                    self._over(self.live[name], end)
+                    with self._unless_told(self.live[name]):
+                        self._over(self.live[name], end)
             for live in list(self.live.values()):
                 self._watch(live)
             return bool(self.live) or self._left() > 0
+
+    @contextmanager
+    def _unless_told(self, live: Live) -> Iterator[None]:
+        """A search that was halted, or whose computer slept, finds its trials told by another one, which took them for dead: they are that one's."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        try:
+            yield
+        except UpdateFinishedTrialError:
+            self.note(
+                f"trial {live.trial.number} was told by another process, which had no sign of life of it for {MISSED_BEATS} heartbeats; what ran of it ends"
+            )
+            self.live.pop(live.run, None)
+            self.runner.stop(live.run, at_once=True)
 
     def _left(self) -> int:
         from optuna.trial import TrialState
@@ -235,6 +254,7 @@ class Tuning:
             if live.fit.peak_bytes:
                 live.trial.set_user_attr(BYTES, live.fit.peak_bytes)
             request = self.trials.request(live.run, live.trial.number, live.values, folder, live.fit)
+            self._check_disk(live, folder)
             try:
                 self.runner.ledger.check(request)
             except InputError as error:
@@ -247,6 +267,20 @@ class Tuning:
         end = self.runner.end_of(live.run)
         if end is not None:  # it was over before the last process died, and not told
             self._over(live, end)
+
+    def _check_disk(self, live: Live, folder: Path) -> None:
+        """See that the disk has room for the trial's snapshots: otherwise this trial would fail, and after it all others.
+
+        Raises:
+            InputError: it has not; the trial is begun by the next call.
+        """
+        number, each = self.trials.snapshots(live.values), live.fit.snapshot_bytes
+        free = shutil.disk_usage(folder).free
+        if number * each > free:
+            raise InputError(
+                f"search.out: trial {live.trial.number} writes up to {number} snapshots of {format_bytes(each)} to {self.search.out}, "
+                f"and {format_bytes(free)} are free: free space, lower train.keep, or set search.snapshots to none; the same command then goes on"
+            )
 
     def _fit(self, values: dict[str, Any], folder: Path, again: int | None = None) -> Fit:
         fit = self.trials.fit(values, folder, again=again)
@@ -263,6 +297,10 @@ class Tuning:
 
     def _watch(self, live: Live) -> None:
         """Intermediate values: told, and the trial stopped where the pruner says so."""
+        with self._unless_told(live):
+            self._report(live)
+
+    def _report(self, live: Live) -> None:
         if len(self.search.config.objectives) > 1 or live.stopping or live.run in self.runner.waiting:
             return
         for step, value in live.metrics.read().values.get(self.search.config.objectives[0].name, ()):
@@ -398,6 +436,19 @@ class Tuning:
                 raise
         if kind in {"pruned", "out of memory"}:
             self.trials.forget(self._folder(live.trial.number))
+        else:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Snapshots of trials that are over are removed, so that many trials of a large model do not fill the disk; by default the best ones' stay."""
+        wanted = self.search.config.snapshots
+        if wanted == "all" or self.search.is_command:
+            return
+        kept = {each.number for each in best_trials(self.study)} if wanted == "best" else set()
+        for each in finished(self.study):
+            if each.number not in kept | self._tidied and each.user_attrs.get(WORKER) == self.worker:
+                self.trials.forget(self._folder(each.number))
+                self._tidied.add(each.number)
 
     def _stored(self, trial: Trial) -> FrozenTrial:
         return self.study._storage.get_trial(trial._trial_id)  # noqa: SLF001 - `study.trials` copies all of them
@@ -434,6 +485,15 @@ def _worker(folder: Path) -> str:
     import socket
 
     return f"{socket.gethostname()}:{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+def best_trials(study: Study) -> list[FrozenTrial]:
+    """The best trial; with several objectives those that no other surpasses in all of them. None before the first is done."""
+    from optuna.trial import TrialState
+
+    if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        return []
+    return [study.best_trial] if len(study.directions) == 1 else list(study.best_trials)
 
 
 def finished(study: Study) -> list[FrozenTrial]:

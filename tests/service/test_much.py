@@ -13,7 +13,7 @@ import pytest
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import LIVE
-from memfit.service.store import ServiceStore
+from memfit.service.store import ServiceStore, StoredRun
 
 BYTES = {"budget_bytes": 10, "peak_bytes": 10, "plain_peak_bytes": 10}
 PLAN = json.dumps({"rank_bytes": [10], **BYTES})
@@ -91,7 +91,13 @@ def test_fair_shares_read_each_end_once(tmp_path: Path, monkeypatch: pytest.Monk
     dispatcher = Dispatcher(ServiceSettings(tmp_path, {"cpu": 1 << 30}), store)
     read: list[int] = []
     whole = store.ended_since
-    monkeypatch.setattr(store, "ended_since", lambda moment: [read.append(run.number) or run for run in whole(moment)])
+
+    def noted(moment: float) -> list[StoredRun]:
+        found = whole(moment)
+        read.extend(run.number for run in found)
+        return found
+
+    monkeypatch.setattr(store, "ended_since", noted)
     first = dispatcher._had([])
     assert first["anna"] == sum(10 * 2 for n in range(295) if not n % 2)
     store.change(

@@ -26,9 +26,13 @@ def test_a_block_without_progress_ends_its_process_with_a_sentence(capsys: pytes
     assert capsys.readouterr().err.startswith("memfit: rank 1 has done no step, evaluation or snapshot for ")
 
 
+def _failed(status: int) -> None:
+    pytest.fail(f"ended with {status}")
+
+
 def test_a_block_that_ends_in_time_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
-    with Watchdog(LONG, "rank 1", pytest.fail) as watchdog:
+    with Watchdog(LONG, "rank 1", _failed) as watchdog:
         watchdog.progress()
         assert set(threading.enumerate()) - before
     assert not set(threading.enumerate()) - before
@@ -36,5 +40,5 @@ def test_a_block_that_ends_in_time_leaves_no_thread_behind() -> None:
 
 def test_without_a_limit_nothing_is_watched() -> None:
     before = set(threading.enumerate())
-    with Watchdog(None, "rank 1", pytest.fail):
+    with Watchdog(None, "rank 1", _failed):
         assert set(threading.enumerate()) == before

@@ -686,7 +686,7 @@ def test_workers_that_race_for_an_empty_store_share_its_trials(tmp_path: Path) -
 
 def test_four_that_begin_in_the_same_moment_share_an_empty_store(tmp_path: Path) -> None:
     """Forks of this process have nothing to import, so all four are at the empty file at once."""
-    shared = {"store": "study.sqlite", "study": "shared", "sampler": "random"}
+    shared: dict[str, Any] = {"store": "study.sqlite", "study": "shared", "sampler": "random"}
     searched = [searches.command(tmp_path, trials=4, out=f"worker-{number}", **shared) for number in range(4)]
     pids = [forked(search) for search in searched]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
@@ -736,7 +736,7 @@ def test_halted_searches_beside_another_lose_nothing(tmp_path: Path) -> None:
 
     draw = random.Random(2)
     for number in range(10):
-        shared = {"store": f"{number}.sqlite", "study": "shared", "sampler": "random", "heartbeat": 1}
+        shared: dict[str, Any] = {"store": f"{number}.sqlite", "study": "shared", "sampler": "random", "heartbeat": 1}
         first, second = (
             searches.command(tmp_path, SLOW, trials=8, at_once=2, out=f"{number}-{each}", **shared) for each in "ab"
         )

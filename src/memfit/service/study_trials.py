@@ -33,7 +33,7 @@ from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit
 from memfit.tune.search import Search
 from memfit.tune.space import corners
-from memfit.tune.trials import ALONE, with_answer
+from memfit.tune.trials import ALONE, snapshots_of, with_answer
 from memfit.tune.tuning import BYTES, Live, Tuning
 
 _MOST_LOG: Final = 16 << 20  # bytes of a trial's log that are looked at
@@ -103,6 +103,10 @@ class StudyTrials:
     def final(self, folder: Path, stdout: Path, fit: Fit | None, seconds: float, metrics: Metrics) -> Metrics:  # noqa: ARG002 - as in the protocol
         """What the log has, and what the run has answered at its end."""
         return with_answer(metrics, tail_of(stdout), fit, seconds)
+
+    def snapshots(self, values: Mapping[str, Any]) -> int:
+        """As of any run. What they take is not known before the service has planned, and the service has quotas of its own."""
+        return snapshots_of(self._search.run_with(values))
 
     def forget(self, folder: Path) -> None:
         """The snapshots of a trial that was pruned, or ran out of memory, are removed."""

@@ -78,6 +78,12 @@ class Trials(Protocol):
         """No more trials."""
 
 
+def snapshots_of(config: Mapping[str, Any]) -> int:
+    """How many snapshots a run has at one time: as many as it keeps, and one that is being written; without `save_every` the one at the end."""
+    train = TrainConfig(**(config.get("train") or {}))
+    return train.keep + 1 if train.save_every else 1
+
+
 class TrialRuns(Protocol):
     """Where the runs of trials run: a runner (`memfit.runner.Runs`), or a service that has one."""
 
@@ -191,9 +197,8 @@ class MemfitTrials:
         return with_answer(metrics, tail_of(stdout), fit, seconds)
 
     def snapshots(self, values: Mapping[str, Any]) -> int:
-        """As many as it keeps, and one that is being written; without `save_every` the one at the end."""
-        train = TrainConfig(**(self.search.run_with(values).get("train") or {}))
-        return train.keep + 1 if train.save_every else 1
+        """As in the protocol."""
+        return snapshots_of(self.search.run_with(values))
 
     def forget(self, folder: Path) -> None:
         """Its snapshots are removed; log, plan and configuration stay."""

@@ -1,6 +1,7 @@
 """Clusters that are not here: predicted bytes and seconds beside published ones, and of 8 to 4,096 GPUs and 8 to 405 billion parameters.
 
 python bench/clusters/run.py [states] [steps] [grid]    # results of parts that are not named are kept
+python bench/clusters/run.py steps=megatron             # of the published steps one source alone
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +75,24 @@ def cluster(gpus: int, about: Mapping[str, Any]) -> Any:
 
 
 def predictions(
-    model: str, batch: int, tokens: int, devices: Any, gpu: str, recompute: Sequence[str] = ("none", "blocks")
+    model: str,
+    batch: int,
+    tokens: int,
+    devices: Any,
+    gpu: str,
+    recompute: Sequence[str] = ("none", "blocks"),
+    way: str = "zero3",
 ) -> list[Row]:
-    """Of a step under ZeRO 3 and bf16 autocast, one for each way to rebuild."""
+    """Of a step under bf16 autocast, one for each way to rebuild."""
     from dataclasses import asdict
 
-    from shapes import llama
+    from shapes import named
 
     from memfit.clusters import predict_cluster
 
-    built, sample = llama(model, batch, tokens)
+    built, sample = named(model, batch, tokens)
     found = predict_cluster(
-        built, sample, devices=devices, optimizer=adamw, recompute=recompute, precision="bf16", device=gpu
+        built, sample, devices=devices, optimizer=adamw, way=way, recompute=recompute, precision="bf16", device=gpu
     )
     return [asdict(each) for each in found]
 
@@ -113,19 +121,34 @@ def of_states() -> list[Row]:
     return rows
 
 
-def of_steps() -> list[Row]:
-    """Tokens a second on each GPU, and bytes."""
+def of_steps(sources: Sequence[str] = ()) -> list[Row]:
+    """Tokens a second on each GPU, and bytes; of these sources, or of all."""
     rows = []
     asked_for: dict[tuple[Any, ...], list[Row]] = {}  # by what is captured alike
     for row in asked("steps"):
-        asked_for.setdefault((row["source"], row["model"], row["batch"], row["tokens"], row["gpus"]), []).append(row)
-    for (_, model, batch, tokens, gpus), alike in asked_for.items():
+        if sources and row["source"] not in sources:
+            continue
+        told = {"way": "zero3", "speed": tokens_a_second(row), **row}
+        alike = (told["source"], told["model"], told["batch"], told["tokens"], told["gpus"], told["way"])
+        asked_for.setdefault(alike, []).append(told)
+    for (_, model, batch, tokens, gpus, way), alike in asked_for.items():
         about = alike[0]["of"]
         ways = tuple(dict.fromkeys(row["kept"] for row in alike))
-        found = predictions(model, batch, tokens, cluster(gpus, about), about["gpu"], ways)
+        found = predictions(model, batch, tokens, cluster(gpus, about), about["gpu"], ways, way)
         rows += [{**row, "kind": "step", "predicted": found[ways.index(row["kept"])]} for row in alike]
         print(model, gpus, found, file=sys.stderr, flush=True)
     return rows
+
+
+def tokens_a_second(row: Mapping[str, Any]) -> float | None:
+    """On each GPU, from the FLOP/s that are published: those of matrix products, forward run twice (Narayanan et al. 2021, section 5 and appendix)."""
+    from shapes import GPTS
+
+    if "teraflops" not in row:
+        return None
+    hidden, layers, _ = GPTS[row["model"]]
+    for_a_token = 96 * layers * hidden**2 * (1 + row["tokens"] / (6 * hidden) + 51_200 / (16 * layers * hidden))
+    return float(round(row["teraflops"] * 1e12 / for_a_token))
 
 
 def of_grid() -> list[Row]:
@@ -185,7 +208,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
                 [
                     row["name"],
                     WORDS[row["kept"]],
-                    f"{row['speed']:,}" if alike else "",
+                    f"{row['speed']:,.0f}" if alike else "",
                     f"{serial:,.0f} ({100 * (serial / row['speed'] - 1):+.0f} %)" if alike else "",
                     f"{overlapped:,.0f} ({100 * (overlapped / row['speed'] - 1):+.0f} %)" if alike else "",
                     f"{row['gib']:.1f} GiB" if "gib" in row else "",
@@ -240,15 +263,24 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    makers = {"states": of_states, "steps": of_steps, "grid": of_grid}
-    wanted = [name for name in makers if name in sys.argv[1:]] or list(makers)
-    rows: list[Row] = [
-        row for row in measuring.kept(QUESTION) if f"{row['kind']}s" not in wanted and row["kind"] not in wanted
-    ]
+    makers: dict[str, Callable[[], list[Row]]] = {"states": of_states, "steps": of_steps, "grid": of_grid}
+    sources = [word.removeprefix("steps=") for word in sys.argv[1:] if word.startswith("steps=")]
+    if sources:
+        makers["steps"] = partial(of_steps, sources)
+    named = {word.partition("=")[0] for word in sys.argv[1:]}
+    wanted = [name for name in makers if name in named] or list(makers)
+
+    def again(row: Row) -> bool:
+        if sources and row["kind"] == "step":
+            return row["source"] in sources
+        return f"{row['kind']}s" in wanted or row["kind"] in wanted
+
+    rows: list[Row] = [row for row in measuring.kept(QUESTION) if not again(row)]
+    order = ("state", "step", "grid")
+    places = list(json.loads((FOLDER / "published.json").read_text())["sources"])
     for name in wanted:
         rows += makers[name]()
-        order = ("state", "step", "grid")
-        rows.sort(key=lambda row: order.index(row["kind"]))
+        rows.sort(key=lambda row: (order.index(row["kind"]), places.index(row.get("source", places[0]))))
         measuring.keep(QUESTION, measuring.machine(), rows)
     print(table(rows))
 

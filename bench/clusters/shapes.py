@@ -39,8 +39,23 @@ def llama(name: str, batch: int, tokens: int) -> tuple[Any, Any]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-def gpt(hidden: int, layers: int, tokens: int) -> tuple[Any, Any]:
-    """A GPT on the meta device, with a batch of one; its own loss."""
+# Hidden size, blocks, heads: Narayanan et al. 2021 (arXiv:2104.04473), table 1.
+GPTS = {"megatron-1.7b": (2304, 24, 24)}
+
+
+def named(name: str, batch: int, tokens: int) -> tuple[Any, Any]:
+    """One of the models above on the meta device, with a batch; its own loss."""
+    if name in SHAPES:
+        return llama(name, batch, tokens)
+    hidden, layers, heads = GPTS[name]
+    # Of before fused attention: scores are written out.
+    return gpt(hidden, layers, tokens, batch=batch, heads=heads, attention="eager")
+
+
+def gpt(
+    hidden: int, layers: int, tokens: int, *, batch: int = 1, heads: int | None = None, attention: str = "sdpa"
+) -> tuple[Any, Any]:
+    """A GPT on the meta device, with a batch; its own loss."""
     import torch
     import transformers
 
@@ -48,13 +63,14 @@ def gpt(hidden: int, layers: int, tokens: int) -> tuple[Any, Any]:
         vocab_size=51_200,
         n_embd=hidden,
         n_layer=layers,
-        n_head=hidden // 128,
+        n_head=heads or hidden // 128,
         n_positions=tokens,
         use_cache=False,
+        attn_implementation=attention,
         bos_token_id=0,
         eos_token_id=0,
     )
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    ids = torch.zeros(batch, tokens, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}

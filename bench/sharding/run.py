@@ -3,6 +3,7 @@
 python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other numbers of ranks are kept
 python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
 python bench/sharding/run.py --only seconds --ranks 2 4    # predicted beside measured seconds, of one process too
+python bench/sharding/run.py --only others --ranks 2   # bytes of DeepSpeed's stages and of a pipeline with equal parameters
 python bench/sharding/run.py --only waiting                # how long ranks of pipelines wait for each other; the rest is kept
 """
 
@@ -255,6 +256,30 @@ def against_hand(ranks: int, rounds: int) -> list[Row]:
     return found
 
 
+def of_others(ranks: int) -> list[Row]:
+    """Bytes of DeepSpeed's stages and of a pipeline with equal parameters."""
+    from sharding import others
+    from sharding.ranks import on_ranks
+
+    return others_rows(ranks, on_ranks(ranks, others.peaks, limit=LIMIT_SECONDS))
+
+
+def others_rows(ranks: int, measured: Sequence[Mapping[str, int]]) -> list[Row]:
+    """What was metered on each rank, as rows."""
+    from sharding import others
+
+    return [
+        {
+            "row": "other",
+            "ranks": ranks,
+            "name": name,
+            "way": way,
+            "measured_bytes": [of_rank[name] for of_rank in measured],
+        }
+        for name, (way, _) in others.OTHERS.items()
+    ]
+
+
 def table(rows: Rows) -> str:
     """As Markdown."""
     peaks = [row for row in rows if row["row"] == "peak"]
@@ -263,6 +288,8 @@ def table(rows: Rows) -> str:
         "Against FSDP2 and checkpoint on every block": _hand(rows),
         "Seconds of plain steps": _seconds([row for row in rows if row["row"] == "seconds"]),
     }
+    if any(row["row"] == "other" for row in rows):
+        parts["Bytes of DeepSpeed and of a pipeline with equal parameters"] = _others(rows)
     waiting = [row for row in rows if row["row"] == "waiting"]
     if waiting:
         parts["How long the ranks of a pipeline wait"] = _waiting(waiting)
@@ -378,6 +405,37 @@ def _hand(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+def _others(rows: Rows) -> str:
+    lines = []
+    for row in rows:
+        if row["row"] != "other":
+            continue
+        way = f"1f1b/{row['ranks']}" if row["way"] == "1f1b" else row["way"]
+        plans = [
+            each
+            for each in rows
+            if each["row"] == "peak"
+            and (each["ranks"], each["way"]) == (row["ranks"], way)
+            # A pipeline was planned for in one number of micro-batches; a rank's own batch is divided by nobody else here.
+            and (row["way"] == "1f1b" or each["micro_batches"] == 1)
+        ]
+        for plan in (each for each in plans if each["plan"] == "plain" or each is plans[-1]):
+            hand, ours = max(row["measured_bytes"]), max(plan["measured_bytes"])
+            lines.append(
+                [
+                    str(row["ranks"]),
+                    row["name"],
+                    f"{hand:,}",
+                    _worded(plan["way"]),
+                    plan["plan"],
+                    f"{ours:,}",
+                    f"{ours / hand:.3f}",
+                ]
+            )
+    heads = ["ranks", "by hand", "its peak", "memfit", "plan", "its peak", "of the other's"]
+    return "Peaks of the fullest rank.\n\n" + measuring.table(heads, lines)
+
+
 def _seconds(rows: Rows) -> str:
     lines = [
         [
@@ -399,7 +457,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--only", choices=["pipelines", "waiting", "estimates", "seconds"], help="the rest of the results is kept"
+        "--only",
+        choices=["pipelines", "waiting", "estimates", "seconds", "others"],
+        help="the rest of the results is kept",
     )
     arguments = parser.parse_args()
     measuring.steady_allocator()
@@ -423,6 +483,11 @@ def main() -> None:
         ]
         measuring.keep(QUESTION, measuring.machine(), sorted([*made, *kept], key=lambda row: row["ranks"]))
         return
+    if arguments.only == "others":
+        made = [row for ranks in arguments.ranks for row in of_others(ranks)]
+        kept = [row for row in measuring.kept(QUESTION) if row["row"] != "other" or row["ranks"] not in arguments.ranks]
+        measuring.keep(QUESTION, measuring.machine(), [*kept, *made])
+        return
     if arguments.only == "waiting":
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *waiting.rows()])
@@ -443,6 +508,7 @@ def main() -> None:
             partial(timed, rounds=arguments.rounds),
             partial(against_hand, rounds=arguments.rounds),
             pipelined,
+            of_others,
         ):
             rows += found(ranks)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))

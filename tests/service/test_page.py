@@ -175,7 +175,7 @@ def test_a_study_its_trials_and_their_runs(browser: Any, serving: Serving) -> No
         "digest": "0" * 64,
         "config": {"search": search},
         "state": "done",
-        "reason": "done: 2 done, 1 infeasible",
+        "reason": "2 done, 1 infeasible",
     }
     study = studies.store.add({**columns, "summary": summary})
     studies.folder(study).mkdir(parents=True)
@@ -188,9 +188,9 @@ def test_a_study_its_trials_and_their_runs(browser: Any, serving: Serving) -> No
         seen = Seen(browser, **told)
         page = seen.page
         page.goto(f"{serving.url}/#token={token(serving)}")
-        page.get_by_role("button", name=f"{study.number} rates").focus()
+        page.get_by_role("button", name=f"{study.number} rates", exact=True).focus()
         page.keyboard.press("Enter")
-        playwright.expect(page.locator("#study-state")).to_have_text("done: done: 2 done, 1 infeasible")
+        playwright.expect(page.locator("#study-state")).to_have_text("done: 2 done, 1 infeasible")
         assert page.locator("#study-picture svg circle").count() == 2
         assert page.locator("#studies progress").get_attribute("value") == "3"
         assert page.locator("#trials").inner_text().count("<b>900</b>") == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.cli.main import main
 from memfit.errors import InputError
 from memfit.runner import RunRequest
 from memfit.service import launching
@@ -195,3 +196,10 @@ def test_a_study_keeps_its_trials(serve: Callable[..., Serving]) -> None:
     serving.studies.store.change(study.number, state="done")
     serving.housekeeping.look()
     assert not there(serving, run)
+
+
+def test_to_drain_what_was_never_started_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--folder", str(tmp_path), "--drain"]) == 3
+    assert "no service has been started in" in capsys.readouterr().err
+    assert main(["serve", "--folder", str(tmp_path), "--keep-bytes", "lots"]) == 3
+    assert "--keep-bytes: " in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.cli.main import main
 from memfit.errors import InputError
 from memfit.runner import RunRequest
 from memfit.service import launching
@@ -61,7 +62,7 @@ def test_a_folder_that_is_new_gets_the_copy(tmp_path: Path, serve: Callable[...,
     serving = serve()
     serving.submit()
     serving.service.store.backup(tmp_path / "copy")
-    assert restore(tmp_path / "new", tmp_path / "copy") is None
+    assert main(["serve", "--folder", str(tmp_path / "new"), "--restore", str(tmp_path / "copy")]) == 0
     store = ServiceStore(tmp_path / "new")
     assert len(store.listed(owner=None)) == 1
     store.close()

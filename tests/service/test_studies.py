@@ -78,7 +78,7 @@ def test_trials_are_runs_and_the_best_is_told(serve: Callable[..., Serving]) -> 
         serving.studies.look()
         serving.studies.look()
     study = serving.studies.store.study(study.number)
-    assert (study.state, study.reason) == ("done", "done: 3 done")
+    assert (study.state, study.reason) == ("done", "3 done")
     told = serving.studies.described(study)
     assert [each["values"] for each in told["best"]] == [[0.2]]
     trials = serving.studies.trials(ANNA, study.number)

@@ -73,6 +73,9 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--take-back", metavar="NAME", help="take back the tokens of somebody, and end")
     parser.add_argument("--backup", metavar="FILE", type=Path, help="write a copy of the store, and end")
     parser.add_argument(
+        "--restore", metavar="FILE", type=Path, help="put a copy of the store back, while no service of the folder runs"
+    )
+    parser.add_argument(
         "--drain", action="store_true", help="have the service that runs take and start nothing new, and end"
     )
     parser.add_argument("--undrain", action="store_true", help="have it take and start runs again, and end")

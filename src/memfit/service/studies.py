@@ -221,7 +221,7 @@ class Studies:
         if not more:
             states = (self.store.study(study.number).summary or {}).get("states", {})
             told = ", ".join(f"{number} {state}" for state, number in states.items())
-            self._over(study, "done", f"done: {told}")
+            self._over(study, "done", told)
 
     def _opened(self, study: StoredStudy) -> ServiceTuning:
         folder = self.folder(study)

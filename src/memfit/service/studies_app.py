@@ -9,6 +9,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, chunks
 from memfit.service.service import Submission
+from memfit.service.stored_studies import StudyState
 from memfit.service.studies import Studies
 
 
@@ -32,7 +33,7 @@ def searched(app: FastAPI, studies: Studies) -> None:
     @app.get("/v1/studies", tags=["studies"])
     def all_studies(
         caller: Known,
-        state: Annotated[list[str] | None, Query()] = None,
+        state: Annotated[list[StudyState] | None, Query()] = None,
         before: Annotated[int | None, Query(ge=1, le=LARGEST)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:

@@ -107,6 +107,7 @@ def test_a_configuration_with_adapters_is_read_as_it_was_written(folder: Path) -
         ({"weights": "8bit"}, {"lora": {}}, "model.weights: expected one of fp32, bf16, 4bit, found '8bit'"),
         ({}, {"lora": {"rank": 0}}, "lora.rank: 0 is less than 1"),
         ({}, {"lora": {"r": 8}}, "lora.r: no such key; did you mean lora.rank"),
+        ({}, {"lora": {"merge": True}, "fit": {"devices": 2}}, "lora.merge goes with model.hf and one device"),
         ({}, {"lora": {"dropout": 1.0}}, "lora.dropout: 1.0 is no share"),
         (
             {"weights": "4bit"},

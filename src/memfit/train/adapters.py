@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -44,17 +43,17 @@ def with_adapters(model: nn.Module, lora: LoraConfig, task: Task | None) -> nn.M
         target_modules=targets,
         task_type=_TASKS.get(task or ""),
     )
-    absent = any(parameter.is_meta for parameter in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models that PEFT knows less well
         try:
-            with torch.device("meta") if absent else nullcontext():
-                adapted: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+            if any(parameter.is_meta for parameter in model.parameters()):
+                with torch.device("meta"):
+                    return peft.get_peft_model(model, settings).train()
+            return peft.get_peft_model(model, settings).train()
         except ValueError as error:
             raise ConfigError(
                 f"lora.targets: PEFT finds no layers for adapters: {str(error).splitlines()[0]}"
             ) from error
-    return adapted.train()
 
 
 def merged(adapted: nn.Module) -> nn.Module:
@@ -77,5 +76,5 @@ def merged(adapted: nn.Module) -> nn.Module:
 def _unpacked(packed: FourBitLinear) -> nn.Linear:
     linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
     linear.weight = nn.Parameter(packed.full_weight(), requires_grad=False)
-    linear.bias = packed.bias  # type: ignore[assignment] # None where there is none
+    linear.register_parameter("bias", packed.bias)
     return linear

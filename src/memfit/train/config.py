@@ -328,6 +328,10 @@ class Config:
             raise ConfigError(
                 "model.weights: weights in 4 bits cannot be trained: add lora: {rank: 16} for adapters beside them, or freeze layers (fit.freeze)"
             )
+        if self.lora is not None and self.lora.merge and (self.model.hf is None or self.fit.devices is not None):
+            raise ConfigError(
+                "lora.merge goes with model.hf and one device: leave it out, and merge the adapters that are written with PEFT's merge_and_unload"
+            )
         for name, value in self.kept_as.items():
             if self.fit.fixed.get(name, value) != value:
                 raise ConfigError(

@@ -40,14 +40,20 @@ def page() -> str:
     kinds = typing.get_type_hints(Config)
     alone: list[dataclasses.Field[Any]] = []
     for field in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(kinds[field.name]):
-            parts.append(_section(field.name, kinds[field.name]))
+        section = _of_section(kinds[field.name])
+        if section is not None:
+            parts.append(_section(field.name, section))
         else:
             alone.append(field)
     said = attributes(Config)
     rows = [(field.name, kinds[field.name], _default(field), said.get(field.name, "")) for field in alone]
     parts += [f"## Beside the sections\n\n{_table(rows)}", _section("search", SearchConfig, _SEARCH)]
     return "\n".join(parts)
+
+
+def _of_section(kind: Any) -> Any:
+    """The class of a section, which may be left out as a whole (`lora`); None for a single key."""
+    return next((each for each in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(each)), None)
 
 
 def _section(name: str, kind: Any, more: str = "") -> str:

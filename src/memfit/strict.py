@@ -32,6 +32,14 @@ _ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("budget", "memory", "fit.memory", "fit.bytes", "train.budget", "model.budget"), "fit.budget"),
     **dict.fromkeys(("fit.precision", "train.precision", "train.bf16", "fit.bf16", "train.fp16"), "fit.allow: [bf16]"),
     **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+    **dict.fromkeys(("data.conversations", "data.chat", "data.chat_template", "data.conversation"), "data.messages"),
+    **dict.fromkeys(("peft", "adapter", "adapters", "qlora", "model.lora", "fit.lora"), "lora"),
+    **dict.fromkeys(("lora.r", "lora.lora_r"), "lora.rank"),
+    **dict.fromkeys(("lora.lora_alpha",), "lora.alpha"),
+    **dict.fromkeys(("lora.lora_dropout",), "lora.dropout"),
+    **dict.fromkeys(("lora.target_modules", "lora.lora_target_modules", "lora.modules"), "lora.targets"),
+    **dict.fromkeys(("model.load_in_4bit", "model.quantization", "load_in_4bit"), "model.weights: 4bit"),
+    **dict.fromkeys(("model.dtype", "model.torch_dtype"), "model.weights"),
     **dict.fromkeys(("data.val", "data.valid", "data.eval", "data.test"), "data.validation"),
 }  # fmt: skip
 _WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

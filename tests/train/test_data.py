@@ -312,3 +312,84 @@ def test_every_rank_needs_a_sample_of_every_batch() -> None:
         Batches(samples, 5).of_rank(0, 2)
     with pytest.raises(InputError, match="a batch has 2 samples for 3 ranks"):
         Batches(samples, 2).of_rank(0, 3)
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------------
+
+UNKNOWN, PADDING = {"unk_token": "[UNK]"}, {"pad_token": "[PAD]"}
+WORDS = ["[PAD]", "[UNK]", "<user>", "<assistant>", "<system>", "<end>", "how", "are", "you", "fine", "and", "well"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+TALK = [
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "fine"},
+    {"role": "user", "content": "and you"},
+    {"role": "assistant", "content": "well"},
+]
+
+
+def talker(folder: Path, template: str | None = TEMPLATE) -> text.FolderEncoder:
+    """A tokenizer of a few whole words, with a chat template."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, **UNKNOWN)
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **PADDING, **UNKNOWN)
+    made.chat_template = template
+    made.save_pretrained(str(folder / "words"))
+    return text.FolderEncoder(folder / "words")
+
+
+def talks(folder: Path, *rows: Any, max_length: int = 16, template: str | None = TEMPLATE) -> text.TokenSamples:
+    form = Format(talker(folder, template), max_length, "causal-lm")
+    return text.samples_of_conversations(readers.json_lines([jsonl(folder, *rows)]), "messages", form)
+
+
+def told(batch: dict[str, torch.Tensor], row: int = 0) -> tuple[str, str]:
+    """What is read, and what of it is learnt."""
+    ids, labels = batch["input_ids"][row].tolist(), batch["labels"][row].tolist()
+    assert all(label in (token, IGNORED_LABEL) for token, label in zip(ids, labels, strict=True))
+    read = [WORDS[token] for token, there in zip(ids, batch["attention_mask"][row].tolist(), strict=True) if there]
+    return " ".join(read), " ".join(WORDS[label] for label in labels if label != IGNORED_LABEL)
+
+
+def test_of_a_conversation_what_the_assistant_says_is_learnt_and_nothing_else(tmp_path: Path) -> None:
+    samples = talks(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
+
+    assert told(samples.batch([0], 0)) == (
+        "<user> how are you <end> <assistant> fine <end> <user> and you <end> <assistant> well <end>",
+        "fine <end> well <end>",
+    )
+    assert told(samples.batch([1], 0))[1] == "fine <end>"
+
+
+def test_a_conversation_that_is_cut_keeps_what_is_learnt_before_the_cut(tmp_path: Path) -> None:
+    samples = talks(tmp_path, {"messages": TALK}, {"messages": TALK[:1]}, max_length=7)
+
+    assert (len(samples), samples.truncated, samples.left_out) == (1, 1, 1)
+    assert told(samples.batch([0], 0)) == ("<user> how are you <end> <assistant> fine", "fine")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": "hello"}, TEMPLATE, r"data.jsonl.*1.*field 'messages' is no list of messages"),
+        ({"messages": TALK}, None, "this tokenizer has no chat template"),
+        ({"messages": TALK}, "{{ raise_exception('no system role') }}", r"data.jsonl.*refuses this conversation: no system role"),
+        (
+            {"messages": TALK},
+            "{% for m in messages %}{% if not loop.last or m.role == 'user' %}<{{ m.role }}> {% endif %}{{ m.content }} <end> {% endfor %}",
+            "writes earlier messages in another way",
+        ),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_cannot_be_learnt_from_is_named(
+    tmp_path: Path, row: dict[str, Any], template: str | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        talks(tmp_path, row, template=template)
+
+
+def test_bytes_have_no_chat_template() -> None:
+    with pytest.raises(ConfigError, match="bytes have none"):
+        ByteEncoder().conversation(TALK)

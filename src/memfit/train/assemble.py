@@ -23,6 +23,7 @@ from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.step.program import OptimizerFactory
 from memfit.train import deepspeed_merge, readers, text
+from memfit.train.adapters import with_adapters
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
 from memfit.train.deepspeed_merge import TOTAL
@@ -33,6 +34,7 @@ _AUTO: Final = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
 }
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "4bit": torch.bfloat16}  # as they are read
 _OPTIMIZERS: Final[dict[str, type[torch.optim.Optimizer]]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -82,6 +84,8 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     say("reading the model", 0.0)
     seed_all(config.train.seed)
     model, loss_fn = build_model(config, weights=weights)
+    if config.lora is not None:
+        model = with_adapters(model, config.lora, config.model.task)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(device)
     model.train()
@@ -204,21 +208,25 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         )
     given = {} if config.model.num_labels is None else {"num_labels": config.model.num_labels}
     assert config.model.task is not None
+    dtype = _DTYPES.get(config.model.weights or "")
+    if config.model.weights == "bf16" and config.lora is None:
+        dtype = torch.float32  # memfit writes them in bf16 itself, beside an optimizer that rounds stochastically
+    of_dtype = {} if dtype is None else {"dtype": dtype}
     auto = getattr(transformers, _AUTO[config.model.task])
     try:
         settings = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
         if not weights:
             with torch.device("meta"):
-                model = auto.from_config(settings)
+                model = auto.from_config(settings, **of_dtype)
         elif config.model.init == "random":
-            model = auto.from_config(settings)
+            model = auto.from_config(settings, **of_dtype)
         else:
             if not [f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin")]:
                 raise ConfigError(
                     f"model.hf: {folder} holds no weights; to start from fresh ones, set model.init: random"
                 )
             with without_bars():
-                model = auto.from_pretrained(str(folder), config=settings, local_files_only=True)
+                model = auto.from_pretrained(str(folder), config=settings, local_files_only=True, **of_dtype)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -317,7 +325,13 @@ class _Reader:
         kind = readers.KINDS[files[0].suffix]
         if kind == ".npz":
             return ArraySamples(readers.arrays(files))
-        if kind == ".jsonl" and data.text is None:
+        if data.messages is not None and kind != ".jsonl":
+            raise ConfigError(f"data.messages names a field of .jsonl lines, and {files[0]} is none")
+        if data.messages is not None and task != "causal-lm":
+            raise ConfigError(
+                "data.messages needs model.task: causal-lm: what the assistant says is learnt token by token"
+            )
+        if kind == ".jsonl" and data.text is None and data.messages is None:
             if task is not None:
                 raise ConfigError(f"data.text is missing: the field of {files[0]} that holds the text for {task}")
             return ArraySamples(readers.numbers(readers.json_lines(files)))
@@ -331,6 +345,17 @@ class _Reader:
         form = text.Format(encoder, data.max_length, task, self.config.train.seed)
         if kind == ".txt":
             return text.samples_of_stream(readers.text_lines(files), form)
+        if data.messages is not None:
+            talks = text.samples_of_conversations(readers.json_lines(files), data.messages, form)
+            if talks.truncated:
+                self.notes.append(
+                    f"{path}: {talks.truncated} conversations are longer than {data.max_length} tokens and were cut"
+                )
+            if talks.left_out:
+                self.notes.append(
+                    f"{path}: {talks.left_out} conversations have no answer of the assistant within {data.max_length} tokens and were left out"
+                )
+            return talks
         assert data.text is not None
         if task == "sequence-classification" and data.label is None:
             raise ConfigError(f"data.label is missing: the field of {files[0]} that holds the class")

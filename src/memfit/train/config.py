@@ -38,6 +38,8 @@ class ModelConfig:
         args: keyword arguments for that function.
         task: what the model learns from the data; needed with `hf`, and for text data.
         num_labels: classes of a sequence classifier; what the folder says when left out.
+        weights: how the folder's weights are kept. "fp32" and "bf16" as numbers of 4 and 2 bytes (those that are trained in bf16 are written with stochastic
+            rounding); "4bit": those of linear layers that are not trained in 4 bits, all others in bf16 (QLoRA, with `lora`). Left out: as the folder has them.
     """
 
     hf: str | None = None
@@ -46,6 +48,7 @@ class ModelConfig:
     args: Mapping[str, Any] = field(default_factory=dict)
     task: Task | None = None
     num_labels: int | None = None
+    weights: Literal["fp32", "bf16", "4bit"] | None = None
 
     def __post_init__(self) -> None:
         if (self.hf is None) == (self.python is None):
@@ -58,11 +61,41 @@ class ModelConfig:
             raise ConfigError("model.args goes with model.python; a Hugging Face model is described by its folder")
         if self.num_labels is not None and self.task != "sequence-classification":
             raise ConfigError("model.num_labels goes with model.task: sequence-classification")
+        if self.python is not None and self.weights is not None:
+            raise ConfigError("model.weights goes with model.hf; what model.python builds is up to its function")
         if self.python is not None and self.init == "random":
             raise ConfigError("model.init goes with model.hf; what model.python builds is up to its function")
         if self.num_labels is not None and self.num_labels < 1:
             raise ConfigError(f"model.num_labels: {self.num_labels} is less than 1")
         _check_target("model.python", self.python)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters of PEFT are trained, and the model's own weights are not.
+
+    Attributes:
+        rank: of the adapters.
+        alpha: what they are scaled by, over the rank; twice the rank when left out.
+        dropout: of what goes into them.
+        targets: names of the layers that get one; "all-linear" for all linear ones but the head.
+        merge: write the model with its adapters added to its weights, too (`out/merged`).
+    """
+
+    rank: int = 16
+    alpha: int | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)
+    merge: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("lora.rank", self.rank, 1)
+        if self.alpha is not None:
+            _at_least("lora.alpha", self.alpha, 1)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout: {self.dropout} is no share from 0 to below 1")
+        if not self.targets:
+            raise ConfigError("lora.targets: names no layer; leave it out for all linear ones")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +109,8 @@ class DataConfig:
         args: keyword arguments for that function.
         text: field of a .jsonl line that holds the text; without it the fields are numbers and become tensors as they
             are.
+        messages: field of a .jsonl line that holds a conversation, a list of {role, content}: it is written out by the tokenizer's own chat template, and what
+            the assistant says is learnt, nothing else. For causal-lm.
         label: field that holds the class.
         max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.
         tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
@@ -87,6 +122,7 @@ class DataConfig:
     python: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
+    messages: str | None = None
     label: str | None = None
     max_length: int | None = None
     tokenizer: str | None = None
@@ -100,6 +136,8 @@ class DataConfig:
             )
         if self.args and self.python is None:
             raise ConfigError("data.args goes with data.python")
+        if self.messages is not None and (self.text is not None or self.label is not None):
+            raise ConfigError("data.messages goes alone: conversations have no data.text and no data.label")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"data.max_length: {self.max_length} is less than 2 tokens")
         _check_target("data.python", self.python)
@@ -265,6 +303,7 @@ class Config:
 
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
+        lora: adapters to train in place of the model's weights; None for none.
         deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
             it says, and keys of ours that say otherwise an error (`memfit.train.deepspeed_merge`).
         deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
@@ -282,6 +321,29 @@ class Config:
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     deepspeed_strict: bool = True
     folder: str = ""
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.model.weights == "4bit" and self.lora is None and not self.fit.freeze:
+            raise ConfigError(
+                "model.weights: weights in 4 bits cannot be trained: add lora: {rank: 16} for adapters beside them, or freeze layers (fit.freeze)"
+            )
+        if self.lora is not None and self.lora.merge and (self.model.hf is None or self.fit.devices is not None):
+            raise ConfigError(
+                "lora.merge goes with model.hf and one device: leave it out, and merge the adapters that are written with PEFT's merge_and_unload"
+            )
+        for name, value in self.kept_as.items():
+            if self.fit.fixed.get(name, value) != value:
+                raise ConfigError(
+                    f"model.weights: {self.model.weights} says otherwise than fit.fixed.{name}: {self.fit.fixed[name]}"
+                )
+
+    @property
+    def kept_as(self) -> dict[str, str]:
+        """Choices of the planner that `model.weights` asks for, by name."""
+        if self.model.weights == "4bit":
+            return {"frozen_weights": "4bit"}
+        return {"parameters": "bf16"} if self.model.weights == "bf16" and self.lora is None else {}
 
     def path(self, name: str) -> Path:
         """A path of this configuration, from where one can open it."""
@@ -300,7 +362,7 @@ class Config:
             if isinstance(part, dict) and name != "deepspeed"
             else part
             for name, part in asdict(self).items()
-            if name not in said
+            if name not in said and part is not None
         }
 
 
@@ -372,6 +434,10 @@ def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
     data = {key: value for key, value in data.items() if key != "search"}  # `memfit tune` reads that part
+    if (
+        "lora" in data and data["lora"] is None
+    ):  # `lora:` with nothing below it asks for adapters as they are by default
+        data["lora"] = {}
     return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})
 
 

@@ -81,7 +81,7 @@ def plan_arguments(config: Config, assembly: Assembly, device: str | None = None
 
 def _fixed(config: Config, assembly: Assembly, device: str | None) -> dict[str, Any]:
     """The pinned choices. Where DeepSpeed's offloading goes depends on the device, and how a step is shared out on the ranks: known here and not earlier."""
-    fixed = dict(config.fit.fixed)
+    fixed = {**config.fit.fixed, **config.kept_as}
     if assembly.deepspeed is None:
         return fixed
     kind = assembly.batches.device.type if device is None else known_machine(device).kind

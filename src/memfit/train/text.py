@@ -27,6 +27,19 @@ _MASKED_SHARE: Final = 0.15
 _TOKENIZER_FILES: Final = re.compile(r"tokenizer|vocab|.*\.(model|spm|tiktoken)$")
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation in tokens.
+
+    Attributes:
+        tokens: all of it, as the template writes it out.
+        learnt: which of them the assistant says.
+    """
+
+    tokens: Sequence[int]
+    learnt: Sequence[bool]
+
+
 class Encoder(Protocol):
     """Text to numbers.
 
@@ -45,6 +58,14 @@ class Encoder(Protocol):
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
         """Tokens of each text and how many texts were cut; `max_length` None: all of it, nothing added at the ends."""
 
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        """A conversation written out by the tokenizer's chat template.
+
+        Raises:
+            ConfigError: it has none.
+            InputError: the template refuses these messages, or writes earlier ones in another way once more are there.
+        """
+
 
 class ByteEncoder:
     """A token is a byte of UTF-8 plus one; needs no file and no extra."""
@@ -60,6 +81,13 @@ class ByteEncoder:
         if max_length is None:
             return encoded, 0
         return [tokens[:max_length] for tokens in encoded], sum(len(tokens) > max_length for tokens in encoded)
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        """See `Encoder`."""
+        del messages
+        raise ConfigError(
+            "data.messages needs a tokenizer with a chat template, and bytes have none: name a folder in data.tokenizer"
+        )
 
 
 class FolderEncoder:
@@ -94,6 +122,38 @@ class FolderEncoder:
         encoded = self._tokenizer(list(texts), truncation=True, max_length=max_length)
         # Tokenizers in pure Python do not tell what they cut.
         return encoded["input_ids"], sum(bool(e.overflowing) for e in encoded.encodings or ())
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        """See `Encoder`.
+
+        What an answer adds to the conversation before it, with the template's opening of an answer, is what the assistant says: its end of turn included.
+        """
+        if not self._tokenizer.chat_template:
+            raise ConfigError("data.tokenizer: this tokenizer has no chat template, which data.messages needs")
+        whole = self._written(messages)
+        learnt = [False] * len(whole)
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before, after = self._written(messages[:number], opened=True), self._written(messages[: number + 1])
+            if whole[: len(after)] != after or after[: len(before)] != before:
+                raise InputError(
+                    "the chat template writes earlier messages in another way once an answer follows, so it cannot be told which tokens the assistant says"
+                )
+            learnt[len(before) : len(after)] = [True] * (len(after) - len(before))
+        return Conversation(whole, learnt)
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], *, opened: bool = False) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise InputError(f"the chat template refuses this conversation: {error}") from error
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)[
+            "input_ids"
+        ]  # the template writes them itself
+        return tokens
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer beside a model."""
@@ -171,20 +231,27 @@ class TokenSamples:
 
     Attributes:
         truncated: samples that were longer than `max_length` and were cut.
+        left_out: conversations in which nothing is learnt before the cut.
     """
 
-    def __init__(self, tokens: Iterable[tuple[Sequence[int], int | float | None]], form: Format) -> None:
+    def __init__(self, tokens: Iterable[tuple[Sequence[int] | Conversation, int | float | None]], form: Format) -> None:
         self._form = form
         self.truncated = 0
+        self.left_out = 0
+        learnt: list[NDArray[np.bool_]] = []
         flat: list[NDArray[np.int32]] = []
         labels: list[int | float] = []
         ends = [0]
         for sample, label in tokens:
+            if isinstance(sample, Conversation):
+                learnt.append(np.asarray(sample.learnt, dtype=np.bool_))
+                sample = sample.tokens  # noqa: PLW2901 - the rest is alike
             flat.append(np.asarray(sample, dtype=np.int32))
             ends.append(ends[-1] + len(sample))
             if label is not None:
                 labels.append(label)
         self._flat = np.concatenate(flat) if flat else np.empty(0, np.int32)
+        self._learnt = np.concatenate(learnt) if learnt else None
         self._ends = np.asarray(ends)
         whole = all(isinstance(label, int) for label in labels)
         self._labels = np.asarray(labels, dtype=np.int64 if whole else np.float32) if labels else None
@@ -205,6 +272,9 @@ class TokenSamples:
             attended[row, :length] = 1
             if self._form.task == "causal-lm":
                 labels[row, :length] = tokens
+                if self._learnt is not None:
+                    learnt = self._learnt[self._ends[index] : self._ends[index + 1]]
+                    labels[row, :length][~learnt] = IGNORED_LABEL
             elif self._form.task == "masked-lm":
                 self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, index))
         out = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(attended)}
@@ -253,6 +323,36 @@ def samples_of_lines(lines: Iterable[JsonLine], field: str, labels: Labels, form
 
     samples = TokenSamples(each(), form)
     samples.truncated = truncated
+    return samples
+
+
+def samples_of_conversations(lines: Iterable[JsonLine], field: str, form: Format) -> TokenSamples:
+    """One sample for each line of a .jsonl file that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
+    truncated = left_out = 0
+
+    def each() -> Iterator[tuple[Conversation, None]]:
+        nonlocal truncated, left_out
+        for line in lines:
+            messages = _field(line, field)
+            if not isinstance(messages, list) or not all(
+                isinstance(each, dict) and "role" in each for each in messages
+            ):
+                raise InputError(f"{line.where}: field {field!r} is no list of messages, each with a role and content")
+            try:
+                made = form.encoder.conversation(messages)
+            except InputError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise InputError(f"{line.where}: {error}") from error
+            truncated += len(made.tokens) > form.max_length
+            learnt = made.learnt[: form.max_length]
+            if not any(learnt[1:]):  # the first token is predicted from nothing
+                left_out += 1
+                continue
+            yield Conversation(made.tokens[: form.max_length], learnt), None
+
+    samples = TokenSamples(each(), form)
+    samples.truncated, samples.left_out = truncated, left_out
     return samples
 
 

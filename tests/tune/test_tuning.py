@@ -176,20 +176,17 @@ def test_out_of_memory_is_a_constraint_and_never_the_end(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_of_memfit_that_runs_out_of_memory_is_a_constraint(tmp_path: Path) -> None:
-    """Its model takes a gibibyte that no plan knows of, above the limit that the system keeps; and again when it is alone."""
+    """Its steps take two gibibytes that no plan knows of, above the limit that the system keeps; in 85 % of its bytes it has no plan, so once."""
     search = searches.toy(tmp_path, {"optim.lr": [0.01]}, trials=1)
     file = tmp_path / "toy.py"
-    grows = "if os.environ.get('MEMFIT_TRIAL'): self.kept = bytearray(1 << 30)"
-    text = file.read_text().replace("super().__init__()", f"super().__init__(); import os\n        {grows}")
+    grows = "import os; taken = bytearray((2 << 30) if os.environ.get('MEMFIT_TRIAL') else 1)"
+    text = file.read_text().replace("        return (self", f"        {grows}\n        return (self")
     file.write_text(text, encoding="utf-8")
     found = run(search)
     assert states(found) == ["out of memory"]
     (trial,) = optuna.load_study(study_name="search", storage=found.store).trials
     assert min(trial.constraints.values()) > 0
-    assert [each.name for each in sorted((search.out / "runner" / "runs").iterdir())] == [
-        "trial-00000",
-        "trial-00000-alone",
-    ]
+    assert [each.name for each in (search.out / "runner" / "runs").iterdir()] == ["trial-00000"]
 
 
 def test_snapshots_of_the_best_trial_alone_stay(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,24 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_bomb_is_told_by_its_limit(tmp_path: Path) -> None:
     with pytest.raises(TooLargeError, match="unpacks to more than 1.00 MiB"):
         unpack(archive(tmp_path, bomb), tmp_path / "code", LIMITS)
+
+
+def test_the_same_archive_is_taken_from_several_at_the_same_moment(tmp_path: Path) -> None:
+    source = small_runs.code(tmp_path / "source")
+    for number in range(100):
+        (source / f"file{number}").write_text(str(number))
+    with (tmp_path / "sent.zip").open("wb") as stream:
+        packed(source, stream)
+    (tmp_path / "code").mkdir()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(
+            threads.map(
+                lambda _: unpack(tmp_path / "sent.zip", tmp_path / "code" / "digest", UploadLimits()), range(16)
+            )
+        )
+    assert {each.files for each in found} == {102}
+    assert len(os.listdir(tmp_path / "code" / "digest")) == 102
+    assert os.listdir(tmp_path / "code") == ["digest"]
 
 
 def test_a_folder_arrives_as_it_was_and_without_what_is_hidden(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Seen:
         self.problems: list[str] = []
         self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.set_default_timeout(120_000)
+        self.page.set_default_timeout(600_000)
 
     def picture(self, name: str) -> None:
         if PICTURES is not None:
@@ -92,7 +92,7 @@ def test_a_newcomer_submits_the_example_and_sees_it_train_inside_its_budget(brow
     page.locator("#loss svg").wait_for()
     playwright.expect(page.locator("#devices .box.running")).to_have_count(1)
     seen.picture("running")
-    playwright.expect(page.locator("#run-state")).to_have_text(re.compile("^done"), timeout=120_000)
+    playwright.expect(page.locator("#run-state")).to_have_text(re.compile("^done"), timeout=600_000)
     page.locator("#files li").first.wait_for()
     seen.picture("done")
 

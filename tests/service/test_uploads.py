@@ -7,6 +7,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from memfit.service.own_folder import files_inside, open_inside
 from memfit.service.refusals import NotKnownError, Refusal, TooLargeError
 from memfit.service.uploads import UploadLimits, packed, unpack
 from service import small_runs
+from service.conftest import ANNA, Serving
 
 LIMITS = UploadLimits(unpacked_bytes=1 << 20, files=10)
 
@@ -103,6 +105,24 @@ def test_a_bomb_is_told_by_its_limit(tmp_path: Path) -> None:
         unpack(archive(tmp_path, bomb), tmp_path / "code", LIMITS)
 
 
+def test_the_same_archive_is_taken_from_several_at_the_same_moment(tmp_path: Path) -> None:
+    source = small_runs.code(tmp_path / "source")
+    for number in range(100):
+        (source / f"file{number}").write_text(str(number))
+    with (tmp_path / "sent.zip").open("wb") as stream:
+        packed(source, stream)
+    (tmp_path / "code").mkdir()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(
+            threads.map(
+                lambda _: unpack(tmp_path / "sent.zip", tmp_path / "code" / "digest", UploadLimits()), range(16)
+            )
+        )
+    assert {each.files for each in found} == {102}
+    assert len(os.listdir(tmp_path / "code" / "digest")) == 102
+    assert os.listdir(tmp_path / "code") == ["digest"]
+
+
 def test_a_folder_arrives_as_it_was_and_without_what_is_hidden(tmp_path: Path) -> None:
     source = small_runs.code(tmp_path / "source")
     (source / ".git").mkdir()
@@ -143,4 +163,38 @@ def test_a_run_that_writes_links_and_pipes_leads_nobody_out_of_its_folder(tmp_pa
     ):
         with pytest.raises(NotKnownError):
             open_inside(folder, name)
-    assert list(files_inside(folder)) == [("inside/file", 3)]
+    assert list(files_inside(tmp_path, "run")) == [("inside/file", 3)]
+    for name in ("link", "up", "pipe", "nothing"):
+        assert list(files_inside(folder, name)) == []
+    assert list(files_inside(tmp_path / "nowhere", "out")) == []
+
+
+def test_a_run_whose_folder_of_results_is_a_link_shows_nobody_elses(
+    serve: Callable[..., Serving], tmp_path: Path
+) -> None:
+    serving = serve()
+    run = serving.submit()
+    folder = serving.service.folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("secret")
+    (folder / "out").symlink_to(tmp_path / "elsewhere")
+    assert list(serving.service.artifacts(ANNA, run.number)) == []
+    with pytest.raises(NotKnownError):
+        serving.service.artifact(ANNA, run.number, "secret")
+
+
+def test_a_plan_that_a_run_has_written_anew_is_read_up_to_a_limit(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+    run = serving.submit()
+    serving.service.store.change(run.number, "waiting", "fits", state="waiting", reason="fits", plan={})
+    folder = serving.service.folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "plan.json").open("wb") as plan:
+        plan.truncate(1 << 40)
+    monkeypatch.setattr("memfit.service.service.MOST_PLAN_BYTES", 1 << 20)
+    assert serving.service.words(ANNA, run.number) == "fits"
+    (folder / "plan.json").write_text("[" * 100_000)
+    assert serving.service.words(ANNA, run.number) == "fits"

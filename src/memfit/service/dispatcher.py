@@ -36,7 +36,7 @@ _OVERLAP_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.5  # between looks at logs
 _OVERDUE_SECONDS: Final = 5.0  # that a run which has taken longer than predicted is thought to take still
 _MOST_ANSWER: Final = 4 << 20  # bytes of `memfit plan --json`
-_MOST_PLAN: Final = 256 << 20
+MOST_PLAN_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ class Dispatcher:
 
     def _read_plan(self, run: StoredRun) -> Plan:
         with open_inside(launching.folder_of(self.settings, run.number), "plan.json") as stream:
-            content = stream.read(_MOST_PLAN + 1)
-        if len(content) > _MOST_PLAN:
-            raise PlanFileError(f"the plan of run {run.number} is larger than {format_bytes(_MOST_PLAN)}")
+            content = stream.read(MOST_PLAN_BYTES + 1)
+        if len(content) > MOST_PLAN_BYTES:
+            raise PlanFileError(f"the plan of run {run.number} is larger than {format_bytes(MOST_PLAN_BYTES)}")
         try:
             return Plan.from_json(json.loads(content))
         except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
@@ -12,6 +13,7 @@ from memfit.service.refusals import NotKnownError
 
 _MOST_FILES: Final = 10_000
 _DEEPEST: Final = 12
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_inside(folder: Path, name: str) -> IO[bytes]:
@@ -45,19 +47,39 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
     return os.fdopen(file, "rb")
 
 
-def files_inside(folder: Path) -> Iterator[tuple[str, int]]:
-    """Regular files below a folder with their bytes, by name; links are neither told nor followed."""
-    found = 0
-    for place, folders, names in os.walk(folder, followlinks=False):
-        inside = Path(place).relative_to(folder)
-        folders[:] = sorted(each for each in folders if not each.startswith(".") and len(inside.parts) < _DEEPEST)
-        for name in sorted(names):
+def files_inside(folder: Path, name: str) -> Iterator[tuple[str, int]]:
+    """Regular files below a folder in ours, with their bytes, by name; links are neither told nor followed, the folder itself included.
+
+    Args:
+        folder: of ours.
+        name: of the folder in it, which a run may have put a link in place of.
+    """
+    # By file descriptors: what is looked at is what was opened, whatever a run puts there meanwhile.
+    ours = os.open(folder, _FOLDER) if folder.is_dir() else None
+    if ours is not None:
+        try:
+            yield from islice(_below(ours, name, ""), _MOST_FILES)
+        finally:
+            os.close(ours)
+
+
+def _below(above: int, name: str, inside: str) -> Iterator[tuple[str, int]]:
+    """Files of the folder `name` in an open one, and of those below it, with `inside` in front of their names."""
+    try:
+        here = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+    except OSError:
+        return
+    try:
+        for each in sorted(os.listdir(here)):  # noqa: PTH208 - by its descriptor
             try:
-                about = (Path(place) / name).lstat()
+                about = os.stat(each, dir_fd=here, follow_symlinks=False)
             except OSError:
                 continue
-            if stat.S_ISREG(about.st_mode) and not name.startswith("."):
-                yield (inside / name).as_posix(), about.st_size
-                found += 1
-                if found >= _MOST_FILES:
-                    return
+            if each.startswith("."):
+                continue
+            if stat.S_ISREG(about.st_mode):
+                yield inside + each, about.st_size
+            elif stat.S_ISDIR(about.st_mode) and inside.count("/") < _DEEPEST:
+                yield from _below(here, each, f"{inside}{each}/")
+    finally:
+        os.close(here)

@@ -15,7 +15,7 @@ import yaml
 
 from memfit.errors import InputError
 from memfit.service import exports, launching
-from memfit.service.dispatcher import Dispatcher
+from memfit.service.dispatcher import MOST_PLAN_BYTES, Dispatcher
 from memfit.service.own_folder import files_inside, open_inside
 from memfit.service.refusals import DrainingError, NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
 from memfit.service.settings import ServiceSettings
@@ -245,8 +245,9 @@ class Service:
             return run.reason if run.state != PLANNING else "It is being planned."
         try:
             with open_inside(self.folder(run), "plan.json") as stream:
-                return Plan.from_json(json.loads(stream.read())).explain()
-        except (InputError, ValueError, OSError):
+                content = stream.read(MOST_PLAN_BYTES + 1)  # the run may have written it anew
+            return Plan.from_json(json.loads(content)).explain() if len(content) <= MOST_PLAN_BYTES else run.reason
+        except (InputError, ValueError, OSError, RecursionError):
             return run.reason
 
     def exported(self, caller: Caller, number: int, kind: str, image: str = "") -> str:
@@ -285,7 +286,7 @@ class Service:
         Raises:
             NotKnownError: as for `run`.
         """
-        return files_inside(self.folder(self.run(caller, number)) / "out")
+        return files_inside(self.folder(self.run(caller, number)), "out")
 
     def artifact(self, caller: Caller, number: int, name: str) -> IO[bytes]:
         """One of them, open.
@@ -293,10 +294,10 @@ class Service:
         Raises:
             NotKnownError: as for `run`; or there is no such file.
         """
-        out = self.folder(self.run(caller, number)) / "out"
-        if not out.is_dir() or out.is_symlink():
+        folder = self.folder(self.run(caller, number))
+        if not folder.is_dir() or name.startswith("/"):
             raise NotKnownError(f"there is no file {name!r}")
-        return open_inside(out, name)
+        return open_inside(folder, f"out/{name}")
 
     def folder(self, run: StoredRun) -> Path:
         """Where all of a run is."""

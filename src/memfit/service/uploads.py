@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -60,17 +61,18 @@ def unpack(archive: Path, folder: Path, limits: UploadLimits) -> Upload:
         Refusal: it is no archive, or holds what is not taken: a link, a path out of the folder, a name twice, an encrypted file.
         TooLargeError: too many files or bytes.
     """
-    waiting = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(waiting, ignore_errors=True)
-    waiting.mkdir(mode=0o700)
+    # One of its own for each upload: the same archive may be sent twice at the same moment.
+    waiting = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         files, size = _unpacked(archive, waiting, limits)
-        if folder.exists():
-            shutil.rmtree(waiting)
-        else:
+        try:
             waiting.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # It is there already, with the same files.
     except (zipfile.BadZipFile, NotImplementedError, EOFError, UnicodeError, RuntimeError) as error:
         raise Refusal(f"the upload is no zip archive that can be read: {error}") from error
     except OSError as error:

@@ -128,6 +128,20 @@ def keep(question: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, An
     return path
 
 
+def keep_part(
+    question: str,
+    part: str,
+    about: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    replaced: Callable[[Mapping[str, Any]], bool],
+) -> None:
+    """Put rows of one part of a question in the place of those that were asked again."""
+    before = [row for row in kept(question) if row.get("part") != part or not replaced(row)]
+    new = [{"bench": question, "machine": about, **row, "part": part} for row in rows]
+    both = sorted([*before, *new], key=lambda row: str(row["part"]), reverse=True)
+    (FOLDER / question / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+
+
 def kept(question: str) -> list[dict[str, Any]]:
     """What was written; empty where the question was not asked yet."""
     path = FOLDER / question / "results.jsonl"

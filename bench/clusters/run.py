@@ -131,11 +131,11 @@ def of_steps(sources: Sequence[str] = ()) -> list[Row]:
         told = {"way": "zero3", "speed": tokens_a_second(row), **row}
         alike = (told["source"], told["model"], told["batch"], told["tokens"], told["gpus"], told["way"])
         asked_for.setdefault(alike, []).append(told)
-    for (_, model, batch, tokens, gpus, way), alike in asked_for.items():
-        about = alike[0]["of"]
-        ways = tuple(dict.fromkeys(row["kept"] for row in alike))
+    for (_, model, batch, tokens, gpus, way), same in asked_for.items():
+        about = same[0]["of"]
+        ways = tuple(dict.fromkeys(row["kept"] for row in same))
         found = predictions(model, batch, tokens, cluster(gpus, about), about["gpu"], ways, way)
-        rows += [{**row, "kind": "step", "predicted": found[ways.index(row["kept"])]} for row in alike]
+        rows += [{**row, "kind": "step", "predicted": found[ways.index(row["kept"])]} for row in same]
         print(model, gpus, found, file=sys.stderr, flush=True)
     return rows
 

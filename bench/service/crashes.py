@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import measuring
-from run import keep
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 
@@ -54,7 +53,9 @@ def main() -> None:
         else killed(arguments.runs, arguments.seed, arguments.pause)
     )
     print({name: found[name] for name in ("kills", "states", "lost", "twice", "together", "unexplained")})
-    keep("kills", measuring.machine(), [row(found, arguments.seed, arguments.pause)], lambda _: True)
+    measuring.keep_part(
+        "service", "kills", measuring.machine(), [row(found, arguments.seed, arguments.pause)], lambda _: True
+    )
 
 
 if __name__ == "__main__":

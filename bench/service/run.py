@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import random
 import sys
@@ -241,18 +240,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def keep(
-    part: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], replaced: Callable[[dict[str, Any]], bool]
-) -> None:
-    """Put rows in the place of those that were asked again."""
-    before = [row for row in measuring.kept("service") if row.get("part") != part or not replaced(row)]
-    both = sorted(
-        [*before, *({"machine": about, **row, "part": part} for row in rows)], key=lambda row: row["part"], reverse=True
-    )
-    path = measuring.keep("service", {}, ())
-    path.write_text("".join(json.dumps({"bench": "service", **row}) + "\n" for row in both))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -283,7 +270,9 @@ def main() -> None:
                 }
                 print(row, flush=True)
                 rows.append(row)
-    keep("schedules", measuring.machine(), rows, lambda row: row.get("runs", "drawn") in workloads)
+    measuring.keep_part(
+        "service", "schedules", measuring.machine(), rows, lambda row: row.get("runs", "drawn") in workloads
+    )
 
 
 if __name__ == "__main__":

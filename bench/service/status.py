@@ -89,7 +89,11 @@ def asked(port: int, token: str, path: str, seconds: float, rate: float) -> list
 def rates(steps: Sequence[Any], seconds: float, during: Any) -> tuple[float, Any]:
     """Steps a second of all training processes while something happens."""
     before, begun = sum(each.value for each in steps), time.perf_counter()
-    found = during() if during else time.sleep(seconds)
+    found = None
+    if during:
+        found = during()
+    else:
+        time.sleep(seconds)
     return (sum(each.value for each in steps) - before) / (time.perf_counter() - begun), found
 
 
@@ -157,9 +161,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = measured(arguments.training, arguments.seconds, arguments.windows, arguments.rate)
     if arguments.keep:
-        from run import keep
-
-        keep("status", measuring.machine(), rows, lambda row: row["training"] == arguments.training)
+        measuring.keep_part(
+            "service", "status", measuring.machine(), rows, lambda row: row["training"] == arguments.training
+        )
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ class EqualParameters(_Other):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         ranks, self._rank = dist.get_world_size(), dist.get_rank()
-        model, sample, _ = gpt()
+        built: tuple[Any, Any, Any] = gpt()
+        model, sample, _ = built
         begin, end = equal_parameters(model, ranks)[self._rank]
         module = _Stage(model, begin, end)
         if rebuilds:

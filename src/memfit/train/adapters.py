@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -46,14 +47,14 @@ def with_adapters(model: nn.Module, lora: LoraConfig, task: Task | None) -> nn.M
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models that PEFT knows less well
         try:
-            if any(parameter.is_meta for parameter in model.parameters()):
-                with torch.device("meta"):
-                    return peft.get_peft_model(model, settings).train()
-            return peft.get_peft_model(model, settings).train()
+            on_meta = any(parameter.is_meta for parameter in model.parameters())
+            with torch.device("meta") if on_meta else nullcontext():
+                adapted: nn.Module = peft.get_peft_model(model, settings)
         except ValueError as error:
             raise ConfigError(
                 f"lora.targets: PEFT finds no layers for adapters: {str(error).splitlines()[0]}"
             ) from error
+    return adapted.train()
 
 
 def merged(adapted: nn.Module) -> nn.Module:

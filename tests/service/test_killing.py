@@ -17,6 +17,8 @@ import pytest
 import memfit
 from memfit.service.client import Client
 from memfit.service.serving import local_address
+from memfit.service.store import ServiceStore
+from memfit.service.tokens import Tokens
 from service import killing
 
 
@@ -77,10 +79,9 @@ def test_twenty_runs_do_not_notice_an_upgrade_in_their_middle(tmp_path: Path) ->
 
     with Client(here["url"], here["token"]) as client:
         # The service gives its local clients a new token with each start.
-        own = subprocess.run(
-            [sys.executable, "-m", "memfit", "serve", "--folder", tmp_path / "service", "--make-token", "ben=admin"],
-            capture_output=True, text=True, check=True, env=environment(),
-        ).stdout.strip()  # fmt: skip
+        store = ServiceStore(tmp_path / "service")
+        own = Tokens(store).make("ben", "admin")
+        store.close()
         config = killing.run_file(1)
         config["model"]["args"]["gate"] = str(gate)
         config["fit"]["budget"] = killing.CAPACITY // 20

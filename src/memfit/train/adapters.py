@@ -48,12 +48,14 @@ def with_adapters(model: nn.Module, lora: LoraConfig, task: Task | None) -> nn.M
         try:
             if any(parameter.is_meta for parameter in model.parameters()):
                 with torch.device("meta"):
-                    return peft.get_peft_model(model, settings).train()
-            return peft.get_peft_model(model, settings).train()
+                    adapted: nn.Module = peft.get_peft_model(model, settings)
+            else:
+                adapted = peft.get_peft_model(model, settings)
         except ValueError as error:
             raise ConfigError(
                 f"lora.targets: PEFT finds no layers for adapters: {str(error).splitlines()[0]}"
             ) from error
+    return adapted.train()
 
 
 def merged(adapted: nn.Module) -> nn.Module:

@@ -73,7 +73,7 @@ def test_no_technique_does_better_than_its_bound(device: dict[str, Any]) -> None
 
 def test_the_smallest_budget_has_a_plan_where_an_update_makes_more_than_its_state() -> None:
     """On a GPU AdamW takes the square roots of all second moments at once; in chunks, as where state is on the host, it does not."""
-    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))  # several chunks
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))  # each a chunk of a GPU, so that one is few
     sample = torch.randn(2, 2048), torch.randn(2, 2048)
     named: Any = {"host_budget": "1GiB", "fixed": {"micro_batches": 1, "streamed": ""}, **GPU}
     roomy = memfit.plan(model, sample, small.squared_error, 1 << 40, torch.optim.AdamW, **named)

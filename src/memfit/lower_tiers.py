@@ -59,6 +59,8 @@ def _check_budget(model: nn.Module, given: Any, machine: Machine) -> None:
     try:
         budget = parse_bytes(given, total_bytes=machine.memory_bytes)
     except BudgetError:
+        if given is None:
+            raise
         return  # `Request.of` reads it as well, and says which budget it is
     held = sum(p.nbytes for p in model.parameters())
     if str(given).strip().isdecimal() and budget < MEANT_WITH_A_UNIT and budget < held:

@@ -397,6 +397,7 @@ def _run(
         # As a process that a person has started: pytest may have put another handler there.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
+        sys.modules.pop("toy", None)  # of another test, which has run it in this process
         moments = Moments(out, at, fault)
         if most_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))

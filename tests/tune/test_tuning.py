@@ -523,8 +523,8 @@ def started(folder: Path, search: Search) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", CALL, file, folder], stderr=subprocess.PIPE)
 
 
-def forked(search: Search) -> int:
-    """The same search in a fork of this process, which has everything imported: its pid."""
+def forked(search: Search, said: Path | None = None) -> int:
+    """The same search in a fork of this process, which has everything imported: its pid. What it refuses is written into a file, if any, and ends it with 2."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of forking beside threads; torch's are not used here
         pid = os.fork()
@@ -533,6 +533,11 @@ def forked(search: Search) -> int:
         try:
             run(search)
             status = 0
+        except InputError as error:
+            if said is None:
+                raise
+            said.write_text(str(error))
+            status = 2
         finally:
             os._exit(status)
     return pid
@@ -776,17 +781,7 @@ def test_a_disk_that_is_full_at_any_moment_is_survived(tmp_path: Path, small_dis
     said = tmp_path / "said"
     ends = []
     for _ in range(20):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                run(search)
-                status = 0
-            except InputError as error:
-                said.write_text(str(error))
-                status = 2
-            finally:
-                os._exit(status)
+        pid = forked(search, said)
         time.sleep(draw.uniform(0, 2.0))
         filler = small_disk / "filler"
         with filler.open("wb", buffering=0) as file:

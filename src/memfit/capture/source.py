@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -66,15 +67,20 @@ class StepSource:
     def program(self, choices: Choices, sharded: ShardedModel | None = None) -> StepProgram:
         """The step as chosen, with an optimizer over the parameters that the model has now."""
         program = StepProgram(self.model, self.loss_fn, None, self.clip_norm, choices, sharded=sharded)
+
+        def arrange(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+            found = arranged(made, choices, self.model)
+            if self.cuda is not None and isinstance(found, ChunkedOptimizer):
+                found.device_kind = "cuda"
+            return found
+
         if self.optimizer is not None and sharded is not None:
-            program.optimizer = sharded.optimizer(self.optimizer, lambda made: arranged(made, choices, self.model))
+            program.optimizer = sharded.optimizer(self.optimizer, arrange)
         elif self.optimizer is not None:
             optimizer = self.optimizer(iter(program.trainable()))
             if self.cuda is not None:
                 as_on_cuda(optimizer)
-            program.optimizer = arranged(optimizer, choices, self.model)
-            if self.cuda is not None and isinstance(program.optimizer, ChunkedOptimizer):
-                program.optimizer.device_kind = "cuda"
+            program.optimizer = arrange(optimizer)
         if program.optimizer is not None and choices.precision == "fp16":
             program.scaling = Scaling(device_of(self.model))
         return program

@@ -45,13 +45,12 @@ class _Sketch:
     chunks: int
     stands_for: Callable[[float], None]
 
-    def of(self, starts: Sequence[int], numel: int) -> Iterator[int]:
-        """Where the chunks begin that are run."""
+    def of(self, starts: range, numel: int) -> Iterator[int]:
+        """Where the chunks begin that are run; the last of them stands for all from there on."""
         run = starts[: self.chunks]
-        for number, start in enumerate(run, 1):
-            last, count = number == len(run), min([*starts[1:2], numel])
+        for start in run:
             rest = max(1, numel - start)
-            self.stands_for(rest / min(max(1, count), rest) if last else 1.0)
+            self.stands_for(rest / min(starts.step, rest) if start == run[-1] else 1.0)
             yield start
         self.stands_for(1.0)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import InputError
+from memfit.runner.file_lock import locked
 from memfit.runner.request import RunRequest
 
 FORMAT: Final = 1  # of the file
 NAME: Final = "runs.sqlite"
 _LOCK: Final = "runner.lock"
-_LOCK_SECONDS: Final = 2.0
+_LOCK_SECONDS: Final = (
+    2.0  # a runner that was killed in the middle of starting a process leaves the lock to that process for a moment
+)
 _TABLE: Final = """
 CREATE TABLE IF NOT EXISTS runs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -52,20 +53,6 @@ class Row:
     end: dict[str, Any] | None
 
 
-def _locked(file: int) -> bool:
-    """Whether the lock could be had. A runner that was killed in the middle of starting a process leaves it to that process for a moment."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        else:
-            return True
-
-
 class RunStore:
     """The runs of one folder; one process at a time has it open.
 
@@ -80,7 +67,7 @@ class RunStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _locked(self._lock):
+        if not locked(self._lock, _LOCK_SECONDS):
             os.close(self._lock)
             raise InputError(
                 f"another process runs what is in {folder}: wait for it, or give this one a folder of its own"

@@ -23,7 +23,7 @@ from memfit.runner.ends import tail_of
 from memfit.service import demo
 from memfit.service.guarding import UPLOADS, Guarding
 from memfit.service.housekeeping import Housekeeping
-from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, chunks
+from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, attached
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.service.service import Service, Submission
@@ -283,6 +283,4 @@ def _questions(app: FastAPI, service: Service) -> None:
     @app.get("/v1/runs/{number}/artifacts/{name:path}", tags=["runs"], response_class=StreamingResponse)
     def artifact(number: Number, name: str, caller: Known) -> Response:
         """One of them; never shown as a page."""
-        opened = service.artifact(caller, number, name)
-        headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
-        return StreamingResponse(chunks(opened), media_type="application/octet-stream", headers=headers)
+        return attached(service.artifact(caller, number, name))

@@ -8,7 +8,7 @@ from typing import IO, Annotated, Any, Final
 
 from fastapi import Depends, Request
 from fastapi import Path as InPath
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -66,7 +66,13 @@ async def known(request: Request, given: Annotated[HTTPAuthorizationCredentials 
 Known = Annotated[Caller, Depends(known)]
 
 
-def chunks(opened: IO[bytes]) -> Iterator[bytes]:
+def attached(opened: IO[bytes]) -> StreamingResponse:
+    """A file that a run has written, as a download: never shown as a page."""
+    headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
+    return StreamingResponse(_chunks(opened), media_type="application/octet-stream", headers=headers)
+
+
+def _chunks(opened: IO[bytes]) -> Iterator[bytes]:
     """A file in pieces, closed at its end."""
     with opened:
         while chunk := opened.read(_CHUNK):

@@ -419,6 +419,12 @@ class ServiceStore:
             before: only those with a smaller number.
             limit: so many at most.
         """
+        return [_run(row) for row in self.newest("runs", owner, states, before, limit)]
+
+    def newest(
+        self, table: str, owner: str | None, states: Sequence[str], before: int | None, limit: int
+    ) -> sqlite3.Cursor:
+        """Rows of one of its tables that have owner, state and number, as `listed` says."""
         wanted: list[str] = []
         values: list[Any] = []
         if owner is not None:
@@ -431,8 +437,8 @@ class ServiceStore:
             wanted.append("number<?")
             values.append(before)
         where = f"WHERE {' AND '.join(wanted)} " if wanted else ""
-        query = f"SELECT * FROM runs {where}ORDER BY number DESC LIMIT ?"  # noqa: S608 - as above
-        return [_run(row) for row in self.connection.execute(query, (*values, limit))]
+        query = f"SELECT * FROM {table} {where}ORDER BY number DESC LIMIT ?"  # noqa: S608 - as above
+        return self.connection.execute(query, (*values, limit))
 
     def ended_since(self, moment: float) -> list[StoredRun]:
         """Runs that have run and ended after a moment."""

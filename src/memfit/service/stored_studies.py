@@ -105,16 +105,7 @@ class StudyStore:
         self, *, owner: str | None, states: Sequence[str] = (), before: int | None = None, limit: int = 100
     ) -> list[StoredStudy]:
         """Studies, the newest first; arguments as of `ServiceStore.listed`."""
-        wanted = ["number<?"]
-        told: list[Any] = [2**62 if before is None else before]
-        if owner is not None:
-            wanted.append("owner=?")
-            told.append(owner)
-        if states:
-            wanted.append(f"state IN ({', '.join('?' * len(states))})")
-            told += states
-        query = f"SELECT * FROM studies WHERE {' AND '.join(wanted)} ORDER BY number DESC LIMIT ?"  # noqa: S608 - as above
-        return [_study(row) for row in self._store.connection.execute(query, (*told, limit))]
+        return [_study(row) for row in self._store.newest("studies", owner, states, before, limit)]
 
 
 def _written(value: Any) -> Any:

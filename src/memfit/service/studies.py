@@ -22,13 +22,15 @@ from memfit.service.service import Service, Submission
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import OVER
 from memfit.service.stored_studies import STUDY_LIVE, STUDY_OVER, StoredStudy, StudyStore
-from memfit.service.study_trials import ServiceTuning, StudyTrials
+from memfit.service.study_trials import ServiceTuning, StudyTrials, key_of
 from memfit.service.submission import checked
 from memfit.service.tokens import Caller
+from memfit.train import durable
 from memfit.tune.page import page
 from memfit.tune.results import BEST_NAME, CSV_NAME, PAGE_NAME, Results, as_csv, results
 from memfit.tune.search import Named, Search, read_search
 from memfit.tune.space import Choices, corners
+from memfit.tune.trials import name_of
 
 _log = logging.getLogger("memfit.service")
 TRIALS: Final = "trials.json"
@@ -251,14 +253,14 @@ class Studies:
         folder, states = self.folder(study), sorted({row.state for row in found.rows})
         runs = {run.key: run.number for run in self.service.store.of_study(study.number)}
         rows = [
-            {**asdict(row), "values": _finite(row.values), "run": runs.get(f"study {study.number} trial-{row.number:05d}")}
+            {**asdict(row), "values": _finite(row.values), "run": runs.get(key_of(study, name_of(row.number)))}
             for row in found.rows
-        ]  # fmt: skip
-        _write(folder / TRIALS, json.dumps(rows))
-        _write(folder / CSV_NAME, as_csv(found))
-        _write(folder / PAGE_NAME, page(found, self.service.settings.capacity))
+        ]
+        durable.rewrite(folder / TRIALS, json.dumps(rows))
+        durable.rewrite(folder / CSV_NAME, as_csv(found))
+        durable.rewrite(folder / PAGE_NAME, page(found, self.service.settings.capacity))
         if found.best:
-            _write(folder / BEST_NAME, yaml.safe_dump(_best(found), sort_keys=False))
+            durable.rewrite(folder / BEST_NAME, yaml.safe_dump(_best(found), sort_keys=False))
         summary = {
             "states": {state: found.count(state) for state in states},
             "objectives": [[each.name, each.direction] for each in tuning.search.config.objectives],
@@ -355,9 +357,3 @@ def _same(before: StoredStudy, digest: str) -> StoredStudy:
     if before.digest != digest:
         raise NotNowError(f"this idempotency key belongs to study {before.number}, which is another one: use a new key")
     return before
-
-
-def _write(file: Path, text: str) -> None:
-    waiting = file.with_name(f".{file.name}.partial")
-    waiting.write_text(text, encoding="utf-8")
-    waiting.replace(file)

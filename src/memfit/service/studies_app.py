@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import FastAPI, Header, Query
 from fastapi.responses import Response, StreamingResponse
 
-from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, chunks
+from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, attached
 from memfit.service.service import Submission
 from memfit.service.stored_studies import StudyState
 from memfit.service.studies import Studies
@@ -60,6 +60,4 @@ def searched(app: FastAPI, studies: Studies) -> None:
     @app.get("/v1/studies/{number}/artifacts/{name}", tags=["studies"], response_class=StreamingResponse)
     def study_file(number: Number, name: str, caller: Known) -> Response:
         """One of them; never shown as a page."""
-        opened = studies.file(caller, number, name)
-        headers = {"content-disposition": "attachment", "content-security-policy": "default-src 'none'; sandbox"}
-        return StreamingResponse(chunks(opened), media_type="application/octet-stream", headers=headers)
+        return attached(studies.file(caller, number, name))

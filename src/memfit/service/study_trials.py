@@ -50,6 +50,11 @@ class _Asked:
     plan_only: bool = False
 
 
+def key_of(study: StoredStudy, name: str) -> str:
+    """Under which the run of a trial is known, so that a trial that is begun twice is one run."""
+    return f"study {study.number} {name}"
+
+
 class StudyTrials:
     """Trials of one study, both how they are made and where they run.
 
@@ -123,10 +128,7 @@ class StudyTrials:
 
     def run(self, name: str) -> StoredRun | None:
         """The run of a trial; None before it was submitted."""
-        return self._service.store.by_key(self._study.owner, self._key(name))
-
-    def _key(self, name: str) -> str:
-        return f"study {self._study.number} {name}"
+        return self._service.store.by_key(self._study.owner, key_of(self._study, name))
 
     def _states(self, *states: str) -> tuple[str, ...]:
         store = self._service.store
@@ -179,7 +181,7 @@ class StudyTrials:
             columns = {
                 "owner": self._study.owner,
                 "name": f"{self._study.name or f'study {self._study.number}'}, {name}"[:80],
-                "key": self._key(name),
+                "key": key_of(self._study, name),
                 "digest": digest,
                 "config": config,
                 "code": self._study.code,

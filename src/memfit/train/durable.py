@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk whole, or not there: what `snapshots` writes with."""
+"""Files and folders that are on the disk whole, or not there: what `snapshots` writes with, and searches write their results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ def put(file: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Write a text into a file that others read meanwhile: they find it as it was before, or as it is now."""
+    waiting = file.with_name(f".{file.name}.partial")
+    waiting.write_text(text, encoding="utf-8")
+    waiting.replace(file)
 
 
 def sync(file: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from memfit.errors import InputError
+from memfit.train import durable
 from memfit.tune.search import Search
 from memfit.tune.tuning import BYTES, ENDED, MINIMUM, STATE, best_trials
 
@@ -96,9 +97,7 @@ class Results:
             written.append(best)
         for file, text in texts.items():
             try:
-                waiting = file.with_name(f".{file.name}.partial")
-                waiting.write_text(text, encoding="utf-8")
-                waiting.replace(file)
+                durable.rewrite(file, text)
             except OSError as error:
                 raise InputError(
                     f"cannot write {file}: {error.strerror or error}; free space, then start again"

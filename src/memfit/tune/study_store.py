@@ -6,11 +6,9 @@ for an empty database fail in making them (known since optuna#1092).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import sqlite3
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from memfit.errors import ConfigError, InputError
+from memfit.runner.file_lock import locked
+from memfit.train import durable
 from memfit.tune.sampling import pruner_of, quietly, sampler_of
 from memfit.tune.search import Search
 
@@ -109,11 +109,7 @@ def own_folder(search: Search, study: Study) -> None:
             "give this search a folder of its own, or remove that one"
         )
     try:
-        waiting = file.with_name(f".{OWNER}.partial")
-        waiting.write_text(
-            json.dumps({"study": search.name, "id": study.user_attrs[IDENTITY]}) + "\n", encoding="utf-8"
-        )
-        waiting.replace(file)
+        durable.rewrite(file, json.dumps({"study": search.name, "id": study.user_attrs[IDENTITY]}) + "\n")
     except OSError as error:
         raise InputError(f"cannot write {file}: {error.strerror or error}; free space, then start again") from error
 
@@ -203,32 +199,15 @@ def _check(file: Path) -> None:
         )
 
 
-def _locked(lock: int, file: Path) -> None:
-    """Have the lock, or say who may hold it: a process that was halted never lets go.
-
-    Raises:
-        InputError: it could not be had.
-    """
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"another process has been making its study in {file} for {_LOCK_SECONDS:.0f} s: if it is halted, let it go on or end it, then start again"
-                ) from None
-            time.sleep(0.05)
-        else:
-            return
-
-
 @contextmanager
 def _alone(url: str, file: Path | None) -> Iterator[None]:
     """Nobody else makes tables or studies meanwhile."""
     if file is not None:
         with file.with_name(f".{file.name}.lock").open("w") as lock:
-            _locked(lock.fileno(), file)
+            if not locked(lock.fileno(), _LOCK_SECONDS):
+                raise InputError(
+                    f"another process has been making its study in {file} for {_LOCK_SECONDS:.0f} s: if it is halted, let it go on or end it, then start again"
+                )
             yield
         return
     if not url.startswith("postgresql"):

@@ -21,6 +21,7 @@ from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import Capability
 from memfit.optimizers.chunked import CHUNK
+from memfit.planning import planning_of
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.units import format_bytes
 from memfit.values.trace import BEFORE_STEP, Phase, Trace
@@ -54,18 +55,30 @@ def saved_bytes(trace: Trace) -> Counter[int]:
 # -- updates in chunks -----------------------------------------------------------------------------------------------------
 
 
+def largest_in_update(trace: Trace) -> int:
+    """Bytes of the largest storage that the update makes."""
+    update = [o for o in trace.operations if o.phase is Phase.OPTIMIZER]
+    return max(trace.storages[s].bytes for o in update for s in o.makes)
+
+
 def test_chunks_of_an_update_are_as_large_as_on_the_gpu() -> None:
     """In a parameter of several chunks of a CPU and one of a GPU, 8-bit state takes the workspace of the GPU's chunk."""
     count = 4 * CHUNK["cpu"]
     model, x = nn.Linear(1 << 10, count >> 10, bias=False), torch.randn(1, 1 << 10)
 
     def largest(capability: Capability | None) -> int:
-        trace = traced(model, x, capability=capability, choices=Choices(state_format="8bit"))
-        update = [o for o in trace.operations if o.phase is Phase.OPTIMIZER]
-        return max(trace.storages[s].bytes for o in update for s in o.makes)
+        return largest_in_update(traced(model, x, capability=capability, choices=Choices(state_format="8bit")))
 
     assert largest(None) == 4 * CHUNK["cpu"]
     assert largest(ADA) == 4 * count
+
+
+def test_chunks_are_those_of_the_gpu_on_several_devices_too() -> None:
+    count = 4 * CHUNK["cpu"]
+    model, x = nn.Linear(1 << 10, count >> 10, bias=False), torch.randn(2, 1 << 10)
+    asked: Any = {"allow": ["8bit"], "fixed": {"sharding": "data/2", "state_format": "8bit", "micro_batches": 1}}
+    plan = memfit.plan(model, x, summed, 1 << 34, small.adamw, devices="2xrtx4090", **asked)
+    assert largest_in_update(planning_of(plan).solver(1).trace) == 4 * count
 
 
 def test_of_an_update_in_chunks_the_first_ones_are_written_down() -> None:

@@ -65,6 +65,16 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--keep-audit-days", metavar="DAYS", type=float, help="after which rows of the audit log are removed (never)"
     )
     parser.add_argument("--owner-disk", metavar="BYTES", help="that the files of one owner's runs may take")
+    parser.add_argument(
+        "--store", metavar="URL", help="of a PostgreSQL database that several hosts share, with --folder (a file in it)"
+    )
+    parser.add_argument(
+        "--host-name", metavar="NAME", help="of this computer among those that share --store (that of the computer)"
+    )
+    parser.add_argument(
+        "--lease", metavar="SECONDS", type=float,
+        help="that runs go on while their host says nothing; after twice as long other hosts have them (120)",
+    )  # fmt: skip
     parser.add_argument("--unconfined", action="store_true", help="let runs read and write whatever this user may")
     parser.add_argument("--demo", action="store_true", help="serve a demonstration, in a folder that is thrown away")
     parser.add_argument(
@@ -94,6 +104,12 @@ def run(arguments: argparse.Namespace) -> Answer:
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
     folder = (arguments.folder or service_folder()).resolve()
+    if not arguments.store and (arguments.host_name or arguments.lease):
+        raise ConfigError("--host-name and --lease are for hosts that share a store: name it with --store")
+    if arguments.store and (arguments.demo or arguments.restore):
+        raise ConfigError(
+            "--demo and --restore are for a store in a file: leave --store out, or restore the database with PostgreSQL's own tools"
+        )
     if arguments.drain or arguments.undrain:
         return _drained(folder, on=arguments.drain)
     if arguments.restore:
@@ -111,7 +127,7 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service.store import ServiceStore
     from memfit.service.tokens import Tokens
 
-    store = ServiceStore(folder)
+    store = ServiceStore(folder, arguments.store)
     try:
         if arguments.make_token:
             name, _, role = arguments.make_token.partition("=")
@@ -159,7 +175,7 @@ def _bytes(name: str, text: str | None) -> int | None:
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving
-    from memfit.service.settings import ServiceSettings, planning_memory, read_capacity
+    from memfit.service.settings import LEASE_SECONDS, ServiceSettings, own_name, planning_memory, read_capacity
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
@@ -173,7 +189,9 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
         confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
         planning_bytes=_bytes("planning-memory", arguments.planning_memory) or planning_memory(), keep_days=arguments.keep_days,
         keep_bytes=_bytes("keep-bytes", arguments.keep_bytes), keep_audit_days=arguments.keep_audit_days,
-        owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk),
+        owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk), store=arguments.store,
+        host=(arguments.host_name or own_name()) if arguments.store else "",
+        lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease,
     )  # fmt: skip
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 

@@ -48,6 +48,24 @@ def code_of(settings: ServiceSettings, digest: str) -> Path:
     return settings.folder / "code" / digest
 
 
+def output_of(settings: ServiceSettings, name: str) -> Path:
+    """Folder of what the last attempt of a part has printed, on whatever host it was; one that is not there, where there was none."""
+    return max(outputs_of(settings, name), key=_begun, default=settings.own / "runner" / "runs" / name / "1")
+
+
+def outputs_of(settings: ServiceSettings, name: str) -> list[Path]:
+    """Folders of all attempts of a part."""
+    hosts = settings.folder.glob(f"hosts/*/runner/runs/{name}/[0-9]*") if settings.host else ()
+    return [*hosts, *settings.folder.glob(f"runner/runs/{name}/[0-9]*")]
+
+
+def _begun(attempt: Path) -> tuple[float, int]:
+    try:
+        return attempt.stat().st_ctime, int(attempt.name)
+    except (OSError, ValueError):
+        return 0.0, 0
+
+
 def name_of(number: int, part: int) -> str:
     """By which the runner knows a part of a run; part 0 is its plan."""
     return f"{number:06d}-{'plan' if part == 0 else part}"
@@ -69,7 +87,7 @@ def write(settings: ServiceSettings, run: StoredRun) -> Path:
     return folder
 
 
-def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
+def planning(settings: ServiceSettings, run: StoredRun, lease: str = "") -> RunRequest:
     """`memfit plan`, which says whether the run fits, and writes the plan."""
     folder = folder_of(settings, run.number)
     words = ("plan", str(folder / "run.json"), "--json", "--save", str(folder / "plan.json"))
@@ -84,10 +102,11 @@ def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
         seconds=settings.planning_seconds,
         outlives_runner=True,
         restarts=1,
+        lease=lease,
     )
 
 
-def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: int) -> RunRequest:
+def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: int, lease: str = "") -> RunRequest:
     """`memfit train` with that plan, and `memfit resume` once there is something to resume."""
     folder, out = folder_of(settings, run.number), folder_of(settings, run.number) / "out"
     ranks = len(planned.rank_bytes)
@@ -114,6 +133,7 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
         resume_command=_command(settings, run, ("resume", str(out), *plan), tcp=ranks > 1),
         resume_if=str(out / "config.json"),
         restarts=settings.restarts,
+        lease=lease,
     )
 
 

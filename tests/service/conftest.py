@@ -72,7 +72,7 @@ class Serving:
 
 
 def started(settings: ServiceSettings, folder: Path) -> Serving:
-    store = ServiceStore(settings.folder)
+    store = ServiceStore(settings.folder, settings.store)
     service = Service(settings, store, Dispatcher(settings, store))
     return Serving(settings, service, folder, Studies(service), Housekeeping(service))
 

@@ -6,11 +6,13 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memfit.errors import ConfigError, InputError
+from memfit.runner import guard
 from memfit.service import launching
 from memfit.service.refusals import NotNowError, Refusal
 from memfit.service.service import Submission
@@ -128,3 +130,101 @@ def test_a_clock_that_jumps_removes_nothing(serve: Callable[..., Serving], monke
     assert json.dumps(serving.service.described(serving.service.store.run(run.number)))
     serving.service.dispatcher.look()
     assert serving.service.submit(ANNA, Submission(small_runs.run_file(), code=serving.code()))[1]
+
+
+def test_code_without_the_function_that_is_named_is_refused_when_it_is_planned(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit(model={"python": "net:nothing"})
+    refused = serving.until_state(run.number, "refused", "waiting", "running", "done", "failed")
+    assert refused.state == "refused"
+    assert "net" in refused.reason
+    assert "nothing" in refused.reason
+    assert refused.part == 0, "nothing of it was started"
+
+
+def test_data_that_is_gone_once_the_run_is_planned_ends_it_with_a_sentence(
+    serve: Callable[..., Serving], tmp_path: Path
+) -> None:
+    serving = serve(data=(small_runs.code(tmp_path / "shared"),))
+    data = tmp_path / "shared" / "train.npz"
+    run = serving.submit(data={"train": str(data)})
+    serving.until(lambda: serving.service.dispatcher.runner.end_of(launching.name_of(run.number, 0)) is not None)
+    data.unlink()
+    failed = serving.until_state(run.number, "failed", "done", "refused")
+    assert failed.state == "failed"
+    assert "train.npz" in failed.reason
+
+
+FULL = Path("/dev/full")  # what is written there finds no space
+
+
+def test_a_disk_that_is_full_for_what_a_run_writes_ends_it_with_the_reason(serve: Callable[..., Serving]) -> None:
+    serving = serve(confined=False)
+    run, other = serving.submit(), serving.submit()
+    out = launching.folder_of(serving.settings, run.number) / "out"
+    serving.until(lambda: serving.service.dispatcher.runner.knows(launching.name_of(run.number, 0)))
+    out.mkdir()
+    (out / "log.jsonl").symlink_to(FULL)
+    failed = serving.until_state(run.number, "failed", "done", "refused")
+    assert failed.state == "failed"
+    assert "No space left on device" in failed.reason
+    assert failed.request is not None
+    assert serving.until_state(other.number, "failed", "done", "refused").state == "done", "the others go on"
+
+
+def test_a_disk_that_is_full_for_what_a_run_prints_loses_no_end(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit()
+    runner = serving.service.dispatcher.runner
+    for part in (0, 1):
+        attempt = runner.folder / "runs" / launching.name_of(run.number, part) / "1"
+        attempt.mkdir(parents=True)
+        (attempt / "stderr").symlink_to(FULL)  # planning and training both tell what they do there
+    ended = serving.until_state(run.number, "done", "failed", "refused")
+    end = runner.end_of(launching.name_of(run.number, ended.part))
+    assert end is not None
+    assert end.kind in {"done", "failed"}, "by itself, whatever it does about lines that it could not print"
+    assert ended.state in {"done", "failed", "refused"}
+    assert ended.reason
+
+
+def test_a_disk_that_is_full_where_the_runner_writes_is_tried_again(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+    run = serving.submit()
+    write = Path.write_text
+
+    def full(file: Path, *about: Any, **named: Any) -> int:
+        if file.name == guard.SPEC:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, *about, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(InputError, match="cannot write .*: No space left on device; free space, then start again"):
+            for _ in range(2):
+                serving.service.dispatcher.look()
+    assert serving.service.store.run(run.number).state == "planning"
+    assert serving.until_state(run.number, "done", "failed", "refused").state == "done"
+
+
+def test_a_clock_that_jumps_ends_no_run_and_starts_none_twice(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    serving = serve(run_seconds=600.0, silent_seconds=600.0)
+    run = serving.submit(steps=40, slow=0.02)
+    serving.until_state(run.number, "running")
+    now = time.time()
+    for jump in (20 * 365 * 86400.0, -20 * 365 * 86400.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        serving.service.dispatcher.look(0.1)
+        assert json.dumps(serving.service.described(serving.service.store.run(run.number)))
+        assert json.dumps(serving.service.devices(ANNA))
+    done = serving.until_state(run.number, "done", "failed")
+    assert (done.state, done.part) == ("done", 1)
+    end = serving.service.dispatcher.runner.end_of(launching.name_of(run.number, 1))
+    assert end is not None
+    assert end.attempts == 1

@@ -259,13 +259,9 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
     yield made
     for each in opened:
-        each.dispatcher.close()
+        each.dispatcher.runner.close()
         each.store.close()
-    deadline = time.monotonic() + 10
-    while list(killing.processes(tmp_path)):
-        for pid, _, _ in killing.processes(tmp_path):
-            killing.kill(pid, str(tmp_path))
-        assert time.monotonic() < deadline
+    assert not list(killing.processes(tmp_path))
 
 
 def submitted(service: Service, gate: Path | None = None, steps: int = 4) -> int:
@@ -282,7 +278,7 @@ def until(condition: Callable[[], Any], *services: Service, seconds: float = 30.
         for each in services:
             of(each).beat()
             each.dispatcher.look(0.02)
-        told = [(run.number, run.state, run.host, run.reason) for run in services[0].store.listed(owner=None)]
+        told = [(run.number, run.state, run.host, run.reason) for each in services[:1] for run in each.store.listed(owner=None)]  # fmt: skip
         assert time.monotonic() < deadline, told
 
 

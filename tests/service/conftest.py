@@ -61,6 +61,8 @@ class Serving:
         """Look until something holds."""
         deadline = time.monotonic() + seconds
         while not condition():
+            if self.service.dispatcher.host is not None:
+                self.service.dispatcher.host.beat()
             self.service.dispatcher.look(0.1)
             states = [(run.number, run.state, run.reason) for run in self.service.store.listed(owner=None)]
             assert time.monotonic() < deadline, states

@@ -202,13 +202,14 @@ def _judge_run(
         found.lost.append(f"{run.name} is {run.state}")
     if not run.reason or kinds[0] != "planning" or kinds[-1] != run.state or kinds.count(run.state) != 1:
         found.unexplained.append(f"{run.name} is {run.state}: {run.reason!r}, {kinds}")
-    faults = Counter[str]()
+    # One that was killed before it had claimed its folder counts as lost, too.
+    of_run = [attempt.parent.name for attempt in killed if attempt.parent.name.startswith(f"{run.number:06d}-")]
+    faults = Counter("plan" if name.endswith("plan") else "train" for name in of_run)
     for attempt in sorted((folder / "service").glob(f"hosts/*/runner/runs/{run.number:06d}-*/[0-9]*")):
         if (read_json(attempt / guard.CLAIM) or {"void": True}).get("void"):
             continue  # it was written down and never began
         trains = not attempt.parent.name.endswith("plan")
         found.attempts += trains
-        faults["train" if trains else "plan"] += attempt in killed
         end = read_json(attempt / guard.END)
         by_itself = end is not None and end["status"] in {0, 3}
         by_lease = end is not None and end["reason"] == "lease"

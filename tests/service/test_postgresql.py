@@ -58,7 +58,7 @@ def talked_to(store: ServiceStore) -> list[Any]:
     """Everything that is asked of a store, with what it answers."""
     answers: list[Any] = [store.add(run(number, priority=number % 2)) for number in range(1, 8)]
     with pytest.raises(Exception, match=r"(?i)unique"):
-        store.add(run(9, key="1"))
+        store.add(run(8, key="1"))
     plan = {"rank_bytes": [1 << 40], "tiers": {}}
     answers.append(store.change(1, "waiting", "fits", state="waiting", plan=plan))
     answers.append(store.change(2, "running", "started", state="running", request={"a": None}, started=5.5, part=1))
@@ -127,7 +127,7 @@ def told(answers: list[Any]) -> str:
             return {name: timeless(each) for name, each in value.items() if name != "submitted"}
         return [timeless(each) for each in value] if isinstance(value, list) else value
 
-    return json.dumps(timeless(data), indent=1)
+    return json.dumps(timeless(data), indent=1, sort_keys=True)
 
 
 def test_postgresql_answers_as_a_file_does(tmp_path: Path, url: str) -> None:

@@ -191,7 +191,8 @@ class Dispatcher:
                 self._planned(run, end)
         elif not known or end is not None:
             planning = [each for each in (*self.runner.running, *self.runner.waiting) if each.endswith("-plan")]
-            if len(planning) < self.settings.planning_at_once and not self.draining and self._claimed(run):
+            starts = not self.draining and (self.host is None or self.host.lives)
+            if len(planning) < self.settings.planning_at_once and starts and self._claimed(run):
                 self._forget(name)  # of a time before other hosts had it
                 launching.write(self.settings, run)
                 self.runner.submit(launching.planning(self.settings, run, self._lease))
@@ -324,7 +325,8 @@ class Dispatcher:
         if queue or now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             found = self._turns(running, queue)
-            while not (self.draining or self.runner.waiting):
+            silent = self.host is not None and not self.host.lives
+            while not (self.draining or self.runner.waiting or silent):
                 ready = next(
                     (number for number, turn in found.items() if turn.seconds == 0.0 and self._launch(queue[number])),
                     None,

@@ -86,6 +86,11 @@ class Host:
         self._write(now)
         self.taken, self.begun = False, now
 
+    @property
+    def lives(self) -> bool:
+        """Whether what is started now may go on: its last sign of life is no longer ago than a lease."""
+        return not (self.taken or guard.Lease(str(self.lease)).is_over())
+
     def beat(self) -> None:
         """Say that this host is alive, and have its runs go on for as long again.
 

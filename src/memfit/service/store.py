@@ -189,7 +189,7 @@ class ServiceStore:
     def to_measure(self, live: Sequence[str]) -> list[StoredRun]:
         """Runs that may have written since their files were last measured: those that are not over, that ended of late, or that were never measured."""
         marks = ", ".join("?" * len(live))
-        query = f"SELECT * FROM runs WHERE removed IS NULL AND (state IN ({marks}) OR disk_bytes=0 OR ended>?)"  # noqa: S608 - as above
+        query = f"SELECT * FROM runs WHERE removed IS NULL AND (state IN ({marks}) OR disk_bytes=0 OR ended>?) ORDER BY number"  # noqa: S608 - as above
         return [_run(row) for row in self.read(query, (*live, time.time() - _LATE_SECONDS))]
 
     def has_on_disk(self, number: int, size: int) -> None:
@@ -213,14 +213,17 @@ class ServiceStore:
 
     def half_removed(self) -> list[StoredRun]:
         """Runs whose files were to be removed, and were not all."""
-        return [_run(row) for row in self.read("SELECT * FROM runs WHERE removed IS NOT NULL AND disk_bytes>0")]
+        return [
+            _run(row)
+            for row in self.read("SELECT * FROM runs WHERE removed IS NOT NULL AND disk_bytes>0 ORDER BY number")
+        ]
 
     def unused_uploads(self, made_before: float) -> list[tuple[str, str]]:
         """Digest and owner of uploaded code that neither a run with files nor a study that goes on needs."""
         query = (
             "SELECT digest, owner FROM uploads WHERE made<? "
             "AND digest NOT IN (SELECT code FROM runs WHERE code IS NOT NULL AND removed IS NULL) "
-            "AND digest NOT IN (SELECT code FROM studies WHERE code IS NOT NULL AND state='running')"
+            "AND digest NOT IN (SELECT code FROM studies WHERE code IS NOT NULL AND state='running') ORDER BY digest, owner"
         )
         return [tuple(row) for row in self.read(query, (made_before,))]
 

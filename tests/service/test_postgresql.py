@@ -16,15 +16,17 @@ import pytest
 
 import postgresql_server
 from memfit.errors import InputError
+from memfit.service.client import Client
 from memfit.service.database import StoreError
 from memfit.service.postgresql import PostgresqlDatabase
 from memfit.service.service import Submission
+from memfit.service.serving import ADDRESS, local_address
 from memfit.service.states import LIVE, OVER
 from memfit.service.store import ServiceStore
 from memfit.service.stored_studies import STUDY_LIVE, StudyStore
 from memfit.service.tokens import Tokens
 from postgresql_server import Server
-from service import killing_hosts, small_runs
+from service import killing, killing_hosts, small_runs
 from service.conftest import ANNA, Serving
 from service.test_killing import environment
 
@@ -255,6 +257,80 @@ def test_a_run_is_planned_and_trained_with_its_store_there(serve: Callable[..., 
 
 
 # ---------------------------------------------------------------------------------------------------------- several hosts
+
+
+def listening(folder: Path, url: str, host: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+    """A host of its own process, and where it listens."""
+    address = folder / "service" / "hosts" / host / ADDRESS
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cheap_service", str(folder), "0", url, host], env=environment(), stderr=subprocess.DEVNULL
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not address.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, json.loads(address.read_text())
+
+
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow  # starts services and a server
+def test_services_that_listen_take_each_others_runs_and_outlive_their_database(tmp_path: Path) -> None:
+    killing.write_plan(tmp_path)
+    with postgresql_server.started() as server:
+        one, at_one = listening(tmp_path, server.url, "one")
+        two, at_two = listening(tmp_path, server.url, "two")
+        try:
+            assert local_address(tmp_path / "service") in (at_one, at_two)
+            first, second = tmp_path / "first", tmp_path / "second"
+            with Client(at_one["url"], at_one["token"]) as asking, Client(at_two["url"], at_two["token"]) as other:
+                other.drain(on=True)
+                config = killing_hosts.run_file(1)
+                config["model"]["args"]["gate"] = str(first)
+                number = asking.submit(config, key="k")["run"]
+                until(lambda: other.run(number)["state"] == "running")
+                assert other.run(number)["host"] == "one"
+                time.sleep(2 * killing_hosts.LEASE)  # it goes on as long as its host beats
+                assert [event["kind"] for event in other.run(number)["events"]] == ["planning", "waiting", "running"]
+                other.drain(on=False)
+                one.kill()
+                one.wait()
+                until(lambda: other.run(number)["host"] == "two" and other.run(number)["state"] == "running")
+                first.touch()
+                assert other.wait(number)["state"] == "done"
+                config["model"]["args"]["gate"] = str(second)
+                number = other.submit(config, key="l")["run"]
+                until(lambda: other.run(number)["state"] == "running")
+                server.stop()
+                until(lambda: not any(True for _ in killing.processes(tmp_path)))  # its lease is over
+                with pytest.raises(InputError, match=r"\(503\): the store postgresql://me@.* cannot be used"):
+                    other.run(number)
+                second.touch()
+                server.start()
+                until(lambda: two.poll() is None and _state(other, number) == "done")
+                kinds = [event["kind"] for event in other.run(number)["events"]]
+                assert kinds == ["planning", "waiting", "running", "waiting", "running", "done"]
+        finally:
+            for process in (one, two):
+                process.terminate()
+                process.wait(60)
+    for number in (1, 2):
+        log = tmp_path / "service" / "runs" / f"{number:06d}" / "out" / "log.jsonl"
+        assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, 51))
+    assert not (tmp_path / "noticed").exists()
+
+
+def _state(client: Client, number: int) -> str:
+    try:
+        return str(client.run(number)["state"])
+    except InputError:  # the database is not back yet
+        return ""
 
 
 def killed(folder: Path, url: str, runs: int, seed: int, pause: float) -> killing_hosts.Killed:

@@ -179,6 +179,19 @@ def test_a_store_of_the_version_before_is_brought_up_to_date(serve: Callable[...
     assert serving.studies.store.listed(owner=None) == []
 
 
+def test_a_store_without_hosts_is_brought_up_to_date(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    before = serving.submit()
+    with serving.service.store.writing() as connection:  # what version 2 did not have
+        connection.execute("DROP TABLE hosts")
+        for table in ("runs", "studies"):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN host")
+        connection.execute("PRAGMA user_version=2")
+    serving.again()
+    assert serving.service.store.run(before.number) == before
+    assert serving.studies.store.listed(owner=None) == []
+
+
 def test_one_service_has_a_folder(serve: Callable[..., Serving]) -> None:
     serving = serve()
     with pytest.raises(InputError, match="another process runs what is in"):

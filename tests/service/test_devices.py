@@ -29,9 +29,11 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     killing.write_plan(tmp_path)
     opened: list[Service] = []
+    left: list[Any] = []  # children of this process, which outlive their service
 
     def made(capacity: Mapping[str, int]) -> Service:
         for each in opened:
+            left.extend(attempt.process for attempt in each.dispatcher.runner._running.values())
             each.dispatcher.close()
             each.store.close()
         settings = replace(killing.settings(tmp_path), capacity=capacity)
@@ -43,6 +45,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     for each in opened:
         each.dispatcher.runner.close()
         each.store.close()
+    for process in left:
+        process.wait()
 
 
 def submitted(service: Service, size: int, ranks: int = 1, *, steps: int = 4, gate: Path | None = None, large: bool = False) -> int:  # fmt: skip

@@ -95,6 +95,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
         told = {
             "folder": tmp_path / "service",
             "capacity": {"cpu": 1 << 20},
+            "cores": 8,
             "confined": confine.available(),
             **settings,
         }

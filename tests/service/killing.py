@@ -77,6 +77,7 @@ def settings(folder: Path) -> ServiceSettings:
         planning_at_once=3,
         grace_seconds=5.0,
         program=program,
+        cores=64,
     )
 
 

@@ -25,7 +25,7 @@ from memfit.service.dispatcher import Dispatcher
 from memfit.service.hosts import MOVED
 from memfit.service.service import Service, Submission
 from memfit.service.settings import ServiceSettings
-from memfit.service.states import OVER
+from memfit.service.states import OVER, RUNNING
 from memfit.service.store import ServiceStore, StoredRun
 from service import killing
 
@@ -114,26 +114,37 @@ def killed_at_random(folder: Path, url: str, runs: int, seed: int, pause: float)
     killed: set[Path] = set()
     fork = multiprocessing.get_context("fork")
     lives: dict[str, Any] = {}
-    gone_from, gone_until = begun + 6.0, begun + 6.0 + 4 * LEASE
+    gone_since: float | None = None
     while not (folder / OVER_FILE).exists():
-        now = time.monotonic()
         for host in HOSTS:
-            gone = host == HOSTS[0] and gone_from < now < gone_until
-            life = lives.get(host)
-            if gone:
-                if life is not None and life.is_alive():
-                    life.kill()
-                    life.join()
-                    found.kills["host"] += 1
+            if host == HOSTS[0] and gone_since is not None:
                 continue
+            life = lives.get(host)
             if life is not None and not life.is_alive() and life.exitcode != -signal.SIGKILL:
                 raise RuntimeError(f"the service of host {host} ended with {life.exitcode}")
             if life is None or not life.is_alive():
                 lives[host] = fork.Process(target=serve, args=(folder, url, host, runs))
                 lives[host].start()
         time.sleep(draw.expovariate(1 / pause))
-        _kill_something(folder, found, draw, lives, killed)
-        if (folder / "sent").exists() and now > gone_until and _all_over(folder, url):
+        # While one is gone the other one's service lives: it has to see for two leases that nothing is said.
+        _kill_something(folder, found, draw, lives if gone_since is None else {}, killed)
+        running, moved, over = _stand(folder, url)
+        if (
+            gone_since is None
+            and running
+            and not moved
+            and time.monotonic() > begun + 4.0
+            and lives[HOSTS[0]].is_alive()
+        ):
+            lives[HOSTS[0]].kill()
+            lives[HOSTS[0]].join()
+            found.kills["host"] += 1
+            gone_since = time.monotonic()
+        elif gone_since is not None and (moved or time.monotonic() > gone_since + 6 * LEASE):
+            gone_since = (
+                None  # it had something that moved; or what it had was over by then, and it will be gone once more
+            )
+        elif gone_since is None and over and (folder / "sent").exists():
             (folder / OVER_FILE).touch()
     for life in lives.values():
         life.join()
@@ -145,8 +156,8 @@ def killed_at_random(folder: Path, url: str, runs: int, seed: int, pause: float)
 def _kill_something(folder: Path, found: Killed, draw: random.Random, lives: dict[str, Any], killed: set[Path]) -> None:
     kind = draw.choices(("service", "watcher", "run"), (1, 2, 2))[0]
     if kind == "service":
-        life = lives[draw.choice(HOSTS)]
-        if life.is_alive():
+        life = lives.get(draw.choice(HOSTS))
+        if life is not None and life.is_alive():
             life.kill()
             life.join()
             found.kills[kind] += 1
@@ -159,10 +170,13 @@ def _kill_something(folder: Path, found: Killed, draw: random.Random, lives: dic
             found.kills[kind] += 1
 
 
-def _all_over(folder: Path, url: str) -> bool:
+def _stand(folder: Path, url: str) -> tuple[bool, bool, bool]:
+    """Whether the first host has runs that run, whether any has moved, and whether all are over."""
     store = ServiceStore(folder / "service", url)
     try:
-        return not store.live()
+        live = store.live()
+        moved = store.read("SELECT 1 FROM events WHERE kind=? LIMIT 1", (MOVED,))
+        return any((run.state, run.host) == (RUNNING, HOSTS[0]) for run in live), bool(moved), not live
     finally:
         store.close()
 

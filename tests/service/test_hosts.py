@@ -136,6 +136,29 @@ def test_a_beat_at_the_last_moment_keeps_a_host_its_runs(
     assert store.run(running.number) == running
 
 
+def test_a_look_that_is_halted_in_the_middle_takes_nobody_for_dead(
+    store: ServiceStore, host: Callable[..., Host], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = host("one"), host("two")
+    running = run(store, state="running", host="one", part=1)
+    two.look()
+    clock.ahead += 1.1  # until the next look is due
+    read = store.read
+
+    def halted(query: str, values: Any = ()) -> list[Any]:
+        if "name<>?" in query:
+            clock.ahead += 3 * LEASE
+            one.beat()
+        return read(query, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "read", halted)
+        assert two.look() == []
+    clock.ahead += 1.1
+    assert two.look() == [], "the beat that it saw is a second old"
+    assert store.run(running.number) == running
+
+
 def test_a_host_that_was_taken_for_dead_claims_nothing_until_it_begins_again(
     store: ServiceStore, host: Callable[..., Host], clock: Clock
 ) -> None:

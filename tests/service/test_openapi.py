@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import postgresql_server
 from memfit.service import demo
 from service.http import listening
 
@@ -35,11 +38,17 @@ positive_data_acceptance.enabled = false
 
 
 @pytest.mark.slow  # hundreds of requests
-def test_drawn_requests_are_answered_as_the_document_says(tmp_path: Path) -> None:
-    with listening(tmp_path / "service", modules=(demo.MODULE,)) as serving:
+@pytest.mark.parametrize("store", ["file", pytest.param("postgresql", marks=postgresql_server.needed)])
+def test_drawn_requests_are_answered_as_the_document_says(tmp_path: Path, store: str) -> None:
+    with ExitStack() as until_then:
+        told: dict[str, Any] = {}
+        if store == "postgresql":
+            told = {"store": until_then.enter_context(postgresql_server.started()).url, "host": "one"}
+        serving = until_then.enter_context(listening(tmp_path / "service", modules=(demo.MODULE,), **told))
         (tmp_path / "hooks.py").write_text(HOOKS)
         (tmp_path / "schemathesis.toml").write_text(CONFIGURATION)
-        environment = {**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
+        path = os.pathsep.join(each for each in (str(tmp_path), os.environ.get("PYTHONPATH")) if each)
+        environment = {**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": path}
         token = serving.service.tokens.make("anna", "submit")
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{serving.url}/openapi.json", "--header", f"Authorization: Bearer {token}",

@@ -37,6 +37,9 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         help=f'bytes that runs share: "8GiB" of the CPU, cuda:0=24GiB, host=64GiB, disk=500GiB; once for each (cpu={DEFAULT_CAPACITY}%)',
     )  # fmt: skip
     parser.add_argument(
+        "--cores", metavar="N", type=int, help="of the processor, which runs on it share (those of this computer)"
+    )
+    parser.add_argument(
         "--data", metavar="FOLDER", type=Path, action="append", default=[], help="that runs may read: data sets, models"
     )
     parser.add_argument(
@@ -173,6 +176,7 @@ def _bytes(name: str, text: str | None) -> int | None:
 
 
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
+    from memfit.runner.cores import cores
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving
     from memfit.service.settings import LEASE_SECONDS, ServiceSettings, own_name, planning_memory, read_capacity
@@ -183,6 +187,8 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     log.addHandler(handler)
     log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
     logging.getLogger("uvicorn").addHandler(handler)
+    if arguments.cores is not None and arguments.cores < 1:
+        raise ConfigError(f"--cores {arguments.cores}: runs share at least one core")
     capacity = read_capacity(tuple(arguments.capacity) or ("64MiB" if arguments.demo else DEFAULT_CAPACITY,))
     settings = ServiceSettings(
         folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
@@ -191,7 +197,7 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
         keep_bytes=_bytes("keep-bytes", arguments.keep_bytes), keep_audit_days=arguments.keep_audit_days,
         owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk), store=arguments.store,
         host=(arguments.host_name or own_name()) if arguments.store else "",
-        lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease,
+        lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease, cores=arguments.cores or cores(),
     )  # fmt: skip
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 

@@ -191,11 +191,14 @@ def _seconded(folder: str, lease: Lease) -> int:
         return os.pidfd_open(pid)
     try:
         os.setsid()
-        while not select.select([watched], [], [], 1.0)[0]:
-            if (
-                lease.seconds_left() < (lease.ends - lease.last) / 2
-            ):  # it would have ended the run by now: somebody has halted it
+        wait = 0.05
+        while not select.select([watched], [], [], wait)[0]:
+            left, quarter = lease.seconds_left(), (lease.last - lease.ends) / 2
+            if left < -quarter:  # it would have ended the run by now: somebody has halted it
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
+            wait = min(
+                1.0, max(0.05, quarter / 4)
+            )  # of two leases, after which others may have the run, it takes 1.75 and a little
         end_left_behind(folder)
     finally:
         os._exit(0)

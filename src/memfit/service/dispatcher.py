@@ -75,7 +75,7 @@ class Dispatcher:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
         planning = {launching.PLANNING: settings.planning_bytes * settings.planning_at_once}
-        self.runner = Runner(settings.own / "runner", {**settings.capacity, **planning})
+        self.runner = Runner(settings.own / "runner", {**settings.accounts, **planning})
         self.host = Host(store, settings) if settings.host else None
         self.draining = False
         self.forgotten: SimpleQueue[str] = SimpleQueue()  # names of parts whose files are gone
@@ -239,11 +239,11 @@ class Dispatcher:
         """Check that a run fits on some host where nothing else runs; what is told is of this one."""
         for capacity in self.host.capacities() if self.host is not None else ():
             try:
-                Ledger(capacity).check(request)
+                Ledger({**self.settings.accounts, **capacity}).check(request)
             except InputError:
                 continue
             return
-        self.runner.ledger.check(request)
+        Ledger(self.settings.accounts).check(request)
 
     def _read_plan(self, run: StoredRun) -> Plan:
         with open_inside(launching.folder_of(self.settings, run.number), "plan.json") as stream:
@@ -366,7 +366,7 @@ class Dispatcher:
             planned = Planned.from_json(run.plan or {})
             request = launching.training(self.settings, run, planned, run.part + 1)
             waiting.append(Queued(request, max(planned.seconds(), 1.0), run.owner, run.priority))
-        laid_out = turns(self.settings.capacity, occupied, in_order(waiting, self._had(running)))
+        laid_out = turns(self.settings.accounts, occupied, in_order(waiting, self._had(running)))
         return {int(turn.name.partition("-")[0]): turn for turn in laid_out}
 
     def _remaining(self, run: StoredRun) -> float:

@@ -193,7 +193,8 @@ class Host:
         for name, epoch, beats, seconds in self.store.read(query, (self.name,)):
             beat, (seen, since) = (epoch, beats), self._seen.get(name, ((0, 0), 0.0))
             if beat != seen:
-                self._seen[name] = (beat, now)
+                # From after it was read: it may have been given at the last moment of a look that took long.
+                self._seen[name] = (beat, self.clock())
             elif now - since > 2 * seconds and self._take(name, beat, seconds):
                 silent.append(name)
         return silent

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from memfit.errors import InputError
+from memfit.runner.cores import CORES
+from memfit.runner.cores import cores as cores_here
 from memfit.service.uploads import UploadLimits
 from memfit.units import format_bytes, parse_bytes
 
@@ -47,6 +49,7 @@ class ServiceSettings:
         store: URL of a PostgreSQL database, which several hosts may share with the folder; None for a file in the folder, which has one host.
         host: name of this host among those that share the store; "" for the one of a store of its own.
         lease_seconds: that runs of a host go on without a word between it and the store; after twice as long others have them.
+        cores: of the processor, which runs on it share.
         program: by which a run is planned and trained: what comes before `plan`, `train` and `resume`.
     """
 
@@ -74,6 +77,12 @@ class ServiceSettings:
     store: str | None = None
     host: str = ""
     lease_seconds: float = LEASE_SECONDS
+    cores: int = field(default_factory=cores_here)
+
+    @property
+    def accounts(self) -> dict[str, int]:
+        """All that runs are promised: bytes on each device and tier, and cores."""
+        return {**self.capacity, CORES: self.cores}
 
     def check_host(self) -> None:
         """Check what is said about several hosts.

@@ -137,6 +137,23 @@ def test_a_watcher_that_was_halted_does_not_make_a_lease_longer(runner: Runner, 
     assert until_over(runner, "one")["one"].kind == "lost"
 
 
+def test_a_file_system_that_does_not_answer_makes_no_lease_longer(runner: Runner, tmp_path: Path) -> None:
+    worker = begun(runner, tmp_path, 30.0, 45.0)
+    second = watchers(tmp_path)[1]
+    os.kill(second, signal.SIGKILL)  # the one that comes in its place knows the lease as well
+    until(lambda: len(watchers(tmp_path)) == 2 and second not in watchers(tmp_path))
+    file = tmp_path / "lease"
+    lease(tmp_path, 3.0, 4.5)
+    time.sleep(1.2)
+    waits = tmp_path / "waits"
+    os.mkfifo(waits)  # whoever opens it waits for ever
+    waits.replace(file)
+    start = time.monotonic()
+    until(lambda: guard.started(worker) is None, seconds=20.0)
+    assert 2.0 < time.monotonic() - start < 12.0
+    until(lambda: not watchers(tmp_path))
+
+
 def test_a_run_that_ends_leaves_no_second_watcher(runner: Runner, tmp_path: Path) -> None:
     runner.submit(RunRequest("one", (sys.executable, "-S", "-c", ""), lease=str(lease(tmp_path, 60.0, 90.0))))
     assert until_over(runner, "one")["one"].kind == "done"

@@ -111,14 +111,17 @@ class Lease:
 
     def __init__(self, file: str) -> None:
         self.file, self.ends, self.last = file, 0.0, 0.0  # over, until something else is read
+        self.told = -1  # where a new lease is told to the second watcher
 
     def _look(self) -> float:
         try:
             with open(self.file, encoding="ascii") as stream:  # noqa: PTH123 - as above
                 first, second = stream.read().split("\n")[:2]
             ends, last, booted = first.split()
-            if first == second and booted == boot():
+            if first == second and booted == boot() and (float(ends), float(last)) != (self.ends, self.last):
                 self.ends, self.last = float(ends), float(last)
+                if self.told >= 0:
+                    os.write(self.told, f"{ends} {last}\n".encode())
         except (OSError, ValueError):
             pass  # what was read before holds
         return since_boot()
@@ -183,22 +186,39 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def _seconded(folder: str, lease: Lease) -> int:
-    """A second process that watches this one, as a file descriptor: nobody else may come to end what a killed watcher leaves behind."""
+    """A second process that watches this one, as a file descriptor: nobody else may come to end what a killed watcher leaves behind.
+
+    It opens no file: of a network file system that does not answer, whoever reads the lease waits, and the run may go on. So it is told each new lease, and
+    where it has heard of none for too long it ends this process, and the run.
+    """
+    if lease.told >= 0:  # of the one before
+        os.close(lease.told)
     watched = os.pidfd_open(os.getpid())
+    heard, lease.told = os.pipe()
+    os.set_blocking(lease.told, False)
     pid = os.fork()
     if pid:
         os.close(watched)
+        os.close(heard)
         return os.pidfd_open(pid)
     try:
         os.setsid()
-        wait = 0.05
-        while not select.select([watched], [], [], wait)[0]:
-            left, quarter = lease.seconds_left(), (lease.last - lease.ends) / 2
-            if left < -quarter:  # it would have ended the run by now: somebody has halted it
+        os.close(lease.told)
+        ends, last = lease.ends, lease.last
+        while True:
+            # Later than the first one would have ended the run, and before others may have it: after 1.75 of two leases.
+            wait = last + (last - ends) / 2 - since_boot()
+            ready = select.select([watched, heard], [], [], max(0.0, wait))[0]
+            if watched in ready:
+                break
+            if heard in ready:
+                if lines := os.read(heard, 1 << 16).split(b"\n")[
+                    :-1
+                ]:  # nothing is heard of one that is about to be gone
+                    ends, last = map(float, lines[-1].split())
+            elif wait <= 0:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
-            wait = min(
-                1.0, max(0.05, quarter / 4)
-            )  # of two leases, after which others may have the run, it takes 1.75 and a little
+                select.select([watched], [], [])
         end_left_behind(folder)
     finally:
         os._exit(0)
@@ -337,7 +357,7 @@ def main(folder: str) -> int:
     kills = _oom_kills()
     limits = Limits(spec["seconds"], spec["silent_seconds"], time.monotonic())
     lease = Lease(spec.get("lease", ""))
-    second = _seconded(folder, lease) if lease.file else None
+    second = None
     end: dict[str, Any] = {"status": None, "signal": None, "reason": "", "forced": False, "resident_bytes": 0}
 
     def orphaned() -> bool:
@@ -347,6 +367,7 @@ def main(folder: str) -> int:
     if lease.is_over():
         end["reason"] = "lease"
     else:
+        second = _seconded(folder, lease) if lease.file else None
         try:
             with open(place("stdout"), "ab") as out, open(place("stderr"), "ab") as err:  # noqa: PTH123
                 child = subprocess.Popen(  # noqa: S603 - what the user asked to be run

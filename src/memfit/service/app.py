@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 import memfit
 from memfit.errors import InputError
 from memfit.runner.ends import tail_of
-from memfit.service import demo
+from memfit.service import demo, exports
 from memfit.service.database import StoreError
 from memfit.service.guarding import UPLOADS, Guarding
 from memfit.service.housekeeping import Housekeeping
@@ -258,7 +258,12 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Answer({"plan": service.run(caller, number).plan, "text": service.words(caller, number)})
 
     @app.get("/v1/runs/{number}/export", tags=["runs"], response_class=PlainTextResponse)
-    def export(number: Number, caller: Known, kind: str = "slurm", image: str = "") -> Response:
+    def export(
+        number: Number,
+        caller: Known,
+        kind: Annotated[str, Query(json_schema_extra={"enum": list(exports.KINDS)})] = "slurm",
+        image: str = "",
+    ) -> Response:
         """A run for another scheduler, with the bytes of its plan: `slurm`, or `trainjob` with an image."""
         return PlainTextResponse(service.exported(caller, number, kind, image))
 

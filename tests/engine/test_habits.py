@@ -219,11 +219,11 @@ class Doubled(torch.autograd.Function):
     """A node of the user's own, whose backward is Python."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         return x + x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient + gradient
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+import small
 from memfit.errors import InputError
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
@@ -95,12 +96,12 @@ def rows() -> Tensor:
 
 def dropping(kernel: type[torch.autograd.Function]) -> memfit.Plan:
     """A plan that drops whatever may be dropped before the last layer."""
-    return memfit.recompute(Network(kernel), rows(), squares, keep=["middle"])
+    return memfit.recompute(Network(kernel), rows(), squares, small.adamw, keep=["middle"])
 
 
 def losses_by_hand(kernel: type[torch.autograd.Function]) -> list[float]:
     model, losses = Network(kernel), []
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = small.adamw(model.parameters())
     for _ in range(3):
         loss = squares(model, rows())
         optimizer.zero_grad()
@@ -131,7 +132,7 @@ def test_what_is_filled_unseen_is_not_copied_away_before_it_is_whole() -> None:
     recipes = Recipes(planning_of(plan).solver(1).trace, Link("disk", 1e9, 1e9, 1e-4, least_bytes=1))
     offloaded = {storage: ways[1] for storage, ways in recipes.reloads_of.items() if storage in recipes.saved}
     script = compile_script(recipes, recomputations_for(recipes, (), offloaded=offloaded))
-    engine = memfit.apply(replace(plan, script=script), Network(Doubled), squares)
+    engine = memfit.apply(replace(plan, script=script), Network(Doubled), squares, small.adamw)
 
     assert len(script.swaps) == 4  # what GELU, two layers and the square read; not what the kernel has filled
     assert [engine.step(rows()).loss for _ in range(3)] == losses_by_hand(Doubled)

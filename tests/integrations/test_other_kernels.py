@@ -293,7 +293,9 @@ def _calls_compiled(model: nn.Module, sample: Any) -> Tensor:
     return _scaled(_scaled_square(model, sample))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler's own
 def test_what_was_compiled_and_run_before_is_seen_all_the_same() -> None:
     """Its code is at hand by then, and would run in place of the operations, were it not for the capture."""
     calls_compiled = Rotated(llama())
@@ -357,6 +359,7 @@ def by_hand(model: Any) -> list[float]:
 AS_WRITTEN = [compiled, compiled_in_place, compiled_layer, compiled_function]
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize("make", [llama, lambda: llama("eager"), *AS_WRITTEN])
 def test_plain_loops_run_it_to_the_bit_in_the_bytes_predicted(make: Callable[[], Any]) -> None:
     """PyTorch's own attention; and what is compiled, under the stance that runs it as it is written."""
@@ -371,6 +374,7 @@ def test_plain_loops_run_it_to_the_bit_in_the_bytes_predicted(make: Callable[[],
     assert [record.peak_bytes for record in records[1:]] == [plan.prediction.peak_bytes] * (STEPS - 1)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("make", [lambda: llama("eager"), compiled, compiled_in_place])
 def test_trainer_runs_it_to_the_bit(make: Callable[[], Any], tmp_path: Path) -> None:
     torch.compiler.set_stance("force_eager")
@@ -389,6 +393,7 @@ def test_trainer_runs_it_to_the_bit(make: Callable[[], Any], tmp_path: Path) -> 
     assert peaks == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.005)] * (STEPS - 1)
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize("make", [lambda: llama("eager"), compiled, compiled_in_place])
 def test_lightning_runs_it_to_the_bit(make: Callable[[], Any]) -> None:
     torch.compiler.set_stance("force_eager")

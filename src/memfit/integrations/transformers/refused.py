@@ -48,7 +48,8 @@ def refuse(trainer: Any) -> None:
     if args.activation_checkpointing or _recomputes(trainer.model):
         raise InputError(
             "activation (gradient) checkpointing recomputes every layer whether or not the budget asks for it, and a plan recomputes what pays: leave it "
-            "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on"
+            "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on (PEFT turns it on, unless told "
+            "prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))"
         )
     if args.fp16:
         raise InputError(

@@ -155,7 +155,7 @@ def triton_kernel(triton: Any) -> type[torch.autograd.Function]:
     globals()["tl"] = tl  # where Triton looks for the names in a kernel
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def twice(source: Any, target: Any, count: Any, block: tl.constexpr) -> None:
+    def twice(source: Any, target: Any, count: Any, block: tl.constexpr) -> None:  # type: ignore[name-defined]
         places = tl.program_id(0) * block + tl.arange(0, block)
         inside = places < count
         tl.store(target + places, tl.load(source + places, mask=inside) * 2, mask=inside)

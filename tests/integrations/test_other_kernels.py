@@ -179,7 +179,8 @@ def by_run_file(make: Callable[[], Any], folder: Path) -> None:
     builders.make = make  # type: ignore[attr-defined]
     builders.__file__ = "builders.py"
     sys.modules[builders.__name__] = builders
-    np.savez(folder / "data.npz", **{name: torch.stack([row[name] for row in rows()]).numpy() for name in rows()[0]})
+    arrays: dict[str, Any] = {name: torch.stack([row[name] for row in rows()]).numpy() for name in rows()[0]}
+    np.savez(folder / "data.npz", **arrays)
     settings = {
         "model": {"python": f"{builders.__name__}:make"},
         "data": {"train": "data.npz"},
@@ -317,9 +318,9 @@ def test_flex_attention_of_torchs_own_is_refused_wherever_it_is_to_run() -> None
 
     with torch.device("meta"):
         absent = Attending()
-    for model, named in ((Attending(), {}), (Attending(), {"device": "rtx4090"}), (absent, {"device": "rtx4090"})):
+    for model, device in ((Attending(), None), (Attending(), "rtx4090"), (absent, "rtx4090")):
         with pytest.raises(InputError, match="take torch.nn.functional.scaled_dot_product_attention"):
-            memfit.plan(model, small.rows(32), _scaled_square, "1GiB", **named)
+            memfit.plan(model, small.rows(32), _scaled_square, "1GiB", device=device)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])

@@ -31,7 +31,9 @@ pytestmark = [
     # peft asks models for what transformers calls otherwise since.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning"),  # PEFT's default
+    pytest.mark.filterwarnings(
+        "ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning"
+    ),  # PEFT's default
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),

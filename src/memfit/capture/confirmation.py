@@ -25,6 +25,7 @@ from memfit.capture.samples import rows_of, shortened
 from memfit.capture.scaling import scaled
 from memfit.capture.source import StepSource
 from memfit.errors import CaptureError, InputError
+from memfit.step.device import device_of
 from memfit.step.other_kernels import explained
 from memfit.step.process_generators import outside_torch, outside_torch_kept
 from memfit.techniques.choices import BASELINE, Choices
@@ -60,7 +61,8 @@ def trustworthy(
     try:
         return _trustworthy(source, choices, believed, layouts, others)
     except Exception as error:
-        told = None if isinstance(error, InputError) else explained(error)
+        on_gpu = device_of(source.model).type == "cuda"
+        told = None if isinstance(error, InputError) else explained(error, on_gpu=on_gpu)
         if told is None:
             raise
         raise told from error

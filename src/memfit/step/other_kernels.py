@@ -149,8 +149,13 @@ def run_as_written() -> Iterator[bool]:
         yield before
 
 
-def explained(error: BaseException) -> InputError | None:
-    """What to say of an error that a capture ended with inside a kernel that is not PyTorch's own; None for any other."""
+def explained(error: BaseException, *, on_gpu: bool) -> InputError | None:
+    """What to say of an error that a capture ended with inside a kernel that is not PyTorch's own; None for any other.
+
+    Args:
+        error: that was raised.
+        on_gpu: the model is on a GPU of this computer, where Triton's kernels run, and what they raise is the user's own.
+    """
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, torch.OutOfMemoryError):
@@ -162,7 +167,7 @@ def explained(error: BaseException) -> InputError | None:
                 return liger("the step")
             if file.parts[-3:] == ("nn", "attention", "flex_attention.py"):
                 return InputError(_FLEX)
-            if file.parts[-3:-1] == ("triton", "runtime"):
+            if not on_gpu and file.parts[-3:-1] == ("triton", "runtime"):
                 return InputError(_TRITON)
             traceback = traceback.tb_next
         found = found.__cause__

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import memfit
 import small
+from memfit.capture.unseen_writes import UnseenWrites
 from memfit.errors import InputError
 from memfit.hardware.machine import Link
 from memfit.planner.recipes import Recipes
@@ -125,6 +126,42 @@ def test_what_an_unseen_kernel_has_filled_is_kept_and_trains_to_the_bit(kernel: 
 def test_what_such_a_kernel_writes_over_values_is_refused() -> None:
     with pytest.raises(InputError, match=r"something writes into a tensor in forward .*torch.library.custom_op"):
         dropping(DoubledInPlace)
+
+
+MADE = torch.ops.aten.add.Tensor
+
+
+def exchanged(x: Tensor, elements: int) -> None:
+    x.copy_(torch.cat([x[elements:], x[:elements]]))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x[-1:].add_(1.0), lambda x: exchanged(x, 1), lambda x: exchanged(x, len(x) // 2)],
+    ids=["one number", "turned", "halves exchanged"],
+)
+@pytest.mark.parametrize("elements", [2, 10, 1 << 19, (1 << 20) + 3])
+def test_any_write_is_seen_in_a_tensor_of_any_size(elements: int, write: Callable[[Tensor], None]) -> None:
+    watch, x = UnseenWrites(), torch.arange(elements, dtype=torch.float32)
+    watch.made(MADE, x, 0)
+    watch.read(x, 0, "")
+    write(x)
+    with pytest.raises(InputError, match="something writes into a tensor in head where"):
+        watch.read(x, 0, "head")
+
+
+def test_what_backward_has_written_into_may_be_read_by_the_next_forward() -> None:
+    watch, x = UnseenWrites(), torch.ones(8)
+    watch.made(MADE, x, 0)
+    x.mul_(2)
+    watch.forget([0])
+    watch.read(x, 0, "")
+
+
+def test_tensors_without_bytes_are_left_alone() -> None:
+    watch, x = UnseenWrites(), torch.ones(8, device="meta")
+    watch.made(MADE, x, 0)
+    watch.read(x, 0, "")
 
 
 def test_what_is_filled_unseen_is_not_copied_away_before_it_is_whole() -> None:

@@ -375,6 +375,40 @@ def test_plain_loops_run_it_to_the_bit_in_the_bytes_predicted(make: Callable[[],
     assert [record.peak_bytes for record in records[1:]] == [plan.prediction.peak_bytes] * (STEPS - 1)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(small.WIDTH, small.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _scaled(self.inner(x)).tanh()
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_streamed_layers_run_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_OFFLOAD_DIR", str(tmp_path))
+    x = torch.randn(32, small.WIDTH)
+    given: Any = {"loss_fn": squares, "optimizer": small.adamw, "fixed": {"streamed": ".", "micro_batches": 1}}
+    with pytest.raises(InputError, match=r"_scaled, which runs in .*, is compiled by torch.compile"):
+        memfit.plan(blocks(), x, budget="1GiB", **given)
+    torch.compiler.set_stance("force_eager")
+    plan = memfit.plan(blocks(), x, budget="1GiB", **given)
+    engine = memfit.apply(plan, blocks(), squares)
+    records = [engine.step(x, meter=True) for _ in range(STEPS)]
+    plainly = memfit.fit(blocks(), x, squares, "1GiB", small.adamw, fixed={"micro_batches": 1})
+
+    assert [record.loss for record in records] == [plainly.step(x).loss for _ in range(STEPS)]
+    assert [record.peak_bytes for record in records[1:]] == [plan.prediction.peak_bytes] * (STEPS - 1)
+
+
 @pytest.mark.alternate(1)
 @pytest.mark.parametrize("make", [lambda: llama("eager"), compiled, compiled_in_place])
 def test_trainer_runs_it_to_the_bit(make: Callable[[], Any], tmp_path: Path) -> None:

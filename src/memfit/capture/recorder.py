@@ -307,6 +307,8 @@ class Recorder(dispatch.DispatchMode):
             self._last_write[s] = event
         if forward and writes:
             self._unseen.wrote(inputs, reads, writes)
+        else:
+            self._unseen.forget(writes)
         self._unwatched.ran(reads, made)
         self._numbers.ran(func, args, result, self.module, event)
         if self.phase is Phase.BACKWARD:

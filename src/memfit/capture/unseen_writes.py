@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memfit.errors import InputError
 from memfit.storage.raw_bytes import flat_storage
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 EMPTY: Final = ("aten::empty", "aten::new_empty")  # beginnings of the names of what makes a tensor without values
 _PATTERN: Final = 0x5A  # put into what is made empty, whose bytes may be those of the forward before by chance
 _WORD: Final = 8
+_PIECE: Final = 1 << 17  # words that are added up at a time, so that what that takes stays in the caches
+_FAR: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, 2^64 over the golden ratio: tells the pieces apart
 
 
 class UnseenWrites:
@@ -37,8 +39,8 @@ class UnseenWrites:
 
     def made(self, func: OpOverload, tensor: torch.Tensor, storage: int) -> None:
         """An operation of forward has made this storage."""
-        if isinstance(tensor, FakeTensor):
-            return
+        if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+            return  # has no bytes
         if func._schema.name.startswith(EMPTY):
             with _disable_current_modes():
                 flat_storage(tensor.untyped_storage()).fill_(_PATTERN)
@@ -51,6 +53,12 @@ class UnseenWrites:
             if storage in written and storage in self._sums:
                 self._empty.discard(storage)
                 self._sums[storage] = self._sum(tensor)
+
+    def forget(self, storages: Iterable[int]) -> None:
+        """Something else than forward has written into these storages: what is in them is no longer looked at."""
+        for storage in storages:
+            self._sums.pop(storage, None)
+            self._empty.discard(storage)
 
     def read(self, tensor: torch.Tensor, storage: int, module: str) -> None:
         """An operation of forward is about to read it, or autograd saves it.
@@ -90,7 +98,9 @@ class UnseenWrites:
             whole = bytes_.numel() // _WORD * _WORD
             words, rest = bytes_[:whole].view(torch.int64), bytes_[whole:]
             factors = self._factors.get(bytes_.device)
-            if factors is None or len(factors) < len(words):
-                factors = torch.arange(1, 2 * len(words) + 1, 2, device=bytes_.device)
-                self._factors[bytes_.device] = factors
-            return int((words * factors[: len(words)]).sum()) + int(rest.sum())
+            if factors is None:
+                factors = self._factors[bytes_.device] = torch.arange(1, 2 * _PIECE, 2, device=bytes_.device)
+            total = rest.sum()
+            for piece in words.split(_PIECE):
+                total = total * _FAR + (piece * factors[: len(piece)]).sum()
+            return int(total)

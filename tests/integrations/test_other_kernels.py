@@ -286,6 +286,19 @@ def test_a_compiled_loss_is_refused(make: Callable[[], Any]) -> None:
         memfit.plan(small.chain(1), small.rows(), make(), "1GiB")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_torchscript_is_refused() -> None:
+    rows = small.rows(8)
+    traced = torch.jit.trace(blocks_as_written(), rows)
+    for model, what in ((traced, "the model"), (nn.Sequential(traced), "the model's 0")):
+        with pytest.raises(InputError, match=f"^{what} is TorchScript, .*give the module that it was made of"):
+            memfit.plan(model, rows, _scaled_square, "1GiB")
+
+
+def blocks_as_written() -> nn.Module:
+    return nn.Sequential(nn.Linear(small.WIDTH, small.WIDTH), nn.GELU())
+
+
 def _scaled_square(model: nn.Module, sample: Any) -> Tensor:
     return model(sample[0]).square().mean()  # type: ignore[no-any-return]
 

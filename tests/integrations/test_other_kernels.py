@@ -286,9 +286,9 @@ def test_a_compiled_loss_is_refused(make: Callable[[], Any]) -> None:
         memfit.plan(small.chain(1), small.rows(), make(), "1GiB")
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:DeprecationWarning")
 def test_torchscript_is_refused() -> None:
-    rows = small.rows(8)
+    rows = torch.randn(8, small.WIDTH)
     traced = torch.jit.trace(blocks_as_written(), rows)
     for model, what in ((traced, "the model"), (nn.Sequential(traced), "the model's 0")):
         with pytest.raises(InputError, match=f"^{what} is TorchScript, .*give the module that it was made of"):

@@ -165,6 +165,7 @@ def run_pages() -> list[Any]:
 # Lightning 2.6 asks torch for what is called otherwise since; and finds few workers and few batches on a page.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches|tensorboardX)")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("page", run_pages(), ids=page_name)
 def test_python_runs_and_prints_what_the_page_says(
     page: Path,

@@ -21,6 +21,7 @@ from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
 from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
+from memfit.step.other_kernels import refuse_attention
 from memfit.step.program import OptimizerFactory
 from memfit.train import deepspeed_merge, readers, text
 from memfit.train.adapters import with_adapters
@@ -215,6 +216,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
     auto = getattr(transformers, _AUTO[config.model.task])
     try:
         settings = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
+        refuse_attention(settings._attn_implementation)  # noqa: SLF001 - transformers has no other name for it
         if not weights:
             with torch.device("meta"):
                 model = auto.from_config(settings, **of_dtype)
@@ -228,7 +230,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
             with without_bars():
                 model = auto.from_pretrained(str(folder), config=settings, local_files_only=True, **of_dtype)
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, InputError):
             raise
         raise ConfigError(
             f"model.hf: transformers cannot make a {config.model.task} model of {folder}: {error}"

@@ -77,8 +77,8 @@ def test_a_page_about_a_technique_answers_the_same_questions_as_the_others(page:
     text = page.read_text(encoding="utf-8")
 
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
-        "When to take it",
-        "How to ask for it",
+        "When to use it",
+        "How to use it",
         "What it costs",
         "Limits",
         "Measured",

@@ -165,6 +165,8 @@ def run_pages() -> list[Any]:
 # Lightning 2.6 asks torch for what is called otherwise since; and finds few workers and few batches on a page.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|number of training batches|tensorboardX)")
+# What PEFT asks of transformers 5.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", run_pages(), ids=page_name)
 def test_python_runs_and_prints_what_the_page_says(
     page: Path,

@@ -265,7 +265,7 @@ def _sharding_seconds(rows: Rows, asked: Any) -> Picture:
 
 def tune(rows: Rows, asked: Any) -> dict[str, Picture]:
     """Thirty runs over time, as each way starts them, below the budget or above it."""
-    ways = [row for row in rows if row["part"] == "own runs" and "ran" in row]
+    ways = asked.own_runs.in_order([row for row in rows if row["part"] == "own runs" and "ran" in row])
     if not ways:
         return {}
     budget = asked.own_runs.BUDGET / MIB
@@ -277,7 +277,9 @@ def tune(rows: Rows, asked: Any) -> dict[str, Picture]:
             told += f", {futile} launched that cannot fit"
         runs = [Run(begin / 60, end / 60, size / MIB) for begin, end, size in row["ran"]]
         parts.append((f"{row['way']}: {told}", runs))
-    longest = rounded_up(max(run.end for _, runs in parts for run in runs), 5)
+    longest = max(run.end for _, runs in parts for run in runs)
+    every = 2.0 if longest <= 10 else 5.0
+    longest = rounded_up(longest, every)
     over = [row for row in ways if row["over_seconds"]]
     exceeded = "; ".join(f"{row['way']}: {row['over_seconds']:.0f} s above it" for row in over)
     head = Head(
@@ -293,7 +295,7 @@ def tune(rows: Rows, asked: Any) -> dict[str, Picture]:
         ],
     )
     most = rounded_up(max(budget, *(row["most_bytes"] / MIB for row in ways)), 50)
-    minutes = ticks((5.0 * n for n in range(int(longest // 5) + 1)), "{:.0f} min")
+    minutes = ticks((every * n for n in range(round(longest / every) + 1)), "{:.0f} min")
     y_axis = Axis(0, most, ticks((0, 50, 100, 150), "{:.0f} MiB"), "")
     x_axis = Axis(0, longest, minutes, "since the search began", minutes[::2])
     return {

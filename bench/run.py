@@ -25,6 +25,7 @@ from memfit.views.svg import escaped, svg_file
 
 FOLDER = Path(__file__).resolve().parent
 DOCS = FOLDER.parent / "docs"
+README = FOLDER.parent / "README.md"
 TECHNIQUES = DOCS / "techniques"
 PICTURES = DOCS / "pictures" / "figures"
 PHONE = 700  # pixels of a screen below which a chart is shown in its narrow layout
@@ -117,6 +118,16 @@ def measured(technique: str) -> str:
     return "\n\n".join(parts)
 
 
+def packed(folder: Path, *, with_chart: bool) -> str:
+    """Runs packed by their predicted peaks beside other ways to start them, for a page in a folder that is not about measurements."""
+    rows = measuring.kept("tune")
+    own = [row for row in rows if row["part"] == "own runs"]
+    charts = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of("tune", rows).items()]
+    table = module_of("tune").own_runs.short_table(own)
+    told = "\n\n".join([*(charts if with_chart else []), table, f"{measuring.in_words(own[0]['machine'])}."])
+    return f"\n{told}\n"
+
+
 # Stored results have the words of the code that wrote them; pages have the field's.
 WORDS = (
     (r"\bswap\b", "activation offloading"),
@@ -141,7 +152,7 @@ def between(text: str, written: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Each question's README, docs/figures.md with all of them, and the pages of techniques, from the kept results."""
+    """Each question's README, docs/figures.md with all of them, and the pages that quote some, from the kept results."""
     out = {}
     parts = []
     for question in QUESTIONS:
@@ -156,8 +167,10 @@ def pages() -> dict[Path, str]:
     for path in sorted(TECHNIQUES.glob("*.md")):
         if BEGIN in (text := path.read_text()):
             out[path] = between(text, f"\n{measured(path.stem)}\n")
-    fits = DOCS / "24gb.md"
+    fits, tuning = DOCS / "24gb.md", DOCS / "tuning.md"
     out[fits] = between(fits.read_text(), f"\n{section('answers', DOCS)}\n")
+    out[tuning] = between(tuning.read_text(), packed(DOCS, with_chart=True))
+    out[README] = between(README.read_text(), packed(README.parent, with_chart=False))
     body = "\n".join(parts).rstrip() + "\n"
     out[DOCS / "figures.md"] = f"{beginning(body)}\n{body}"
     return out | drawn()

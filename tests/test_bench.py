@@ -71,6 +71,16 @@ def test_runs_in_a_chart_are_as_high_as_all_that_run_together(bench: Any) -> Non
     assert tops[charts.LAYERS[0]] == 40
 
 
+def test_ways_to_start_runs_are_told_in_one_order_however_their_rows_are_kept(bench: Any) -> None:
+    """A way that is measured anew is kept last; what is told of memfit must not be told of another."""
+    rows = bench.measuring.kept("tune")
+    pictures = [bench.charts_of("tune", some)["tune-packing"](WIDE) for some in (rows, rows[::-1])]
+    packed = next(row for row in rows if row["part"] == "own runs" and "packed" in row["way"])
+
+    assert pictures[0] == pictures[1]
+    assert f"packed by memfit in {packed['seconds'] / 60:.1f} minutes" in pictures[0].label
+
+
 def test_every_question_has_its_folder_and_no_folder_is_forgotten(bench: Any) -> None:
     folders = {path.parent.name for path in BENCH.glob("*/run.py")} - {"gpu"}
     assert folders == set(bench.QUESTIONS)

@@ -298,6 +298,10 @@ def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples 
                 raise ConfigError(
                     f"data.python: {data.python} returned {type(each).__name__}, which has no length and items"
                 )
+        if pair[1] is None and config.early_stopping is not None:
+            raise ConfigError(
+                f"early_stopping needs data to evaluate on, and data.python: {data.python} returned one dataset: return (train, validation)"
+            )
         return ItemSamples(pair[0]), None if pair[1] is None else ItemSamples(pair[1]), ()
     read = _Reader(config, model)
     training = read("data.train", data.train)

@@ -19,6 +19,7 @@ import yaml
 from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import deepspeed_merge
+from memfit.train.early_stopping import EarlyStoppingConfig
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
@@ -304,6 +305,7 @@ class Config:
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
         lora: adapters to train in place of the model's weights; None for none.
+        early_stopping: when to end before the last step; None for never.
         deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
             it says, and keys of ours that say otherwise an error (`memfit.train.deepspeed_merge`).
         deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
@@ -322,6 +324,7 @@ class Config:
     deepspeed_strict: bool = True
     folder: str = ""
     lora: LoraConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.model.weights == "4bit" and self.lora is None and not self.fit.freeze:
@@ -332,11 +335,25 @@ class Config:
             raise ConfigError(
                 "lora.merge goes with model.hf and one device: leave it out, and merge the adapters that are written with PEFT's merge_and_unload"
             )
+        if self.early_stopping is not None:
+            self._check_early_stopping(self.early_stopping)
         for name, value in self.kept_as.items():
             if self.fit.fixed.get(name, value) != value:
                 raise ConfigError(
                     f"model.weights: {self.model.weights} says otherwise than fit.fixed.{name}: {self.fit.fixed[name]}"
                 )
+
+    def _check_early_stopping(self, settings: EarlyStoppingConfig) -> None:
+        if not self.train.eval_every:
+            raise ConfigError(
+                "early_stopping compares evaluations, and train.eval_every is 0: set it to the steps between two"
+            )
+        if self.data.train and not self.data.validation:
+            raise ConfigError("early_stopping needs data to evaluate on: name files in data.validation")
+        if settings.metric == "validation_accuracy" and self.model.task in ("causal-lm", "masked-lm"):
+            raise ConfigError(
+                f"early_stopping.metric: validation_accuracy is of a classifier, and model.task is {self.model.task}: take validation_loss"
+            )
 
     @property
     def kept_as(self) -> dict[str, str]:
@@ -434,10 +451,9 @@ def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
     data = {key: value for key, value in data.items() if key != "search"}  # `memfit tune` reads that part
-    if (
-        "lora" in data and data["lora"] is None
-    ):  # `lora:` with nothing below it asks for adapters as they are by default
-        data["lora"] = {}
+    for name in ("lora", "early_stopping"):  # with nothing below it, such a section asks for what it is by default
+        if name in data and data[name] is None:
+            data[name] = {}
     return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})
 
 

@@ -44,10 +44,12 @@ class Log:
         line = {key: value for key, value in line.items() if value is not None and value != () and value is not False}
         self._add({**line, "loss": record.loss if math.isfinite(record.loss) else None})
 
-    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """A line for an evaluation; with the accuracy of a classifier."""
-        right = {} if accuracy is None else {"validation_accuracy": accuracy}
-        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None, **right})
+    def validation(self, step: int, loss: float, accuracy: float | None = None, *, best: bool = False) -> None:
+        """A line for an evaluation; with the accuracy of a classifier, and whether it is the best so far."""
+        line: dict[str, Any] = {} if accuracy is None else {"validation_accuracy": accuracy}
+        if best:
+            line["best"] = True
+        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None, **line})
 
     def _add(self, line: dict[str, Any]) -> None:
         try:
@@ -81,7 +83,7 @@ class SilentLog:
     def step(self, record: StepRecord, *, epoch: int, learning_rate: float, predicted_peak_bytes: int) -> None:
         """Nothing."""
 
-    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+    def validation(self, step: int, loss: float, accuracy: float | None = None, *, best: bool = False) -> None:
         """Nothing."""
 
     def sync(self) -> None:

@@ -26,12 +26,14 @@ from memfit.train import snapshots
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
+from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
 from memfit.train.evaluate import Accuracy, evaluate
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.saving import Saving
 from memfit.train.schedule import MovedRates, Rates
+from memfit.train.snapshot_folders import named
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
 from memfit.train.watchdog import Watchdog
@@ -104,6 +106,8 @@ class RunOutcome:
         signal: number of the signal that stopped it; None when it ran to its end.
         ranks: what each of several has shown since it was started; empty for one process.
         validation_accuracy: of the last evaluation of a classifier; None where there was none.
+        best: the best evaluation, whose parameters the model has in the end; None without early stopping.
+        stopped_early: why training ended before its last step; None where it did not.
     """
 
     step: int
@@ -115,6 +119,8 @@ class RunOutcome:
     signal: int | None = None
     ranks: tuple[MeasuredRank, ...] = ()
     validation_accuracy: float | None = None
+    best: Best | None = None
+    stopped_early: str | None = None
 
 
 def total_steps(settings: TrainConfig, batches: Batches) -> int:
@@ -131,8 +137,9 @@ def train(
     schedule: ScheduleConfig | MakeRates | None = None,
     validation: Validation | None = None,
     snapshot: Snapshot | None = None,
+    early_stopping: EarlyStoppingConfig | None = None,
 ) -> RunOutcome:
-    """Train until all steps are taken or a signal asks to stop.
+    """Train until all steps are taken, evaluations get no better, or a signal asks to stop.
 
     Args:
         engine: what `memfit.fit` or `memfit.apply` returned; the learning rates of its optimizer are the ones that the schedule scales.
@@ -142,12 +149,16 @@ def train(
         schedule: of the learning rate; or a function that makes the rates from the optimizer and the total number of steps.
         validation: data to evaluate on; None for no evaluation.
         snapshot: where to continue; None starts from the beginning.
+        early_stopping: when to end before the last step; then the model goes back to the best evaluation, unless a signal has stopped the run.
 
     Raises:
+        InputError: the engine has no optimizer; the metric of early stopping is one that the model does not give.
         NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
         SnapshotError: a snapshot cannot be written; older ones are whole.
     """
     run = _Run(engine, batches, output, settings or TrainConfig(), schedule or ScheduleConfig(), validation)
+    if early_stopping is not None:
+        run.early = EarlyStopping(early_stopping)
     return run.go(snapshot)
 
 
@@ -174,6 +185,8 @@ class _Run:
     saving: Saving | None = None
     waiting: float | None = None
     ranks: tuple[MeasuredRank, ...] = ()
+    early: EarlyStopping | None = None
+    best_saved: int | None = None
     watchdog: Watchdog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +224,8 @@ class _Run:
                     self._save(log)
                 self._saved()
                 self._prune()  # the run may have been killed before it got to that
+                if self.signal is None:
+                    self._go_back_to_best()
         except Exception:
             self._given_up()
             raise
@@ -227,6 +242,8 @@ class _Run:
             self.signal,
             self.ranks,
             self.validation_accuracy,
+            None if self.early is None else self.early.best,
+            self.early.reason() if self.early is not None and self.early.over and self.step < total else None,
         )
 
     def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
@@ -277,6 +294,21 @@ class _Run:
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.skipped = loop.get("skipped", 0)
         self.validation_accuracy = loop.get("validation_accuracy")
+        if self.early is not None:
+            self._go_on_counting(self.early, loop.get("early_stopping"))
+
+    def _go_on_counting(self, early: EarlyStopping, state: Mapping[str, Any] | None) -> None:
+        """Evaluations are compared with the best one so far, if the state that it was of is still there."""
+        early.set_state(state)
+        if early.best is None:
+            return
+        if (self.output.folder / named(early.best.step) / snapshots.RECORD).is_file():
+            self.best_saved = early.best.step
+            return
+        self.output.display.note(
+            f"the snapshot of the best evaluation ({early.best}) is gone: the best is looked for anew"
+        )
+        early.best, early.misses = None, 0
 
     def _restored(self, snapshot: Snapshot) -> dict[str, Any]:
         """The loop's values, where everything else is put back."""
@@ -301,9 +333,9 @@ class _Run:
         settings = self.settings
         data = self.batches.start(self.position)
         predicted = self._predicted()
-        if settings.eval_every and self.step and self.step % settings.eval_every == 0:
-            self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
-        while self.step < total and not self._asked(stop):
+        if settings.eval_every and self.step and self.step % settings.eval_every == 0 and self._evaluate(log, stop):
+            self._save(log)  # of the evaluation that a stop has cut short; nothing where it was made
+        while self.step < total and not self._over() and not self._asked(stop):
             self.watchdog.progress()
             if self.saving is not None and self.saving.done:
                 self._saved()
@@ -336,14 +368,20 @@ class _Run:
                 for tracker in self.output.trackers:
                     tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
             self.output.display.step(record, rate, log=due)
-            if settings.eval_every and self.step % settings.eval_every == 0:
-                self._evaluate(log, stop)
-            if settings.save_every and self.step % settings.save_every == 0:
+            best = bool(settings.eval_every) and self.step % settings.eval_every == 0 and self._evaluate(log, stop)
+            if best or (settings.save_every and self.step % settings.save_every == 0):
                 self._save(log)
+        if self._over() and self.step < total and self.early is not None:
+            self.output.display.note(f"stopped early after step {self.step}: {self.early.reason()}")
 
-    def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
+    def _over(self) -> bool:
+        """Whether evaluations have got no better for long enough."""
+        return self.early is not None and self.early.over
+
+    def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> bool:
+        """Evaluate, unless that was done after this very step; whether it is the best evaluation so far, whose state is to be kept."""
         if self.validation is None or self.evaluated == self.step:
-            return
+            return False
         choices, sharded = self.engine.plan.choices, self.engine.sharded
         loss_fn = (
             self.validation.loss_fn if sharded is None else sharded.loss_without_gradients(self.validation.loss_fn)
@@ -361,14 +399,58 @@ class _Run:
                 accuracy=accuracy,
             )
         if loss is None:
-            return
+            return False
         self.validation_loss, self.evaluated = loss, self.step
         self.validation_accuracy = accuracy.share
-        log.validation(self.step, loss, accuracy.share)
+        best = self._counted(loss, accuracy.share)
+        log.validation(self.step, loss, accuracy.share, best=best)
         for tracker in self.output.trackers:
             tracker.validation(self.step, loss)
         told = "" if accuracy.share is None else f", accuracy {100 * accuracy.share:.1f} %"
+        if self.early is not None:
+            told += (
+                ", the best so far"
+                if best
+                else f", no better for {self.early.misses} of {self.early.settings.patience}"
+            )
         self.output.display.note(f"step {self.step}: validation loss {loss:.4f}{told}")
+        return best
+
+    def _counted(self, loss: float, accuracy: float | None) -> bool:
+        """Whether an evaluation is the best so far."""
+        if self.early is None:
+            return False
+        value = loss if self.early.settings.metric == "validation_loss" else accuracy
+        if value is None:
+            raise InputError(
+                "early_stopping.metric: validation_accuracy needs logits of shape (samples, classes) from the model, and whole numbers as labels, "
+                "one for each sample: take validation_loss"
+            )
+        # Ranks evaluate the same data, and may still differ in the last bit: all follow the first one.
+        value = value if self.output.together is None else self.output.together.told(value)
+        return self.early.take(self.step, value)
+
+    def _go_back_to_best(self) -> None:
+        """The model is what it was at the best evaluation."""
+        if self.early is None or self.early.best is None or self.early.best.step == self.step:
+            return
+        snapshot = None
+        if self.output.writes:
+            try:
+                snapshot = snapshots.read(self.output.folder / named(self.early.best.step))
+            except SnapshotError as error:
+                self.output.display.note(f"{error}: the model is that of step {self.step}, not of the best evaluation")
+        if self.output.together is not None:
+            snapshot = self.output.together.told(snapshot)
+        if snapshot is not None:
+            if self.engine.sharded is not None:
+                self._restored(snapshot)
+            else:
+                with self.engine.gathered(on_host=True):
+                    snapshots.restore_model(snapshot, self.engine.model)
+            self.output.display.note(f"the model is that of the best evaluation: {self.early.best}")
+        else:
+            self.early.best = None
 
     def _ends_early(self, stop: StopRequest) -> bool:
         """Asked after each batch that was evaluated. Ranks evaluate to the end, or one would wait for the others."""
@@ -387,6 +469,7 @@ class _Run:
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
+            "early_stopping": None if self.early is None else self.early.state(),
         }
         moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
         self.saving = Saving.of(
@@ -401,6 +484,8 @@ class _Run:
         if self.saving is not None:
             saving, self.saving = self.saving, None
             self.saved = saving.finish()
+            if self.early is not None and self.early.best is not None and self.early.best.step == self.saved_step:
+                self.best_saved = self.saved_step  # only now may the one before it go
             self._prune()
 
     def _given_up(self) -> None:
@@ -413,7 +498,7 @@ class _Run:
 
     def _prune(self) -> None:
         if self.output.writes:
-            snapshots.prune(self.output.folder, self.settings.keep)
+            snapshots.prune(self.output.folder, self.settings.keep, self.best_saved)
 
     def _non_finite(self, error: NonFiniteLossError, log: Log | SilentLog) -> NonFiniteLossError:
         if self.saved_step != self.step:

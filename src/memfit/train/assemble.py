@@ -326,19 +326,21 @@ class _Reader:
     def __call__(self, path: str, patterns: Iterable[str]) -> Samples:
         data, task = self.config.data, self.config.model.task
         files = readers.find(patterns, Path(self.config.folder or "."), path)
-        kind = readers.KINDS[files[0].suffix]
+        kind = readers.kind_of(files[0])
         if kind == ".npz":
             return ArraySamples(readers.arrays(files))
-        if data.messages is not None and kind != ".jsonl":
-            raise ConfigError(f"data.messages names a field of .jsonl lines, and {files[0]} is none")
+        if data.messages is not None and kind not in readers.WITH_FIELDS:
+            raise ConfigError(
+                f"data.messages names a field of .jsonl lines or of a table, and {files[0]} has no fields"
+            )
         if data.messages is not None and task != "causal-lm":
             raise ConfigError(
                 "data.messages needs model.task: causal-lm: what the assistant says is learnt token by token"
             )
-        if kind == ".jsonl" and data.text is None and data.messages is None:
+        if kind in readers.WITH_FIELDS and data.text is None and data.messages is None:
             if task is not None:
                 raise ConfigError(f"data.text is missing: the field of {files[0]} that holds the text for {task}")
-            return ArraySamples(readers.numbers(readers.json_lines(files)))
+            return ArraySamples(readers.numbers(readers.rows(files)))
         if data.max_length is None:
             raise ConfigError(
                 "data.max_length is missing: the number of tokens per sample; longer text is cut, shorter is padded"
@@ -350,7 +352,7 @@ class _Reader:
         if kind == ".txt":
             return text.samples_of_stream(readers.text_lines(files), form)
         if data.messages is not None:
-            talks = text.samples_of_conversations(readers.json_lines(files), data.messages, form)
+            talks = text.samples_of_conversations(readers.rows(files, [data.messages]), data.messages, form)
             if talks.truncated:
                 self.notes.append(
                     f"{path}: {talks.truncated} conversations are longer than {data.max_length} tokens and were cut"
@@ -363,7 +365,8 @@ class _Reader:
         assert data.text is not None
         if task == "sequence-classification" and data.label is None:
             raise ConfigError(f"data.label is missing: the field of {files[0]} that holds the class")
-        samples = text.samples_of_lines(readers.json_lines(files), data.text, self.labels, form)
+        fields = [data.text] if data.label is None else [data.text, data.label]
+        samples = text.samples_of_lines(readers.rows(files, fields), data.text, self.labels, form)
         if samples.truncated:
             self.notes.append(
                 f"{path}: {samples.truncated} of {len(samples)} texts are longer than {data.max_length} tokens "

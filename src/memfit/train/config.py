@@ -104,13 +104,14 @@ class DataConfig:
     """What to train on: files, or a function.
 
     Attributes:
-        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .txt (.md) or .npz.
+        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .parquet, .txt (.md) or .npz, or folders that Hugging Face's
+            `Dataset.save_to_disk` has written.
         python: "package.module:function"; called with `args`, returns a dataset (length and items), or the pair (train,
             validation).
         args: keyword arguments for that function.
-        text: field of a .jsonl line that holds the text; without it the fields are numbers and become tensors as they
+        text: field of a .jsonl line, or column of a table, that holds the text; without it the fields are numbers and become tensors as they
             are.
-        messages: field of a .jsonl line that holds a conversation, a list of {role, content}: it is written out by the tokenizer's own chat template, and what
+        messages: field that holds a conversation, a list of {role, content}: it is written out by the tokenizer's own chat template, and what
             the assistant says is learnt, nothing else. For causal-lm.
         label: field that holds the class.
         max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.

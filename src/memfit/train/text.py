@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from memfit.batches import IGNORED_LABEL
 from memfit.errors import ConfigError, InputError
 from memfit.train.config import Task
-from memfit.train.readers import JsonLine
+from memfit.train.readers import Row
 
 _CHUNK: Final = 1000  # texts handed to a tokenizer at once
 _MASKED_SHARE: Final = 0.15
@@ -179,7 +179,7 @@ class Labels:
     names: Mapping[str, int] | None = None
     count: int | None = None
 
-    def read(self, line: JsonLine) -> int | float:
+    def read(self, line: Row) -> int | float:
         """The class (or the number, for a regression) on a line.
 
         Raises:
@@ -303,7 +303,7 @@ class TokenSamples:
         ids[chosen] = np.where(fate < 0.8, self._form.encoder.mask, np.where(fate < 0.9, others, ids[chosen]))
 
 
-def samples_of_lines(lines: Iterable[JsonLine], field: str, labels: Labels, form: Format) -> TokenSamples:
+def samples_of_lines(lines: Iterable[Row], field: str, labels: Labels, form: Format) -> TokenSamples:
     """One sample for each line of a .jsonl file, cut at `max_length` tokens."""
     truncated = 0
 
@@ -326,7 +326,7 @@ def samples_of_lines(lines: Iterable[JsonLine], field: str, labels: Labels, form
     return samples
 
 
-def samples_of_conversations(lines: Iterable[JsonLine], field: str, form: Format) -> TokenSamples:
+def samples_of_conversations(lines: Iterable[Row], field: str, form: Format) -> TokenSamples:
     """One sample for each line of a .jsonl file that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
     truncated = left_out = 0
 
@@ -384,14 +384,14 @@ def samples_of_stream(lines: Iterable[str], form: Format) -> TokenSamples:
     return TokenSamples(each(), form)
 
 
-def _text(line: JsonLine, field: str) -> str:
+def _text(line: Row, field: str) -> str:
     value = _field(line, field)
     if not isinstance(value, str):
         raise InputError(f"{line.where}: field {field!r} is no text")
     return value
 
 
-def _field(line: JsonLine, field: str) -> Any:
+def _field(line: Row, field: str) -> Any:
     if field not in line.content:
         raise InputError(f"{line.where}: no field {field!r}; there are: {', '.join(map(repr, line.content)) or 'none'}")
     return line.content[field]

@@ -466,7 +466,7 @@ def restore_model(snapshot: Snapshot, model: torch.nn.Module) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, SnapshotError):
             raise
-        raise SnapshotError(f"{snapshot.folder} is of another model: {error}") from error
+        raise SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}") from error
 
 
 def _set_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:

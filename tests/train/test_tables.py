@@ -123,7 +123,8 @@ def test_a_folder_without_a_dataset_says_what_to_write(tmp_path: Path) -> None:
     written(tmp_path / "some")
 
     with pytest.raises(
-        ConfigError, match=r"some is a folder without a dataset .*: name files by a pattern, such as .*some/\*\.parquet"
+        ConfigError,
+        match=r"some is a folder, and Dataset\.save_to_disk has not written it: name files by a pattern, such as .*some/\*\.parquet",
     ):
         readers.find(["some"], tmp_path, "data.train")
 

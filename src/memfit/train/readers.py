@@ -62,7 +62,7 @@ def find(patterns: Iterable[str], folder: Path, path: str) -> list[Path]:
     kinds = {kind_of(f) for f in files}
     folder_of_others = next((f for f in files if f.is_dir() and not kind_of(f)), None)
     if folder_of_others is not None:
-        raise ConfigError(f"{path}: {tables.no_dataset(folder_of_others)}")
+        raise tables.no_dataset(folder_of_others, path)
     if len(kinds) != 1 or "" in kinds:
         suffixes = {f.suffix for f in files if f.is_file()} | ({"a saved dataset"} if DATASET in kinds else set())
         raise ConfigError(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from memfit.errors import InputError
+from memfit.errors import ConfigError, InputError
 
 _ROWS: Final = 1000  # read at once
 _OF_DATASET: Final = ("state.json", "dataset_info.json")  # what `Dataset.save_to_disk` writes beside the rows
@@ -23,14 +23,17 @@ def is_dataset(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _OF_DATASET)
 
 
-def no_dataset(folder: Path) -> str:
-    """What a folder that holds no single dataset is, and what to name in its place."""
+def no_dataset(folder: Path, path: str) -> ConfigError:
+    """The error for a folder that holds no single dataset, with what to name in its place; its message starts with `path`."""
     if (folder / _OF_SPLITS).is_file():
         splits = sorted(each.name for each in folder.iterdir() if is_dataset(each))
-        return f"{folder} holds several datasets, {', '.join(splits) or 'none of which is whole'}: name one of them, {folder}/train"
+        return ConfigError(
+            f"{path}: {folder} holds several datasets, {', '.join(splits) or 'none of which is whole'}: name one of them, {folder}/train"
+        )
     found = sorted({f"{folder}/*{file.suffix}" for file in folder.iterdir() if file.is_file() and file.suffix})
-    return f"{folder} is a folder without a dataset that Dataset.save_to_disk has written" + (
-        f": name files by a pattern, such as {found[0]}" if found else ""
+    pattern = found[0] if found else f"{folder}/*.jsonl"
+    return ConfigError(
+        f"{path}: {folder} is a folder, and Dataset.save_to_disk has not written it: name files by a pattern, such as {pattern}"
     )
 
 

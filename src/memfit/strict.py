@@ -36,6 +36,7 @@ _ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("budget", "memory", "fit.memory", "fit.bytes", "train.budget", "model.budget"), "fit.budget"),
     **dict.fromkeys(("fit.precision", "train.precision", "train.bf16", "fit.bf16", "train.fp16"), "fit.allow: [bf16]"),
     **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+    **dict.fromkeys(("data.pack", "data.packed", "data.sample_packing", "train.packing", "sample_packing", "packing", "data.padding_free"), "data.packing"),
     **dict.fromkeys(("data.conversations", "data.chat", "data.chat_template", "data.conversation"), "data.messages"),
     **dict.fromkeys(("peft", "adapter", "adapters", "qlora", "model.lora", "fit.lora"), "lora"),
     **dict.fromkeys(("lora.r", "lora.lora_r"), "lora.rank"),

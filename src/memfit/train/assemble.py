@@ -22,7 +22,7 @@ from memfit.errors import ConfigError, InputError
 from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
 from memfit.step.program import OptimizerFactory
-from memfit.train import deepspeed_merge, readers, text
+from memfit.train import deepspeed_merge, packing, readers, text
 from memfit.train.adapters import with_adapters
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
@@ -90,7 +90,9 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         model.to(device)
     model.train()
     say("reading the data", 0.0)
-    training, validation, notes = read_data(config, model)
+    training, validation, notes = read_data(config, model, loss_fn)
+    if config.data.packing and weights and len(training):
+        packing.check(model, loss_fn, training.batch([0], 0), device)
     size = config.fit.global_batch
     deepspeed = read_deepspeed(config)
     optimizer: OptimizerFactory = partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings())
@@ -287,7 +289,9 @@ def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples | None, tuple[str, ...]]:
+def read_data(
+    config: Config, model: torch.nn.Module, loss_fn: LossFunction | None = None
+) -> tuple[Samples, Samples | None, tuple[str, ...]]:
     """Training samples, validation samples or None, and notes."""
     data = config.data
     if data.python is not None:
@@ -303,7 +307,7 @@ def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples 
                 f"early_stopping needs data to evaluate on, and data.python: {data.python} returned one dataset: return (train, validation)"
             )
         return ItemSamples(pair[0]), None if pair[1] is None else ItemSamples(pair[1]), ()
-    read = _Reader(config, model)
+    read = _Reader(config, model, packing.constants_for(model, loss_fn) if data.packing else {})
     training = read("data.train", data.train)
     validation = read("data.validation", data.validation) if data.validation else None
     return training, validation, tuple(read.notes)
@@ -312,8 +316,8 @@ def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples 
 class _Reader:
     """Files to samples; the tokenizer is read once for both sets."""
 
-    def __init__(self, config: Config, model: torch.nn.Module) -> None:
-        self.config = config
+    def __init__(self, config: Config, model: torch.nn.Module, constants: Mapping[str, Any]) -> None:
+        self.config, self.constants = config, constants
         self.notes: list[str] = []
         self._encoder: text.Encoder | None = None
         described = getattr(model, "config", None)
@@ -348,20 +352,25 @@ class _Reader:
         encoder = self.encoder()
         if task == "masked-lm" and encoder.mask is None:
             raise ConfigError("model.task: masked-lm needs a tokenizer with a mask token, and this one has none")
-        form = text.Format(encoder, data.max_length, task, self.config.train.seed)
+        # A sample that is alone in its row leaves one place of it free (see `packing`).
+        form = text.Format(encoder, data.max_length - data.packing, task, self.config.train.seed)
+        if kind == ".txt" and data.packing:
+            raise ConfigError(
+                f"data.packing: {files[0]} is running text, which fills every row without it: leave it out"
+            )
         if kind == ".txt":
             return text.samples_of_stream(readers.text_lines(files), form)
         if data.messages is not None:
             talks = text.samples_of_conversations(readers.rows(files, [data.messages]), data.messages, form)
             if talks.truncated:
                 self.notes.append(
-                    f"{path}: {talks.truncated} conversations are longer than {data.max_length} tokens and were cut"
+                    f"{path}: {talks.truncated} conversations are longer than {form.max_length} tokens and were cut"
                 )
             if talks.left_out:
                 self.notes.append(
-                    f"{path}: {talks.left_out} conversations have no answer of the assistant within {data.max_length} tokens and were left out"
+                    f"{path}: {talks.left_out} conversations have no answer of the assistant within {form.max_length} tokens and were left out"
                 )
-            return talks
+            return self.packed(path, talks)
         assert data.text is not None
         if task == "sequence-classification" and data.label is None:
             raise ConfigError(f"data.label is missing: the field of {files[0]} that holds the class")
@@ -369,10 +378,21 @@ class _Reader:
         samples = text.samples_of_lines(readers.rows(files, fields), data.text, self.labels, form)
         if samples.truncated:
             self.notes.append(
-                f"{path}: {samples.truncated} of {len(samples)} texts are longer than {data.max_length} tokens "
+                f"{path}: {samples.truncated} of {len(samples)} texts are longer than {form.max_length} tokens "
                 "and were cut"
             )
-        return samples
+        return self.packed(path, samples)
+
+    def packed(self, path: str, samples: text.TokenSamples) -> Samples:
+        """The samples in rows, where that is asked for."""
+        width = self.config.data.max_length
+        if not self.config.data.packing or width is None:
+            return samples
+        rows = packing.PackedSamples(samples, width, self.constants)
+        self.notes.append(
+            f"{path}: {len(samples)} samples are packed into {len(rows)} rows of {width} tokens, {100 * rows.filled:.0f} % filled"
+        )
+        return rows
 
     def encoder(self) -> text.Encoder:
         if self._encoder is None:

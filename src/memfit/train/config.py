@@ -115,6 +115,8 @@ class DataConfig:
             the assistant says is learnt, nothing else. For causal-lm.
         label: field that holds the class.
         max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.
+        packing: several short samples share one row of max_length tokens, kept apart by their positions; global_batch then counts rows. For causal-lm with
+            data.text or data.messages.
         tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
             folder when left out.
     """
@@ -127,6 +129,7 @@ class DataConfig:
     messages: str | None = None
     label: str | None = None
     max_length: int | None = None
+    packing: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,14 @@ class DataConfig:
             raise ConfigError("data.messages goes alone: conversations have no data.text and no data.label")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"data.max_length: {self.max_length} is less than 2 tokens")
+        if self.packing and self.text is None and self.messages is None:
+            raise ConfigError(
+                "data.packing packs texts of files (data.text) and conversations (data.messages), and neither is named"
+            )
+        if self.packing and self.max_length is not None and self.max_length < 4:
+            raise ConfigError(
+                f"data.packing: rows of {self.max_length} tokens hold no two samples: raise data.max_length"
+            )
         _check_target("data.python", self.python)
 
 
@@ -338,6 +349,10 @@ class Config:
             )
         if self.early_stopping is not None:
             self._check_early_stopping(self.early_stopping)
+        if self.data.packing and self.model.task != "causal-lm":
+            raise ConfigError(
+                f"data.packing keeps samples apart in causal language models: it goes with model.task: causal-lm, not {self.model.task}"
+            )
         for name, value in self.kept_as.items():
             if self.fit.fixed.get(name, value) != value:
                 raise ConfigError(

@@ -259,6 +259,22 @@ class TokenSamples:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in each sample."""
+        lengths: list[int] = np.diff(self._ends).tolist()
+        return lengths
+
+    @property
+    def pad(self) -> int:
+        """The token that fills a sample up."""
+        return self._form.encoder.pad
+
+    def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
+        """Of a sample, and which of them are learnt; None for all."""
+        part = slice(self._ends[index], self._ends[index + 1])
+        return self._flat[part], None if self._learnt is None else self._learnt[part]
+
     def batch(self, indices: Sequence[int], epoch: int) -> dict[str, torch.Tensor]:
         """input_ids, attention_mask and, where the task has them, labels."""
         shape = (len(indices), self._form.max_length)
@@ -266,14 +282,13 @@ class TokenSamples:
         attended = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         for row, index in enumerate(indices):
-            tokens = self._flat[self._ends[index] : self._ends[index + 1]]
+            tokens, learnt = self.tokens(index)
             length = len(tokens)
             ids[row, :length] = tokens
             attended[row, :length] = 1
             if self._form.task == "causal-lm":
                 labels[row, :length] = tokens
-                if self._learnt is not None:
-                    learnt = self._learnt[self._ends[index] : self._ends[index + 1]]
+                if learnt is not None:
                     labels[row, :length][~learnt] = IGNORED_LABEL
             elif self._form.task == "masked-lm":
                 self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, index))

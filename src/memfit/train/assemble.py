@@ -27,6 +27,8 @@ from memfit.train.adapters import with_adapters
 from memfit.train.config import Config
 from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
 from memfit.train.deepspeed_merge import TOTAL
+from memfit.train.generation import Generation
+from memfit.train.prompts import GenerateConfig
 
 LARGE_BYTES: Final = 2 << 30  # of parameters: to plan for another device a larger model is not put into memory
 _AUTO: Final = {
@@ -54,6 +56,7 @@ class Assembly:
         validation: to evaluate on; None when there is none.
         notes: what the reader should know, such as texts that were cut.
         deepspeed: the DeepSpeed configuration merged with the run's own; None where there is none.
+        generation: what the model writes on the way; None for nothing.
     """
 
     model: torch.nn.Module
@@ -63,6 +66,7 @@ class Assembly:
     validation: Batches | None
     notes: tuple[str, ...]
     deepspeed: FromDeepSpeed | None = None
+    generation: Generation | None = None
 
 
 def assemble(config: Config, progress: Callable[[str, float], None] | None = None, *, weights: bool = True) -> Assembly:
@@ -101,15 +105,43 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in deepspeed.notices))
     if len(training) < size:
         notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
+    batches = Batches(training, min(size, max(1, len(training))), config.train.seed, device)
+    generation = None if config.generate is None else _generation(config, config.generate, model, batches)
+    if generation is not None and weights:
+        generation.check(model, device)
     return Assembly(
         model,
         loss_fn,
         optimizer,
-        Batches(training, min(size, max(1, len(training))), config.train.seed, device),
+        batches,
         None if validation is None else Batches(validation, size, None, device),
         notes,
         deepspeed,
+        generation,
     )
+
+
+def _generation(config: Config, settings: GenerateConfig, model: torch.nn.Module, batches: Batches) -> Generation:
+    """What the model writes on the way, in the tokens of the data and no longer than a sample."""
+    sample = batches.sample()
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise ConfigError(
+            "generate needs batches with input_ids of shape (samples, tokens), which the length of a text is measured by, and the data has none"
+        )
+    return Generation(settings, encoder_of(config), model, ids.shape[1], chat=config.data.messages is not None)
+
+
+def encoder_of(config: Config) -> text.Encoder:
+    """The tokenizer of a configuration.
+
+    Raises:
+        ConfigError: none is named, or it is not there.
+    """
+    folder = config.data.tokenizer or config.model.hf
+    if folder is None:
+        raise ConfigError('data.tokenizer is missing: the folder of a tokenizer, or "bytes"')
+    return text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(config.path(folder))
 
 
 def read_deepspeed(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
@@ -396,8 +428,5 @@ class _Reader:
 
     def encoder(self) -> text.Encoder:
         if self._encoder is None:
-            folder = self.config.data.tokenizer or self.config.model.hf
-            if folder is None:
-                raise ConfigError('data.tokenizer is missing: the folder of a tokenizer, or "bytes"')
-            self._encoder = text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(self.config.path(folder))
+            self._encoder = encoder_of(self.config)
         return self._encoder

@@ -20,6 +20,7 @@ from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import deepspeed_merge
 from memfit.train.early_stopping import EarlyStoppingConfig
+from memfit.train.prompts import GenerateConfig
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
@@ -318,6 +319,7 @@ class Config:
         model, data, fit, optim, schedule, train, report: see there.
         lora: adapters to train in place of the model's weights; None for none.
         early_stopping: when to end before the last step; None for never.
+        generate: texts that the model writes on the way; None for none.
         deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
             it says, and keys of ours that say otherwise an error (`memfit.train.deepspeed_merge`).
         deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
@@ -337,6 +339,7 @@ class Config:
     folder: str = ""
     lora: LoraConfig | None = None
     early_stopping: EarlyStoppingConfig | None = None
+    generate: GenerateConfig | None = None
 
     def __post_init__(self) -> None:
         if self.model.weights == "4bit" and self.lora is None and not self.fit.freeze:
@@ -349,6 +352,10 @@ class Config:
             )
         if self.early_stopping is not None:
             self._check_early_stopping(self.early_stopping)
+        if self.generate is not None and self.model.task != "causal-lm":
+            raise ConfigError(
+                f"generate has a language model go on from prompts: it goes with model.task: causal-lm, not {self.model.task}"
+            )
         if self.data.packing and self.model.task != "causal-lm":
             raise ConfigError(
                 f"data.packing keeps samples apart in causal language models: it goes with model.task: causal-lm, not {self.model.task}"
@@ -467,7 +474,11 @@ def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
     data = {key: value for key, value in data.items() if key != "search"}  # `memfit tune` reads that part
-    for name in ("lora", "early_stopping"):  # with nothing below it, such a section asks for what it is by default
+    for name in (
+        "lora",
+        "early_stopping",
+        "generate",
+    ):  # with nothing below it, such a section asks for what it is by default
         if name in data and data[name] is None:
             data[name] = {}
     return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})

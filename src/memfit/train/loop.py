@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
+from memfit.meter import metered
 from memfit.sharding.agreement import Agreement
 from memfit.step import process_generators
 from memfit.trackers import Tracker
@@ -28,6 +29,7 @@ from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
 from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
 from memfit.train.evaluate import Accuracy, evaluate
+from memfit.train.generation import Generation
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
@@ -37,6 +39,7 @@ from memfit.train.snapshot_folders import named
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
 from memfit.train.watchdog import Watchdog
+from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, StepRecord
 
 
@@ -48,6 +51,9 @@ class Steps(Savable, Protocol):
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
+
+    def present(self, batch: Batch) -> list[torch.Tensor]:
+        """Tensors that exist between steps and count against the budget, those of a batch among them."""
 
 
 MakeRates = Callable[[torch.optim.Optimizer, int], Rates | MovedRates]
@@ -138,6 +144,7 @@ def train(
     validation: Validation | None = None,
     snapshot: Snapshot | None = None,
     early_stopping: EarlyStoppingConfig | None = None,
+    generation: Generation | None = None,
 ) -> RunOutcome:
     """Train until all steps are taken, evaluations get no better, or a signal asks to stop.
 
@@ -150,6 +157,7 @@ def train(
         validation: data to evaluate on; None for no evaluation.
         snapshot: where to continue; None starts from the beginning.
         early_stopping: when to end before the last step; then the model goes back to the best evaluation, unless a signal has stopped the run.
+        generation: what the model writes on the way; None for nothing.
 
     Raises:
         InputError: the engine has no optimizer; the metric of early stopping is one that the model does not give.
@@ -159,6 +167,7 @@ def train(
     run = _Run(engine, batches, output, settings or TrainConfig(), schedule or ScheduleConfig(), validation)
     if early_stopping is not None:
         run.early = EarlyStopping(early_stopping)
+    run.generation = generation
     return run.go(snapshot)
 
 
@@ -181,6 +190,10 @@ class _Run:
     saved: Path | None = None
     saved_step: int = -1
     saved_evaluated: int = -1
+    generation: Generation | None = None
+    generated: int = -1
+    saved_generated: int = -1
+    generating_bytes: int | None = None
     signal: int | None = None
     saving: Saving | None = None
     waiting: float | None = None
@@ -210,17 +223,19 @@ class _Run:
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
             rates.set(max(0, self.step - self.skipped - 1))
-        log = Log(self.output.folder, self.step, self.evaluated) if self.output.writes else SilentLog()
+        log = Log(self.output.folder, self.step, self.evaluated, self.generated) if self.output.writes else SilentLog()
         try:
             with stop_requests(self.output.display.note) as stop, self.watchdog:
                 self.output.display.begin(self.step, total, self._predicted(), self.engine.plan.budget_bytes)
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):
                     self._evaluate(log, stop)
+                    self._generate(log, stop)
                 if together is not None:
                     self.ranks = tuple(together.of_all(MeasuredRank(self._predicted(), self.peak_bytes, self.waiting)))
                     self.peak_bytes = together.largest(self.peak_bytes or 0) or None
-                if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
+                saved = (self.saved_step, self.saved_evaluated, self.saved_generated)
+                if saved != (self.step, self.evaluated, self.generated):
                     self._save(log)
                 self._saved()
                 self._prune()  # the run may have been killed before it got to that
@@ -292,6 +307,7 @@ class _Run:
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
+        self.generated = self.saved_generated = loop.get("generated", -1)
         self.skipped = loop.get("skipped", 0)
         self.validation_accuracy = loop.get("validation_accuracy")
         if self.early is not None:
@@ -335,6 +351,8 @@ class _Run:
         predicted = self._predicted()
         if settings.eval_every and self.step and self.step % settings.eval_every == 0 and self._evaluate(log, stop):
             self._save(log)  # of the evaluation that a stop has cut short; nothing where it was made
+        if self.step and self._generates():
+            self._generate(log, stop)  # likewise
         while self.step < total and not self._over() and not self._asked(stop):
             self.watchdog.progress()
             if self.saving is not None and self.saving.done:
@@ -368,6 +386,8 @@ class _Run:
                 for tracker in self.output.trackers:
                     tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
             self.output.display.step(record, rate, log=due)
+            if self._generates():
+                self._generate(log, stop)
             best = bool(settings.eval_every) and self.step % settings.eval_every == 0 and self._evaluate(log, stop)
             if best or (settings.save_every and self.step % settings.save_every == 0):
                 self._save(log)
@@ -452,6 +472,41 @@ class _Run:
         else:
             self.early.best = None
 
+    def _generates(self) -> bool:
+        """Whether the model writes something after this step."""
+        return self.generation is not None and self.step % self.generation.settings.every == 0
+
+    def _generate(self, log: Log | SilentLog, stop: StopRequest) -> None:
+        """Have the model write, unless it has after this very step. The first time is metered."""
+        if self.generation is None or self.generated == self.step:
+            return
+        device, together = self.batches.device, self.output.together
+        meter = bool(self.settings.meter_every) and self.generating_bytes is None
+        with metered(self.engine.present(()), device) if meter else nullcontext() as reading:  # noqa: SIM117 - what is loaded to the device counts
+            with self.engine.evaluating() as model:
+                texts = self.generation.texts(
+                    model,
+                    self.step,
+                    device,
+                    self.engine.plan.choices.precision,
+                    lambda: self._ends_early(stop),
+                    (lambda token: token) if together is None else together.told,
+                )
+        if texts is None:
+            return
+        self.generated = self.step
+        peak = None if reading is None else reading.peak_bytes
+        log.generated(self.step, texts, peak)
+        for each in texts:
+            self.output.display.note(f"step {self.step}: {each.prompt!r} goes on: {each.text!r}")
+        if peak is not None:
+            self.generating_bytes = peak
+            if peak > self.engine.plan.budget_bytes:
+                self.output.display.note(
+                    f"generating took {format_bytes(peak)}, above the budget of {format_bytes(self.engine.plan.budget_bytes)}: "
+                    "lower generate.max_new_tokens, or shorten the prompts"
+                )
+
     def _ends_early(self, stop: StopRequest) -> bool:
         """Asked after each batch that was evaluated. Ranks evaluate to the end, or one would wait for the others."""
         self.watchdog.progress()
@@ -469,13 +524,14 @@ class _Run:
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
+            "generated": self.generated,
             "early_stopping": None if self.early is None else self.early.state(),
         }
         moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
         self.saving = Saving.of(
             self.output.folder, self.engine, moment, self.output.together, beside=self.settings.save_async
         )
-        self.saved_step, self.saved_evaluated = self.step, self.evaluated
+        self.saved_step, self.saved_evaluated, self.saved_generated = self.step, self.evaluated, self.generated
         if not self.settings.save_async:
             self._saved()
 

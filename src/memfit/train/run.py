@@ -218,6 +218,11 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         _begin_folder(config, engine)
     if assembly.deepspeed is not None:
         assembly.deepspeed.scale(engine)
+    if assembly.generation is not None and engine.sharded is not None and engine.sharded.lacks_parameters:
+        raise ConfigError(
+            f"generate needs the whole model on every rank, and under {engine.plan.choices.sharding} each has a stage of it: leave generate out, or set "
+            "fit.fixed.sharding to zero3"
+        )
     read = 0 if snapshot is None else snapshot_folders.size(snapshot.folder)
     if config.early_stopping is not None:  # the best model is read in the end
         read = max(read, snapshots.bytes_of(engine.model.state_dict()))
@@ -232,6 +237,7 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
             validation=_validation(config, assembly, engine.plan),
             snapshot=snapshot,
             early_stopping=config.early_stopping,
+            generation=assembly.generation,
         )
         if outcome.signal is not None:
             for tracker in opened:
@@ -386,6 +392,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
         report,
         rehearsal=engine.rehearsal or _rehearsal(config.out),
         records=log.records(config.out),
+        texts=log.texts(config.out),
         frontier=points,
         facts=(*report.facts, *facts),
     )

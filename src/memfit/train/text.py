@@ -47,12 +47,14 @@ class Encoder(Protocol):
         pad: number that fills a sample up.
         mask: number that hides a token; None when there is none.
         special: numbers that stand for no text.
+        ends: numbers after which a text is over.
         size: numbers are below it.
     """
 
     pad: int
     mask: int | None
     special: frozenset[int]
+    ends: frozenset[int]
     size: int
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -66,6 +68,16 @@ class Encoder(Protocol):
             InputError: the template refuses these messages, or writes earlier ones in another way once more are there.
         """
 
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """Tokens that a model goes on from: the beginning of a text, or, in a chat, what a user says and the opening of an answer.
+
+        Raises:
+            ConfigError, InputError: as for `conversation`.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
 
 class ByteEncoder:
     """A token is a byte of UTF-8 plus one; needs no file and no extra."""
@@ -73,6 +85,7 @@ class ByteEncoder:
     pad: int = 0
     mask: int | None = 257
     special: frozenset[int] = frozenset((0, 257))
+    ends: frozenset[int] = frozenset((0,))
     size: int = 258
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -88,6 +101,16 @@ class ByteEncoder:
         raise ConfigError(
             "data.messages needs a tokenizer with a chat template, and bytes have none: name a folder in data.tokenizer"
         )
+
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """See `Encoder`."""
+        if chat:
+            self.conversation([])
+        return self.encode([text], None)[0][0]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Encoder`."""
+        return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
 
 
 class FolderEncoder:
@@ -113,6 +136,8 @@ class FolderEncoder:
         )  # attention_mask and labels tell padding apart, whatever its number
         self.mask: int | None = self._tokenizer.mask_token_id
         self.special: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
+        end = self._tokenizer.eos_token_id
+        self.ends: frozenset[int] = frozenset() if end is None else frozenset((end,))
         self.size: int = len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -128,8 +153,7 @@ class FolderEncoder:
 
         What an answer adds to the conversation before it, with the template's opening of an answer, is what the assistant says: its end of turn included.
         """
-        if not self._tokenizer.chat_template:
-            raise ConfigError("data.tokenizer: this tokenizer has no chat template, which data.messages needs")
+        self._check_template()
         whole = self._written(messages)
         learnt = [False] * len(whole)
         for number, message in enumerate(messages):
@@ -143,6 +167,10 @@ class FolderEncoder:
             learnt[len(before) : len(after)] = [True] * (len(after) - len(before))
         return Conversation(whole, learnt)
 
+    def _check_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise ConfigError("data.tokenizer: this tokenizer has no chat template, which data.messages needs")
+
     def _written(self, messages: Sequence[Mapping[str, Any]], *, opened: bool = False) -> list[int]:
         from jinja2 import TemplateError
 
@@ -154,6 +182,21 @@ class FolderEncoder:
             "input_ids"
         ]  # the template writes them itself
         return tokens
+
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """See `Encoder`."""
+        if chat:
+            self._check_template()
+            return self._written([{"role": "user", "content": text}], opened=True)
+        tokens: list[int] = list(self._tokenizer(text)["input_ids"])
+        while tokens and tokens[-1] in self.special:  # some end each text by themselves
+            tokens.pop()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Encoder`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer beside a model."""

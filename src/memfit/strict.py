@@ -36,6 +36,7 @@ _ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("budget", "memory", "fit.memory", "fit.bytes", "train.budget", "model.budget"), "fit.budget"),
     **dict.fromkeys(("fit.precision", "train.precision", "train.bf16", "fit.bf16", "train.fp16"), "fit.allow: [bf16]"),
     **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+    **dict.fromkeys(("data.streaming", "streaming", "train.stream"), "data.stream"),
     **dict.fromkeys(("generate.max_length", "generate.tokens", "generate.length"), "generate.max_new_tokens"),
     **dict.fromkeys(("generate.prompt", "prompts", "train.prompts", "sample_prompts", "train.sample_prompts"), "generate.prompts"),
     **dict.fromkeys(("generate.every_steps", "generate.steps", "train.sample_every", "train.generate_every"), "generate.every"),

@@ -118,6 +118,8 @@ class DataConfig:
         max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.
         packing: several short samples share one row of max_length tokens, kept apart by their positions; global_batch then counts rows. For causal-lm with
             data.text or data.messages.
+        stream: read the files while training, sample after sample in their order, in place of all of them before the first step: for more than memory holds.
+            How many there are is not known then, so train.steps is needed. data.validation is read as ever.
         tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
             folder when left out.
     """
@@ -131,6 +133,7 @@ class DataConfig:
     label: str | None = None
     max_length: int | None = None
     packing: bool = False
+    stream: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
@@ -146,6 +149,14 @@ class DataConfig:
             raise ConfigError("data.messages goes alone: conversations have no data.text and no data.label")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"data.max_length: {self.max_length} is less than 2 tokens")
+        if self.stream and self.python is not None:
+            raise ConfigError(
+                "data.stream is of files; what data.python returns is a stream where it can be iterated and has no length"
+            )
+        if self.stream and self.packing:
+            raise ConfigError(
+                "data.packing needs the lengths of all samples, which data.stream does not read: leave one out"
+            )
         if self.packing and self.text is None and self.messages is None:
             raise ConfigError(
                 "data.packing packs texts of files (data.text) and conversations (data.messages), and neither is named"
@@ -352,6 +363,10 @@ class Config:
             )
         if self.early_stopping is not None:
             self._check_early_stopping(self.early_stopping)
+        if self.data.stream and self.train.steps is None:
+            raise ConfigError(
+                "train.steps is missing: with data.stream it is not known how many steps an epoch has, so say how many to take"
+            )
         if self.generate is not None and self.model.task != "causal-lm":
             raise ConfigError(
                 f"generate has a language model go on from prompts: it goes with model.task: causal-lm, not {self.model.task}"

@@ -9,7 +9,7 @@ never stopped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from memfit.train.schedule import MovedRates, Rates
 from memfit.train.snapshot_folders import named
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
+from memfit.train.stream import StreamBatches
 from memfit.train.watchdog import Watchdog
 from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, StepRecord
@@ -129,14 +130,18 @@ class RunOutcome:
     stopped_early: str | None = None
 
 
-def total_steps(settings: TrainConfig, batches: Batches) -> int:
-    """Optimizer steps of a whole run."""
+def total_steps(settings: TrainConfig, batches: Batches | StreamBatches) -> int:
+    """Optimizer steps of a whole run.
+
+    Raises:
+        ConfigError: they are not given, and the data is a stream.
+    """
     return settings.steps if settings.steps is not None else (settings.epochs or 1) * batches.per_epoch
 
 
 def train(
     engine: Steps,
-    batches: Batches,
+    batches: Batches | StreamBatches,
     output: RunOutput,
     settings: TrainConfig | None = None,
     *,
@@ -174,7 +179,7 @@ def train(
 @dataclass
 class _Run:
     engine: Steps
-    batches: Batches
+    batches: Batches | StreamBatches
     output: RunOutput
     settings: TrainConfig
     schedule: ScheduleConfig | MakeRates
@@ -194,6 +199,7 @@ class _Run:
     generated: int = -1
     saved_generated: int = -1
     generating_bytes: int | None = None
+    mark: Mapping[str, Any] | None = None
     signal: int | None = None
     saving: Saving | None = None
     waiting: float | None = None
@@ -293,10 +299,12 @@ class _Run:
             # Whatever planning has drawn; ranks see other samples, and draw other numbers for them.
             seed_all(self.settings.seed + (0 if self.output.together is None else self.output.together.rank))
             return
-        if snapshot.samples != len(self.batches.samples):
+        if snapshot.samples != self.batches.count:
+            before, now = (
+                "an unknown number of" if count is None else count for count in (snapshot.samples, self.batches.count)
+            )
             raise SnapshotError(
-                f"{snapshot.folder} was taken while training on {snapshot.samples} samples, and the data now holds "
-                f"{len(self.batches.samples)}: "
+                f"{snapshot.folder} was taken while training on {before} samples, and the data now holds {now}: "
                 "put the data back, or start a new run from the weights"
             )
         for moved in snapshots.set_aside(self.output.folder, snapshot.step) if self.output.writes else []:
@@ -309,6 +317,7 @@ class _Run:
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.generated = self.saved_generated = loop.get("generated", -1)
         self.skipped = loop.get("skipped", 0)
+        self.mark = loop.get("mark")
         self.validation_accuracy = loop.get("validation_accuracy")
         if self.early is not None:
             self._go_on_counting(self.early, loop.get("early_stopping"))
@@ -347,7 +356,7 @@ class _Run:
 
     def _steps(self, total: int, rates: Rates | MovedRates, log: Log | SilentLog, stop: StopRequest) -> None:
         settings = self.settings
-        data = self.batches.start(self.position)
+        data = self.batches.start(self.position, self.mark)
         predicted = self._predicted()
         if settings.eval_every and self.step and self.step % settings.eval_every == 0 and self._evaluate(log, stop):
             self._save(log)  # of the evaluation that a stop has cut short; nothing where it was made
@@ -359,7 +368,7 @@ class _Run:
                 self._saved()
             before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
-            batch, after = next(data)
+            batch, after = self._next(data, log)
             # The second step, not the first: only from then on is the optimizer's state there at the peak.
             meter = bool(settings.meter_every) and (self.step - 1) % settings.meter_every == 0
             try:
@@ -393,6 +402,20 @@ class _Run:
                 self._save(log)
         if self._over() and self.step < total and self.early is not None:
             self.output.display.note(f"stopped early after step {self.step}: {self.early.reason()}")
+
+    def _next(self, data: Iterator[tuple[Batch, Position]], log: Log | SilentLog) -> tuple[Batch, Position]:
+        """The next batch; where the data has an error, what was trained so far is saved."""
+        try:
+            return next(data)
+        except SnapshotError:
+            raise  # nothing was trained yet
+        except InputError as error:
+            if not self.step:
+                raise
+            if self.saved_step != self.step:
+                self._save(log)
+            self._saved()
+            raise InputError(f"{error}. The state after step {self.step} is in {self.saved}") from error
 
     def _over(self) -> bool:
         """Whether evaluations have got no better for long enough."""
@@ -525,9 +548,10 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
             "generated": self.generated,
+            "mark": self.batches.mark(),
             "early_stopping": None if self.early is None else self.early.state(),
         }
-        moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
+        moment = Moment(self.step, self.position, self.batches.count, loop, self.output.config)
         self.saving = Saving.of(
             self.output.folder, self.engine, moment, self.output.together, beside=self.settings.save_async
         )

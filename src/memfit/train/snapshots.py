@@ -64,7 +64,7 @@ class Snapshot:
         folder: where it is.
         step: optimizer steps taken.
         position: in the data.
-        samples: how many the training data held.
+        samples: how many the training data held; None where that was not known.
         plan: the plan it was trained under, as JSON (`Plan.from_json` reads it).
         config: the configuration as JSON; empty when the run had none.
         ranks: that wrote it together.
@@ -74,7 +74,7 @@ class Snapshot:
     folder: Path
     step: int
     position: Position
-    samples: int
+    samples: int | None
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     ranks: int = 1
@@ -98,14 +98,14 @@ class Moment:
     Attributes:
         step: optimizer steps taken.
         position: in the data.
-        samples: how many the training data holds.
+        samples: how many the training data holds; None where that is not known.
         loop: further values of the loop, such as generator states (`generators`).
         config: the configuration as JSON.
     """
 
     step: int
     position: Position
-    samples: int
+    samples: int | None
     loop: Mapping[str, Any]
     config: Mapping[str, Any]
 

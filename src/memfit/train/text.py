@@ -269,16 +269,24 @@ class Format:
         return 2 if self.task in ("causal-lm", "masked-lm") else 1
 
 
+Tokens = tuple[Sequence[int] | Conversation, int | float | None]  # a sample, and its class where it has one
+
+
 class TokenSamples:
     """Tokenised text; each batch is padded to one width.
+
+    Args:
+        tokens: of each sample.
+        form: of the samples.
+        first: number of the first one in the data, where these are a part of it; what masked-lm hides depends on it.
 
     Attributes:
         truncated: samples that were longer than `max_length` and were cut.
         left_out: conversations in which nothing is learnt before the cut.
     """
 
-    def __init__(self, tokens: Iterable[tuple[Sequence[int] | Conversation, int | float | None]], form: Format) -> None:
-        self._form = form
+    def __init__(self, tokens: Iterable[Tokens], form: Format, first: int = 0) -> None:
+        self._form, self._first = form, first
         self.truncated = 0
         self.left_out = 0
         learnt: list[NDArray[np.bool_]] = []
@@ -334,7 +342,7 @@ class TokenSamples:
                 if learnt is not None:
                     labels[row, :length][~learnt] = IGNORED_LABEL
             elif self._form.task == "masked-lm":
-                self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, index))
+                self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, self._first + index))
         out = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(attended)}
         if self._form.task in ("causal-lm", "masked-lm"):
             out["labels"] = torch.from_numpy(labels)
@@ -361,56 +369,32 @@ class TokenSamples:
         ids[chosen] = np.where(fate < 0.8, self._form.encoder.mask, np.where(fate < 0.9, others, ids[chosen]))
 
 
+@dataclass(slots=True)
+class Cut:
+    """What was not taken of the data, counted while it is read.
+
+    Attributes:
+        truncated: samples that were longer than `max_length` and were cut.
+        left_out: conversations in which nothing is learnt before the cut.
+    """
+
+    truncated: int = 0
+    left_out: int = 0
+
+
 def samples_of_lines(lines: Iterable[Row], field: str, labels: Labels, form: Format) -> TokenSamples:
-    """One sample for each line of a .jsonl file, cut at `max_length` tokens."""
-    truncated = 0
-
-    def each() -> Iterator[tuple[Sequence[int], int | float | None]]:
-        nonlocal truncated
-        rest = iter(lines)
-        while chunk := list(islice(rest, _CHUNK)):
-            texts = [_text(line, field) for line in chunk]
-            encoded, cut = form.encoder.encode(texts, form.max_length)
-            truncated += cut
-            for line, tokens in zip(chunk, encoded, strict=True):
-                if len(tokens) < form.least:
-                    raise InputError(
-                        f"{line.where}: the text has {len(tokens)} tokens, and {form.least} are the least to learn from"
-                    )
-                yield tokens, None if labels.field is None else labels.read(line)
-
-    samples = TokenSamples(each(), form)
-    samples.truncated = truncated
+    """One sample for each row that holds a text, cut at `max_length` tokens."""
+    cut = Cut()
+    samples = TokenSamples(tokens_of_lines(lines, field, labels, form, cut), form)
+    samples.truncated = cut.truncated
     return samples
 
 
 def samples_of_conversations(lines: Iterable[Row], field: str, form: Format) -> TokenSamples:
-    """One sample for each line of a .jsonl file that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
-    truncated = left_out = 0
-
-    def each() -> Iterator[tuple[Conversation, None]]:
-        nonlocal truncated, left_out
-        for line in lines:
-            messages = _field(line, field)
-            if not isinstance(messages, list) or not all(
-                isinstance(each, dict) and "role" in each for each in messages
-            ):
-                raise InputError(f"{line.where}: field {field!r} is no list of messages, each with a role and content")
-            try:
-                made = form.encoder.conversation(messages)
-            except InputError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise InputError(f"{line.where}: {error}") from error
-            truncated += len(made.tokens) > form.max_length
-            learnt = made.learnt[: form.max_length]
-            if not any(learnt[1:]):  # the first token is predicted from nothing
-                left_out += 1
-                continue
-            yield Conversation(made.tokens[: form.max_length], learnt), None
-
-    samples = TokenSamples(each(), form)
-    samples.truncated, samples.left_out = truncated, left_out
+    """One sample for each row that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
+    cut = Cut()
+    samples = TokenSamples(tokens_of_conversations(lines, field, form, cut), form)
+    samples.truncated, samples.left_out = cut.truncated, cut.left_out
     return samples
 
 
@@ -420,26 +404,61 @@ def samples_of_stream(lines: Iterable[str], form: Format) -> TokenSamples:
     Raises:
         ConfigError: the task needs a label for each text, which running text has not.
     """
+    return TokenSamples(tokens_of_stream(lines, form), form)
+
+
+def tokens_of_lines(lines: Iterable[Row], field: str, labels: Labels, form: Format, cut: Cut) -> Iterator[Tokens]:
+    """The same one after the other, as they are read; what is cut is counted in `cut`."""
+    rest = iter(lines)
+    while chunk := list(islice(rest, _CHUNK)):
+        encoded, truncated = form.encoder.encode([_text(line, field) for line in chunk], form.max_length)
+        cut.truncated += truncated
+        for line, tokens in zip(chunk, encoded, strict=True):
+            if len(tokens) < form.least:
+                raise InputError(
+                    f"{line.where}: the text has {len(tokens)} tokens, and {form.least} are the least to learn from"
+                )
+            yield tokens, None if labels.field is None else labels.read(line)
+
+
+def tokens_of_conversations(lines: Iterable[Row], field: str, form: Format, cut: Cut) -> Iterator[Tokens]:
+    """Likewise."""
+    for line in lines:
+        messages = _field(line, field)
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+            raise InputError(f"{line.where}: field {field!r} is no list of messages, each with a role and content")
+        try:
+            made = form.encoder.conversation(messages)
+        except InputError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise InputError(f"{line.where}: {error}") from error
+        cut.truncated += len(made.tokens) > form.max_length
+        learnt = made.learnt[: form.max_length]
+        if not any(learnt[1:]):  # the first token is predicted from nothing
+            cut.left_out += 1
+            continue
+        yield Conversation(made.tokens[: form.max_length], learnt), None
+
+
+def tokens_of_stream(lines: Iterable[str], form: Format) -> Iterator[Tokens]:
+    """Likewise; errors as for `samples_of_stream`."""
     if form.task not in ("causal-lm", "masked-lm"):
         raise ConfigError(
             "data.train: .txt files are running text for causal-lm and masked-lm; "
             "for other tasks use .jsonl with data.text"
         )
-
-    def each() -> Iterator[tuple[Sequence[int], None]]:
-        rest = iter(lines)
-        waiting: list[int] = []
-        while chunk := list(islice(rest, _CHUNK)):
-            for tokens in form.encoder.encode(chunk, None)[0]:
-                waiting += tokens
-            whole = len(waiting) - len(waiting) % form.max_length
-            for start in range(0, whole, form.max_length):
-                yield waiting[start : start + form.max_length], None
-            waiting = waiting[whole:]
-        if len(waiting) > 1:  # a single token has nothing to predict
-            yield waiting, None
-
-    return TokenSamples(each(), form)
+    rest = iter(lines)
+    waiting: list[int] = []
+    while chunk := list(islice(rest, _CHUNK)):
+        for tokens in form.encoder.encode(chunk, None)[0]:
+            waiting += tokens
+        whole = len(waiting) - len(waiting) % form.max_length
+        for start in range(0, whole, form.max_length):
+            yield waiting[start : start + form.max_length], None
+        waiting = waiting[whole:]
+    if len(waiting) > 1:  # a single token has nothing to predict
+        yield waiting, None
 
 
 def _text(line: Row, field: str) -> str:

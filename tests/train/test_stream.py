@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.errors import ConfigError, InputError, SnapshotError
+from memfit.errors import ConfigError, InputError, NonFiniteLossError, SnapshotError
 from memfit.train import snapshots
 from memfit.train.assemble import assemble
 from memfit.train.config import TrainConfig, from_json
@@ -157,6 +157,22 @@ def test_a_stream_that_draws_its_order_is_refused_and_generators_are_left_alone(
 
     with pytest.raises(SnapshotError, match=r"have its order depend on nothing but its arguments and set_epoch"):
         run(tmp_path, engine(), Drawn(), snapshot=snapshot)
+
+
+def test_a_run_goes_on_from_the_snapshot_before_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    def not_finite(step: int) -> None:
+        if step == 6:  # its batch is read by then, and the snapshot is of step 5
+            raise NonFiniteLossError("the loss is nan")
+
+    whole, resumed = engine(), engine()
+    run(tmp_path / "whole", whole, Shuffled())
+    with pytest.raises(NonFiniteLossError, match="The state before it is in .*step-000005"):
+        run(tmp_path / "cut", engine(not_finite), Shuffled())
+
+    run(tmp_path / "cut", resumed, Shuffled(), snapshot=snapshots.latest(tmp_path / "cut", pytest.fail))
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert same_state(whole, resumed)
 
 
 def test_data_with_a_length_does_not_go_on_from_a_stream(tmp_path: Path) -> None:

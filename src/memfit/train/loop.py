@@ -378,6 +378,7 @@ class _Run:
                 raise self._non_finite(error, log) from error
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
+            self.mark = self.batches.mark()  # only now: a snapshot of a step that failed is one before its batch
             self.skipped += record.skipped
             self.waiting = record.waiting
             record = replace(record, step=self.step)  # the engine counts from where it was made
@@ -548,7 +549,7 @@ class _Run:
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
             "generated": self.generated,
-            "mark": self.batches.mark(),
+            "mark": self.mark,
             "early_stopping": None if self.early is None else self.early.state(),
         }
         moment = Moment(self.step, self.position, self.batches.count, loop, self.output.config)

@@ -109,3 +109,32 @@ def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_a_way_of_sharing_out_needs_ranks(tmp_path: Path) -> None:
     with pytest.raises(memfit.InputError, match="fixed sharding='zero3': this process is alone"):
         memfit.transformers.fit(trainer_ranks.trainer("classifier", str(tmp_path)), 1 << 40, **fixed("zero3"))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_micro_batches_make_up_the_rounds_of_the_users_batches(*, drops: bool) -> None:
+    """As Accelerate fills up, or drops, the last round of an epoch."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    from memfit.integrations.transformers.several_ranks import WholeRounds
+
+    ranks, size = 2, 4
+
+    def dealt(batches: Any) -> list[list[list[int]]]:
+        """Per round, the rows of all ranks."""
+        return [
+            list(each) for each in zip(*(BatchSamplerShard(batches, ranks, rank) for rank in range(ranks)), strict=True)
+        ]
+
+    for rows in range(size * ranks, 41):
+        own = dealt(BatchSampler(range(rows), size, drops))
+        for divisor in (2, 4):
+            small = BatchSampler(range(rows), size // divisor, drops)
+            rounds = dealt(WholeRounds(small, ranks * divisor))
+            assert len(rounds) == len(own) * divisor == len(WholeRounds(small, ranks * divisor)) // ranks
+            for number, expected in enumerate(own):
+                parts = rounds[number * divisor : (number + 1) * divisor]
+                assert sorted(row for part in parts for each in part for row in each) == sorted(
+                    row for each in expected for row in each
+                )

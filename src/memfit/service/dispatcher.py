@@ -229,7 +229,7 @@ class Dispatcher:
         except InputError as error:
             self._over(run, REFUSED, str(error), plan=planned.to_json())
             return
-        fits = f"planned: {format_bytes(planned.peak_bytes)} of {format_bytes(planned.budget_bytes)} at the peak"
+        fits = f"{format_bytes(planned.peak_bytes)} of {format_bytes(planned.budget_bytes)} at the peak"
         if run.plan_only:
             self._over(run, PLANNED, fits, plan=planned.to_json())
         else:

@@ -106,7 +106,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             trainer.optimizer = engine.optimizer
         else:
             check_saving(trainer, engine)
-            TrainerOnRanks(trainer, engine, self._shared, lambda: self._micro_batches == len(self._window) - 1)
+            divisor = engine.plan.choices.micro_batches // accumulated
+            TrainerOnRanks(trainer, engine, self._shared, lambda: self._micro_batches == len(self._window) - 1, divisor)
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
         if self.meter:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch.utils.data import BatchSampler
 
 from memfit.engine import Engine
 from memfit.errors import InputError
@@ -69,6 +71,44 @@ def _packed(engine: Engine) -> bool:
     return isinstance(own_optimizer(engine.optimizer), ChunkedOptimizer)
 
 
+class WholeRounds:
+    """A sampler's rows in micro-batches, whole rounds of them: the last one is filled up from the first, as Accelerate does it, or dropped.
+
+    A round is one of the user's batches on each rank. `accelerate.data_loader.BatchSamplerShard` goes around this one and deals batches out in turns; around
+    the micro-batches themselves it would fill up the last round of those, which is smaller.
+
+    Args:
+        inner: of micro-batches, as torch's DataLoader made it.
+        number: of micro-batches in a round.
+
+    Attributes:
+        sampler, batch_size, drop_last: of `inner`; Accelerate asks for them.
+    """
+
+    def __init__(self, inner: BatchSampler, number: int) -> None:
+        self.sampler = inner.sampler
+        self.batch_size = inner.batch_size
+        self.drop_last = inner.drop_last
+        self._number = number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = iter(self.sampler)
+        size = self.batch_size * self._number
+        first: list[int] = []
+        while taken := list(islice(rows, size)):
+            first = first or taken
+            if len(taken) < size:
+                if self.drop_last:
+                    return
+                taken += islice(cycle(first), size - len(taken))
+            for start in range(0, size, self.batch_size):
+                yield taken[start : start + self.batch_size]
+
+    def __len__(self) -> int:
+        size, rows = self.batch_size * self._number, len(cast("Sized", self.sampler))
+        return (rows // size if self.drop_last else -(-rows // size)) * self._number
+
+
 class TrainerOnRanks:
     """Sets a trainer's methods for a model that is shared out.
 
@@ -77,9 +117,12 @@ class TrainerOnRanks:
         engine: of the plan, on this rank.
         shared: the step in progress.
         is_last: whether the micro-batch that begins is the last of its step.
+        divisor: micro-batches that one of the user's batches becomes.
     """
 
-    def __init__(self, trainer: Any, engine: Engine, shared: SharedStep, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self, trainer: Any, engine: Engine, shared: SharedStep, is_last: Callable[[], bool], divisor: int
+    ) -> None:
         assert engine.sharded is not None
         self._trainer = trainer
         self._engine = engine
@@ -90,6 +133,8 @@ class TrainerOnRanks:
         optimizer._is_accelerate_prepared = True  # noqa: SLF001 - as of the model: its state is where it belongs
         trainer.optimizer = optimizer
         trainer.training_step = self._around(trainer.training_step)
+        if divisor > 1:
+            trainer.get_train_dataloader = self._in_the_users_rounds(trainer.get_train_dataloader, divisor)
         trainer._clip_grad_norm = lambda _: self._sharded.clip(trainer.args.max_grad_norm)  # noqa: SLF001 - there is no other way in
         trainer._get_grad_norm = self._norm  # noqa: SLF001 - likewise
         if trainer.args.device.type == "cpu":
@@ -113,6 +158,20 @@ class TrainerOnRanks:
                 return own(*args, **named)
 
         return training_step
+
+    def _in_the_users_rounds(self, own: Callable[[], Any], divisor: int) -> Callable[[], Any]:
+        """The loader's micro-batches make up the rounds that the user's batches would have: Accelerate fills the last one up, and counts it in batches."""
+
+        @functools.wraps(own)
+        def get_train_dataloader() -> Any:
+            loader = own()
+            shard = getattr(loader, "batch_sampler", None)
+            inner = getattr(shard, "batch_sampler", None)
+            if type(inner) is BatchSampler and getattr(shard, "even_batches", False) and not shard.split_batches:
+                shard.batch_sampler = WholeRounds(inner, shard.num_processes * divisor)
+            return loader
+
+        return get_train_dataloader
 
     def _norm(self, model: Any, grad_norm: Any = None) -> Any:
         del model

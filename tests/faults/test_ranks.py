@@ -163,13 +163,15 @@ def test_a_rank_that_loops_is_named_by_those_that_wait_for_it_and_the_run_goes_o
     looping = ("model.python=ranks_toy:build_looping",)
     alone = Launched(tmp_path, "alone", "2", more=looping, way=way, LOOPING="1")
     assert alone.ended() == 2
-    (told,) = sentences(alone.told)
+    *own, told = sentences(alone.told)
     assert told.startswith("memfit: rank 1 ended without an answer"), alone.told
+    # Where torchrun waits for it, its own watchdog may end it first.
+    assert all(line.startswith("memfit: rank 1 has done no step") for line in own), alone.told
     (tmp_path / "looped-1").unlink()
 
     run = Launched(tmp_path, "out", "2", "--restarts", "1", more=looping, way=way, LOOPING="1")
     assert run.ended() == 0, run.told
-    (told,) = sentences(run.told)
+    told = sentences(run.told)[-1]
     assert told.startswith("memfit: rank 1 ended without an answer")
     assert "going on with 2 ranks from the last snapshot" in told
     undisturbed, found = parameters(tmp_path, "undisturbed"), parameters(tmp_path, "out")

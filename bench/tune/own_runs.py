@@ -202,8 +202,9 @@ def by_ray(folder: Path, number: int, steps: int, share: float) -> list[Ran]:
         one = own_runs.alone(folder, folder / f"ray-{share}" / str(at), listed[at], steps)
         now = os.times()
         seconds = now.children_user + now.children_system - used.children_user - used.children_system
-        told = {"begin": one.begin, "end": one.end, "peak_bytes": one.peak_bytes, "done": one.done, "seconds": seconds}
-        tune.report(told)
+        # Ray fills a key "done" of its own, True for every trial that has ended.
+        told = {"begin": one.begin, "end": one.end, "peak_bytes": one.peak_bytes, "trained": one.done}
+        tune.report({**told, "seconds": seconds})
 
     try:
         asking = tune.with_resources(trial, tune.PlacementGroupFactory([{"device": share}]))
@@ -216,7 +217,7 @@ def by_ray(folder: Path, number: int, steps: int, share: float) -> list[Ran]:
     finally:
         ray.shutdown()
     rows = [each.metrics for each in found if each.metrics and "begin" in each.metrics]
-    return [Ran(row["begin"], row["end"], row["peak_bytes"], row["done"], row["seconds"]) for row in rows]
+    return [Ran(row["begin"], row["end"], row["peak_bytes"], row["trained"], row["seconds"]) for row in rows]
 
 
 def over(ran: Sequence[Ran]) -> tuple[float, int]:

@@ -353,8 +353,8 @@ _PLANNINGS: Final[
 
 def remember(plan: Plan, planning: PlansAgain) -> Plan:
     """Remember what has made a plan, or the original of a copy changed by `dataclasses.replace`. Returns the plan."""
-    number = id(plan)
-    _PLANNINGS[number] = weakref.ref(plan, lambda _: _PLANNINGS.pop(number, None)), planning
+    number, plannings = id(plan), _PLANNINGS  # by a name of its own: a module's are None when the interpreter ends
+    plannings[number] = weakref.ref(plan, lambda _: plannings.pop(number, None)), planning
     return plan
 
 

@@ -28,7 +28,7 @@ from memfit.tune import Results, Search, run
 from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly, sampler_of
 from memfit.tune.study_store import beat, open_study
-from memfit.tune.trials import MemfitTrials, threads_of
+from memfit.tune.trials import MemfitTrials, most_at_once, threads_of
 from memfit.tune.tuning import Live, Tuning
 from tune import searches
 
@@ -88,7 +88,12 @@ def test_trials_that_run_at_once_share_the_cores(tmp_path: Path, monkeypatch: py
         return threads_of(searches.toy(tmp_path, {"optim.lr": [0.1, 0.2]}, fit, at_once=at_once))
 
     assert [threads(n) for n in (2, 3, 20)] == [{"OMP_NUM_THREADS": each} for each in ("4", "2", "1")]
-    assert [threads(each) for each in (1, "auto")] == [{}, {}]
+    assert threads(1) == {}
+    # As many as fit, of trials like this one; more than there are cores do not run at once.
+    for peak, wanted in {None: "1", 1 << 30: "2", 4 << 30: "8", 1 << 20: "1"}.items():
+        search = searches.toy(tmp_path, {"optim.lr": [0.1, 0.2]}, budget="4GiB", at_once="auto")
+        assert threads_of(search, peak) == ({} if wanted == "8" else {"OMP_NUM_THREADS": wanted})
+        assert most_at_once(search) == 8
     assert threads(2, devices=2) == {"OMP_NUM_THREADS": "2"}
     assert threads(2, device="cuda") == {}
     trials = MemfitTrials(searches.toy(tmp_path, {"optim.lr": [0.1, 0.2]}, at_once=2))

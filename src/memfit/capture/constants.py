@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
 from memfit.capture.extreme_draws import at_the_end
+from memfit.capture.known_results import run_fake
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -24,7 +25,7 @@ LARGEST_REAL_CONSTANT_BYTES: Final = 64 << 20
 def run_recorded(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the operation gives; `inputs` are the tensors among its arguments."""
     if any(isinstance(t, FakeTensor) for t in inputs):
-        return func(*args, **kwargs)
+        return run_fake(func, args, kwargs)
     return at_the_end(func, args, _run_real(func, inputs, args, kwargs))
 
 

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.dispatch import DispatchMode
 from memfit.values.trace import Operation, Trace
 
 LAYERS: Final = 12
@@ -94,7 +94,7 @@ def touched_before(trace: Trace) -> list[int]:
     return found
 
 
-class HandsOn(TorchDispatchMode):
+class HandsOn(DispatchMode):
     """A mode that does nothing but to hand on.
 
     Attributes:

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.dispatch import has_storage, storage_key, written
+from memfit.dispatch import DispatchMode, has_storage, storage_key, written
 from memfit.step.absent import Absent
 from memfit.step.attributes import Attributes, Container, held_by
 from memfit.storage.raw_bytes import flat_storage
@@ -158,7 +157,7 @@ def parameters_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
             parameter.grad = gradient
 
 
-class _CopiesAtWrite(TorchDispatchMode):
+class _CopiesAtWrite(DispatchMode):
     """Copies the bytes of storages before an operation first writes into them.
 
     Attributes:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
@@ -73,7 +72,7 @@ def find_part_calls(
         ) from error
 
 
-class _Look(TorchDispatchMode):
+class _Look(dispatch.DispatchMode):
     """Follows the labels of results through what runs between parts."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.dispatch import DispatchMode
 from memfit.errors import CaptureError
 from memfit.sharding.ways import mesh_of
 from memfit.techniques.sharding import way_of
@@ -104,7 +104,7 @@ def fake_mesh(setting: str, device_type: str) -> Iterator[DeviceMesh]:
         yield mesh_of(group, device_type, _NAME)
 
 
-class OnFakeTensors(TorchDispatchMode):
+class OnFakeTensors(DispatchMode):
     """What DistributedDataParallel needs to run on fake tensors, above their mode and below what records."""
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches, dispatch
 from memfit.batches import Batch
@@ -22,7 +21,7 @@ from memfit.techniques.choices import BASELINE, Choices, convert, converting
 T = TypeVar("T")
 
 
-class _Names(TorchDispatchMode):
+class _Names(dispatch.DispatchMode):
     """Only notes which operations forward runs."""
 
     def __init__(self) -> None:

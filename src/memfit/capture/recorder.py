@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 _REPEATABLE: Final = REPEATABLE | {RECURRENT, RMS_NORM}
 
 
+_DEVICE: Final = torch.ops.prim.device.default
+
+
 @dataclass(slots=True)
 class _SavedTensor:
     storage: int
@@ -73,7 +76,7 @@ class _Placeholder:
     packed_after: int = -1
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(dispatch.DispatchMode):
     """Dispatch mode that records the step.
 
     Args:
@@ -204,6 +207,14 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and note what it reads, writes and makes."""
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # a mode for functions (`CudaKernels`) would be asked about every look at a shape
+            return self._ran(func, args, kwargs)
+
+    def _ran(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # as the fake mode would say: autograd asks it of every gradient
         kwargs = kwargs or {}
         if self._making_fresh_tensor:
             return func(*args, **kwargs)

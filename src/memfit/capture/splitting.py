@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.isolation import lent, parameters_kept
 from memfit.capture.samples import rows_of, shortened
+from memfit.dispatch import DispatchMode
 from memfit.step.generators import forked_generators
 
 SAMPLES: Final = 4
@@ -61,7 +61,7 @@ class Splitting:
     reason: str = ""
 
 
-class _Deterministic(TorchDispatchMode):
+class _Deterministic(DispatchMode):
     """Makes random operations deterministic, so that gradients can be compared; notes whether 16-bit operations run.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Deterministic(TorchDispatchMode):
         return result
 
 
-class _InFloat64(TorchDispatchMode):
+class _InFloat64(DispatchMode):
     """Runs every operation in float64, whatever the program asks for: casts, constants, autocast, tensors a loss function closes over.
 
     Parameters, buffers and inputs have to be float64 already, so that autograd expects gradients of that dtype. Casts become no-ops that copy nothing;

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import dispatch
 from memfit.engine.called_modules import CallCounts
@@ -24,7 +23,7 @@ from memfit.engine.new_paths import PathWatch
 from memfit.engine.size_watch import SizeWatch
 
 
-class CallFollower(TorchDispatchMode):
+class CallFollower(dispatch.DispatchMode):
     """The dispatch mode, saved-tensor hooks and module hooks of one forward.
 
     Args:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import dispatch
 from memfit.engine.activation_offloading import LowerTiers
@@ -64,7 +63,7 @@ class _Noting:
         return value
 
 
-class Follower(TorchDispatchMode):
+class Follower(dispatch.DispatchMode):
     """The dispatch mode and saved-tensor hooks of one followed forward.
 
     Args:

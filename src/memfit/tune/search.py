@@ -65,7 +65,7 @@ class SearchConfig:
         objective: name of a metric, or name, direction and take; a list for several.
         direction: of an objective that is given by its name alone.
         trials: how many in all, those of earlier calls on the same study included.
-        at_once: how many at most at one time; "auto" for as many as fit into the budget.
+        at_once: how many at most at one time; "auto" for as many as fit into the budget; of trials of memfit on a CPU no more than it has cores.
         budget: bytes of the device for all trials together, of each where there are several; left out, what `at_once` trials of `fit.budget` take.
         devices: how many devices of this computer trials are shared out on; or bytes by their names ({"cuda:0": "24GiB"}), in place of `budget`.
         host_budget, disk_budget: bytes on lower tiers for all trials together; left out, `at_once` times those of `fit`, and where it names none, no limit.

@@ -16,7 +16,7 @@ from memfit.runner.ledger import Ledger
 from memfit.train.config import TrainConfig
 from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
 from memfit.train.snapshot_folders import folders
-from memfit.tune.capacity import capacity_of, device_of, ranks_of
+from memfit.tune.capacity import capacity_of, device_of, largest_device, ranks_of
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit, Planner
 from memfit.tune.search import AT_END, Search, command_with
@@ -25,6 +25,7 @@ from memfit.values.script import TIERS
 
 ALONE: Final = "-alone"  # ends the name of a run that repeats one which ran out of memory, with nothing beside it
 _THREADS: Final = "OMP_NUM_THREADS"
+_AUTO: Final = 64  # trials at once, where bytes alone decide
 _LESS: Final = 0.85  # of its predicted peak, for a run that is repeated so
 
 
@@ -33,18 +34,43 @@ def name_of(number: int) -> str:
     return f"trial-{number:05d}"
 
 
-def threads_of(search: Search) -> dict[str, str]:
+def most_at_once(search: Search) -> int:
+    """How many trials run at once at most.
+
+    "auto" leaves it to their bytes, and for runs of memfit on this computer's CPU to its cores, too: more runs than cores are no faster.
+    """
+    at_once = search.config.at_once
+    if isinstance(at_once, int):
+        return at_once
+    if search.is_command or search.config.cluster is not None or device_of(search) != "cpu":
+        return _AUTO
+    return max(1, _cores() // ranks_of(search))
+
+
+def threads_of(search: Search, peak_bytes: int | None = None) -> dict[str, str]:
     """The variable by which torch takes its share of the processor's cores, where trials that run on it at once have to share them.
 
-    Nothing where one runs alone, where it is not known how many run, and where the user has said it. It is what torchrun does for ranks: threads of two
-    processes on the same cores wait for each other.
+    Nothing where one runs alone, and where the user has said it. It is what torchrun does for ranks: threads of two processes on the same cores wait for
+    each other.
+
+    Args:
+        search: whose trials.
+        peak_bytes: predicted, of a trial. Under `at_once: auto` it shares the cores with as many as there is room for if they are like it; None for as many
+            as run at once at most.
     """
-    at_once, ranks = search.config.at_once, ranks_of(search)
-    elsewhere = search.config.cluster is not None or device_of(search) != "cpu" or _THREADS in os.environ
-    if elsewhere or not isinstance(at_once, int) or at_once == 1:
+    at_once, ranks = most_at_once(search), ranks_of(search)
+    if search.config.cluster is not None or device_of(search) != "cpu" or _THREADS in os.environ:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {_THREADS: str(max(1, cores // (at_once * ranks)))}
+    if search.config.at_once == "auto" and peak_bytes:
+        capacity = largest_device(capacity_of(search))
+        at_once = at_once if capacity is None else max(1, min(at_once, capacity // peak_bytes))
+    if at_once == 1:
+        return {}
+    return {_THREADS: str(max(1, _cores() // (at_once * ranks)))}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Trials(Protocol):
@@ -125,8 +151,7 @@ class MemfitTrials:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self._threads = threads_of(search)
-        self.planner = Planner(search.out / "planner.log", self._threads)
+        self.planner = Planner(search.out / "planner.log", threads_of(search))
         # On a cluster each machine says which of them it has.
         self._tiers = set(TIERS) if search.config.cluster else set(TIERS) & capacity_of(search).keys()
 
@@ -173,7 +198,7 @@ class MemfitTrials:
             environment={
                 MEMORY_LIMIT: ",".join(map(str, fit.by_rank)),
                 "MEMFIT_TRIAL": str(number),
-                **self._threads,
+                **threads_of(self.search, fit.peak_bytes),
             },
             peak_bytes={name: size for name, size in (fit.tiers or {}).items() if name in self._tiers},
             rank_bytes=fit.by_rank,

@@ -27,7 +27,7 @@ from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly
 from memfit.tune.search import Search
 from memfit.tune.study_store import MISSED_BEATS, beat, open_study, own_folder, store_errors, url_of
-from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, TrialRuns, Trials, name_of
+from memfit.tune.trials import ALONE, CommandTrials, MemfitTrials, TrialRuns, Trials, most_at_once, name_of
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ MINIMUM: Final = "memfit:minimum_bytes"
 CONSTRAINT: Final = "bytes over the budget"
 _SILENT_TRIALS: Final = 3  # without the objective, after which the search ends
 _POLL_SECONDS: Final = 0.5
-_AUTO: Final = 64  # trials at once, where bytes alone decide
 
 
 @dataclass
@@ -127,13 +126,10 @@ class Tuning:
     def _runner(self) -> TrialRuns:
         folder, cluster = self.search.out / "runner", self.search.config.cluster
         if cluster is None:
-            return Runner(folder, capacity_of(self.search), self._at_once())
+            return Runner(folder, capacity_of(self.search), most_at_once(self.search))
         from memfit.runner.cluster import ClusterRunner
 
-        return ClusterRunner(folder, cluster, self._at_once())
-
-    def _at_once(self) -> int:
-        return _AUTO if self.search.config.at_once == "auto" else self.search.config.at_once
+        return ClusterRunner(folder, cluster, most_at_once(self.search))
 
     # ----------------------------------------------------------------------------------------------------------- before
 
@@ -209,7 +205,7 @@ class Tuning:
         return left
 
     def _may_ask(self) -> bool:
-        return len(self.live) < self._at_once() and not self.runner.waiting and self._left() > 0
+        return len(self.live) < most_at_once(self.search) and not self.runner.waiting and self._left() > 0
 
     def _beat(self) -> None:
         import optuna

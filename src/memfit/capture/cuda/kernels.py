@@ -22,11 +22,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.cuda import attention, autocast
 from memfit.capture.cuda.recurrent import recurrent
 from memfit.capture.cuda.rms_norm import rms_norm
+from memfit.dispatch import DispatchMode
 from memfit.hardware.machine import Capability
 
 NOT_COUNTED: Final = "not counted: workspaces of convolutions, the CUDA context"
@@ -34,7 +34,7 @@ AUTOCAST: Final = "autocast: CUDA's list of what runs in fp32"
 LARGEST_CUDNN_BATCH: Final = 880801  # samples that cuDNN's spatial batch norm takes in training
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Knows whether an operation is running: what fake kernels and decompositions call is not the step's.
 
     Attributes:

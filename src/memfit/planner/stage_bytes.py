@@ -169,7 +169,8 @@ def _holding_little(solver: Solver) -> Iterator[Solution]:
     problem, last = solver.problem, solver.trace.forward_events - 1
     if not solver.droppable:
         return
-    prices = np.geomspace(*(bound * problem.graph.price_scale for bound in PRICE_RANGE), PRICES + 1)[1:]
+    lowest, highest = (bound * problem.graph.price_scale for bound in PRICE_RANGE)
+    prices = np.geomspace(lowest, highest, PRICES + 1)[1:]
     for weights in ({last: 1.0}, {last: 1.0, problem.baseline.evaluation.peak_event: 1.0}):
         for layout in problem.layouts:
             for price in prices:

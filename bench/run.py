@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import charts
 import measuring
+import pictures
+
+from memfit.views.layout import NARROW, WIDE
+from memfit.views.svg import escaped, svg_file
 
 FOLDER = Path(__file__).resolve().parent
-TECHNIQUES = FOLDER.parent / "docs" / "techniques"
+DOCS = FOLDER.parent / "docs"
+README = FOLDER.parent / "README.md"
+TECHNIQUES = DOCS / "techniques"
+PICTURES = DOCS / "pictures" / "figures"
+PHONE = 700  # pixels of a screen below which a chart is shown in its narrow layout
 QUESTIONS = (
     "exactness",
     "paths",
@@ -60,14 +71,38 @@ def module_of(question: str) -> Any:
     return module
 
 
-def section(question: str) -> str:
-    """Machine, command and table of a question, from its kept results."""
+def section(question: str, folder: Path) -> str:
+    """Machine, command, charts and table of a question, from its kept results, for a page in a folder."""
     rows = measuring.kept(question)
     command = f"```console\n$ python bench/run.py {question}\n```"
     if not rows:
         return f"{command}\n\nNot run yet."
+    shown = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of(question, rows).items()]
     table = in_the_fields_words(module_of(question).table(rows))
-    return f"{command}\n\n{measuring.in_words(rows[0]['machine'])}.\n\n{table}"
+    return "\n\n".join([command, f"{measuring.in_words(rows[0]['machine'])}.", *shown, table])
+
+
+def charts_of(question: str, rows: Sequence[dict[str, Any]]) -> dict[str, charts.Picture]:
+    """The question's charts, by the names of their files."""
+    return pictures.OF[question](rows, module_of(question)) if question in pictures.OF else {}
+
+
+def shown_in(folder: Path, name: str, label: str) -> str:
+    """A chart on a page: the wide layout, and the narrow one on a phone."""
+    place = Path(os.path.relpath(PICTURES, folder)).as_posix()
+    narrow = f'<source media="(max-width: {PHONE}px)" srcset="{place}/{name}-narrow.svg">'
+    return f'<picture>{narrow}<img src="{place}/{name}.svg" alt="{escaped(label)}"></picture>'
+
+
+def drawn() -> dict[Path, str]:
+    """Every chart, in both layouts."""
+    out = {}
+    for question in QUESTIONS:
+        if rows := measuring.kept(question):
+            for name, picture in charts_of(question, rows).items():
+                for layout, ending in ((WIDE, ""), (NARROW, "-narrow")):
+                    out[PICTURES / f"{name}{ending}.svg"] = svg_file(picture(layout), also_dark=True)
+    return out
 
 
 def measured(technique: str) -> str:
@@ -81,6 +116,16 @@ def measured(technique: str) -> str:
             command = f"```console\n$ python bench/run.py {question}\n```"
             parts += [command, f"{measuring.in_words(rows[0]['machine'])}.", in_the_fields_words(told)]
     return "\n\n".join(parts)
+
+
+def packed(folder: Path, *, with_chart: bool) -> str:
+    """Runs packed by their predicted peaks beside other ways to start them, for a page in a folder that is not about measurements."""
+    rows = measuring.kept("tune")
+    own = [row for row in rows if row["part"] == "own runs"]
+    charts = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of("tune", rows).items()]
+    table = module_of("tune").own_runs.short_table(own)
+    told = "\n\n".join([*(charts if with_chart else []), table, f"{measuring.in_words(own[0]['machine'])}."])
+    return f"\n{told}\n"
 
 
 # Stored results have the words of the code that wrote them; pages have the field's.
@@ -107,30 +152,61 @@ def between(text: str, written: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Each question's README, docs/figures.md with all of them, and the pages of techniques, from the kept results."""
+    """Each question's README, docs/figures.md with all of them, and the pages that quote some, from the kept results."""
     out = {}
-    parts = [
-        "# Figures",
-        "",
-        "Written by `python bench/run.py` from `bench/*/results.jsonl`; run it (`make bench`) to get your own.",
-        "",
-    ]
+    parts = []
     for question in QUESTIONS:
         path = FOLDER / question / "README.md"
-        out[path] = between(path.read_text(), section(question))
+        out[path] = between(path.read_text(), section(question, path.parent))
         before, after = out[path].split(BEGIN)[0], out[path].split(END)[1]
         body = before.strip().replace("# ", "## ", 1)
-        parts += [body, "", section(question), ""]
+        parts += [body, "", section(question, DOCS), ""]
         if after.strip():
             parts += [after.strip(), ""]
     parts += [(FOLDER / "gpu" / "README.md").read_text().strip().replace("# ", "## ", 1), ""]
     for path in sorted(TECHNIQUES.glob("*.md")):
         if BEGIN in (text := path.read_text()):
             out[path] = between(text, f"\n{measured(path.stem)}\n")
-    fits = FOLDER.parent / "docs" / "24gb.md"
-    out[fits] = between(fits.read_text(), f"\n{section('answers')}\n")
-    out[FOLDER.parent / "docs" / "figures.md"] = "\n".join(parts).rstrip() + "\n"
-    return out
+    fits, tuning = DOCS / "24gb.md", DOCS / "tuning.md"
+    out[fits] = between(fits.read_text(), f"\n{section('answers', DOCS)}\n")
+    out[tuning] = between(tuning.read_text(), packed(DOCS, with_chart=True))
+    out[README] = between(README.read_text(), packed(README.parent, with_chart=False))
+    body = "\n".join(parts).rstrip() + "\n"
+    out[DOCS / "figures.md"] = f"{beginning(body)}\n{body}"
+    return out | drawn()
+
+
+def beginning(body: str) -> str:
+    """The top of the page of figures: what each chart shows, and the sections."""
+    told = []
+    for question in pictures.OF:
+        heading = (FOLDER / question / "README.md").read_text().partition("\n")[0].removeprefix("# ")
+        for picture in charts_of(question, measuring.kept(question)).values():
+            told.append(f"* [{heading}](#{anchor(heading)}): {picture(WIDE).label}")
+    headings = re.findall(r"^## (.+)$", body, re.MULTILINE)
+    contents = [f"* [{each}](#{anchor(each)})" for each in headings]
+    return "\n".join(
+        [
+            "# Figures",
+            "",
+            "What was measured, on which machine, with which command: charts first, then the tables. Written by `python bench/run.py` from",
+            "`bench/*/results.jsonl`; run it (`make bench`) to get your own.",
+            "",
+            "What the charts show:",
+            "",
+            *told,
+            "",
+            "All sections:",
+            "",
+            *contents,
+            "",
+        ]
+    )
+
+
+def anchor(heading: str) -> str:
+    """As code hosts derive it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def main() -> None:
@@ -142,7 +218,11 @@ def main() -> None:
         for question in arguments.questions or QUESTIONS:
             print(f"== {question}", flush=True)
             subprocess.run([sys.executable, str(FOLDER / question / "run.py")], check=True)
-    for path, text in pages().items():
+    written = pages()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for path in set(PICTURES.glob("*.svg")) - set(written):
+        path.unlink()
+    for path, text in written.items():
         path.write_text(text)
 
 

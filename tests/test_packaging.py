@@ -21,6 +21,7 @@ from memfit.cli.main import parser
 from memfit.errors import InputError
 from memfit.integrations.deepspeed import source
 from memfit.runner.cluster import ClusterRunner
+from memfit.train import tables
 from memfit.train.assemble import assemble
 from memfit.train.config import Config, DataConfig, ModelConfig
 from memfit.train.text import FolderEncoder
@@ -125,6 +126,14 @@ def a_model(folder: Path) -> None:
     assemble(Config(ModelConfig(hf=str(folder), task="causal-lm"), DataConfig(train=("x.txt",))), lambda *_: None)
 
 
+def a_parquet_file(folder: Path) -> None:
+    list(tables.rows_of_parquet(folder / "data.parquet"))
+
+
+def a_saved_dataset(folder: Path) -> None:
+    list(tables.rows_of_dataset(folder))
+
+
 def eight_bit(_: Path) -> None:
     memfit.eight_bit(torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))]), backend="bitsandbytes")
 
@@ -159,6 +168,8 @@ def submitting(folder: Path) -> object:
 EXTRAS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("transformers", "transformers", a_model),
     ("transformers", "transformers", FolderEncoder),
+    ("datasets", "pyarrow", a_parquet_file),
+    ("datasets", "datasets", a_saved_dataset),
     ("bnb", "bitsandbytes", eight_bit),
     ("deepspeed", "hjson", hjson),
     ("pictures", "matplotlib.backends.backend_agg", lambda _: png(None)),  # type: ignore[arg-type]

@@ -375,7 +375,10 @@ def excerpt(rows: Rows, page: str) -> str:
     heads = ["optimizer", "state, bytes a parameter", "transient, MiB", "update's time / 32 bits", "quartiles"]
     return "\n\n".join(
         [
-            f"Updates of {updates[0]['parameters'] / 1e6:.1f} million parameters:",
+            (
+                f"Updates of {updates[0]['parameters'] / 1e6:.1f} million parameters. *Transient*: bytes that exist only during the update. *Error*: how far "
+                "the parameters are from those of the optimizer in 32 bits, as a share of the way that these have moved."
+            ),
             measuring.table([*heads, *_error_heads(updates)], [_update_cells(row, updates)[:-2] for row in updates]),
             f"The whole step of a GPT with these parameters on {WIDE['batch']} x {WIDE['tokens']} tokens:",
             measuring.table(STEP_HEADS, [_step_cells(row) for row in own]),

@@ -96,9 +96,16 @@ PAGES: Mapping[str, Callable[[str], bool]] = {
 """Page of docs/techniques -> which arrangements belong there."""
 
 
+EXCERPT_WORDS = (
+    "The reference GPT: 8 layers, hidden 256, batch 16, 256 tokens, fp32. Budgets are shares of plain PyTorch's peak. *Recompute only*: the batch is whole, "
+    "results are bit-equal. *Free choice*: memfit may split the batch, too. *Predicted* is the time that the plan tells. "
+    "*Gap to the bound*: how much faster, at most, another plan in these bytes could be."
+)
+
+
 def excerpt(rows: Sequence[dict[str, Any]], page: str) -> str:
-    """The arrangements that a page about a technique is about."""
-    return _table(rows, PAGES[page]) if page in PAGES else ""
+    """The arrangements that a page about a technique is about, with what the columns mean."""
+    return f"{EXCERPT_WORDS}\n\n{_table(rows, PAGES[page])}" if page in PAGES else ""
 
 
 def _table(rows: Sequence[dict[str, Any]], wanted: Callable[[str], bool]) -> str:

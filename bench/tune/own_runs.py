@@ -321,6 +321,27 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['most_bytes'] / 2**20:.0f} MiB",
             f"{row['load']:.0f}",
         ]
-        for row in sorted(rows, key=lambda row: list(WAYS).index(row["way"]))
+        for row in in_order(rows)
     ]
     return measuring.table([budget, *heads], cells)
+
+
+def in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row for each way, packed by memfit first; results are kept in the order in which they were measured last."""
+    return sorted(rows, key=lambda row: list(WAYS).index(row["way"]))
+
+
+def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader of other pages wants to know of it, as Markdown."""
+    heads = ["time", "launched though no plan fits", "no room on a device", "time over the budget"]
+    cells = [
+        [
+            row["way"],
+            f"{row['seconds']:.0f} s",
+            f"{row['launched_infeasible']}",
+            f"{row['died']}",
+            f"{row['over_seconds']:.0f} s",
+        ]
+        for row in in_order(rows)
+    ]
+    return measuring.table([f"{rows[0]['trials']} runs in {BUDGET >> 20} MiB", *heads], cells)

@@ -29,7 +29,7 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
-from memfit.step.given import loss_function, optimizer_factory
+from memfit.step.given import check_model, loss_function, optimizer_factory
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
@@ -68,9 +68,11 @@ def apply(
 
     Raises:
         PlanFileError: the plan is for another model.
+        InputError: the model is compiled, or runs kernels of other packages (`memfit.plan` refuses it, too).
         InfeasibleError: a lower tier does not have the space for what is offloaded to it.
         EngineError: no file can be created in the folder.
     """
+    check_model(model)
     have = _digest(model, plan.choices.frozen)
     planned = plan.model.split("/")  # before its first forward, and after it
     conversion = conversion_of(model, have)

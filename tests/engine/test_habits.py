@@ -215,6 +215,38 @@ def test_the_peak_is_as_predicted(name: str) -> None:
         )
 
 
+class Doubled(torch.autograd.Function):
+    """A node of the user's own, whose backward is Python."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x + x
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient + gradient
+
+
+class WithOwnNode(nn.Module):
+    """Wide inside, narrow between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = Doubled.apply(self.up(x))  # type: ignore[no-untyped-call]
+        return x + self.down(torch.sigmoid(h))
+
+
+def test_gradients_handed_out_of_a_reentrant_checkpoint_do_not_outlive_its_own_nodes() -> None:
+    """What the capture held of a user's node held the leaf of the region's graph too, and the leaf its gradient, to the end of the step."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(WithOwnNode() for _ in range(4))), rows()
+    (made,) = plans_between(model, x, checkpointed_again, fractions=(1.0,))
+    assert measured_peak(made, model, x, checkpointed_again) == made.prediction.peak_bytes
+
+
 class Holding(nn.Module):
     """Tensors as plain attributes, alone and in a list; one may be another in each forward."""
 

@@ -419,15 +419,10 @@ def test_what_a_plan_cannot_stand_beside_is_refused(case: tuple[Callable[[], Any
         trained(make(), memfit.lightning.FitToMemory("1GiB"), **settings)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # the compiler's own
-def test_a_changing_number_of_batches_a_step_and_a_compiled_module_are_refused() -> None:
+def test_a_changing_number_of_batches_a_step_is_refused() -> None:
     scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 1, 4: 2})
     with pytest.raises(InputError, match="GradientAccumulationScheduler changes in training"):
         trained(Module(), scheduler, memfit.lightning.FitToMemory("1GiB"))
-    compiled = Module()
-    compiled.net = torch.compile(compiled.net)  # type: ignore[assignment]
-    with pytest.raises(InputError, match="a compiled module runs other operations"):
-        trained(compiled, memfit.lightning.FitToMemory("1GiB"))
 
 
 def test_choices_that_are_lightnings_and_a_plan_before_training_are_refused() -> None:

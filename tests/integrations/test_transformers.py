@@ -409,7 +409,6 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "tries batch sizes until one does not run out of memory"),
-    "torch_compile": ({"torch_compile": True}, "runs other operations than the model's own"),
     "checkpointing": ({"activation_checkpointing": True}, "recomputes every layer whether or not"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha changes the model's forward in train()"),
     "model_init": ({"model_init": language_model}, "model_init makes another model in train()"),

@@ -37,7 +37,12 @@ def held(file: str) -> bool:
 def plan(place: str, config: dict[str, Any], words: list[str]) -> None:
     with open(os.path.join(place, "plan.json")) as stream:
         made = json.load(stream)
-    made["prediction"]["peak_bytes"] = made["budget_bytes"] = config["fit"]["budget"]
+    size, ranks = config["fit"]["budget"], config["fit"].get("devices") or 1
+    made["prediction"]["peak_bytes"] = made["budget_bytes"] = size
+    made["device_kind"] = config["fit"]["device"]
+    made["prediction"]["ranks"] = [
+        {"rank": rank, "peak_bytes": size, "step_seconds": STEP_SECONDS} for rank in range(ranks) if ranks > 1
+    ]
     with open(words[words.index("--save") + 1], "w") as stream:
         json.dump(made, stream)
     sys.stdout.write(json.dumps({"fits": True, "total_steps": config["train"]["steps"]}))
@@ -71,8 +76,13 @@ def train(place: str, config: dict[str, Any], out: str) -> int:
         pass  # from now on there is something to resume
     if not held(os.path.join(out, "lock")):
         noticed(place, f"{out} is run twice at a time")
-    if about["large"] and not held(os.path.join(place, "large")):
-        noticed(place, f"{out} is together with another of 60 %")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if config["fit"]["device"] == "cuda":
+        with open(os.path.join(out, "visible"), "a") as stream:
+            stream.write(visible + "\n")
+    for device in visible.split(","):
+        if about["large"] and not held(os.path.join(place, f"large{device}")):
+            noticed(place, f"{out} is together with another of 60 %")
     child = os.fork()
     if not child:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

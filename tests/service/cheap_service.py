@@ -1,4 +1,4 @@
-"""A service that listens and whose runs are `cheap_program`'s, until SIGTERM: `cheap_service.py FOLDER PORT`."""
+"""A service that listens and whose runs are `cheap_program`'s, until SIGTERM: `cheap_service.py FOLDER PORT [URL HOST]`: one of several hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 from memfit.service.serving import Serving
+from service import killing_hosts
 from service.killing import settings
 
 
 def main() -> None:
     """Tell local clients where, and serve."""
-    serving = Serving(settings(Path(sys.argv[1])), port=int(sys.argv[2]))
+    folder, port, *shared = sys.argv[1:]
+    told = killing_hosts.settings(Path(folder), *shared) if shared else settings(Path(folder))
+    serving = Serving(told, port=int(port))
 
     def begun() -> None:
         serving.tell_local_clients()

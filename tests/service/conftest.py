@@ -61,6 +61,8 @@ class Serving:
         """Look until something holds."""
         deadline = time.monotonic() + seconds
         while not condition():
+            if self.service.dispatcher.host is not None:
+                self.service.dispatcher.host.beat()
             self.service.dispatcher.look(0.1)
             states = [(run.number, run.state, run.reason) for run in self.service.store.listed(owner=None)]
             assert time.monotonic() < deadline, states
@@ -72,7 +74,7 @@ class Serving:
 
 
 def started(settings: ServiceSettings, folder: Path) -> Serving:
-    store = ServiceStore(settings.folder)
+    store = ServiceStore(settings.folder, settings.store)
     service = Service(settings, store, Dispatcher(settings, store))
     return Serving(settings, service, folder, Studies(service), Housekeeping(service))
 
@@ -93,6 +95,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
         told = {
             "folder": tmp_path / "service",
             "capacity": {"cpu": 1 << 20},
+            "cores": 8,
             "confined": confine.available(),
             **settings,
         }

@@ -18,7 +18,7 @@ from memfit.service.settings import ServiceSettings
 def listening(folder: Path, **told: Any) -> Iterator[Serving]:
     """One on a free port of the loopback; what runs when it ends is ended with it."""
     settings = ServiceSettings(
-        **{"folder": folder, "capacity": {"cpu": 1 << 20}, "confined": confine.available(), **told}
+        **{"folder": folder, "capacity": {"cpu": 1 << 20}, "cores": 8, "confined": confine.available(), **told}
     )
     serving, begun = Serving(settings), threading.Event()
     thread = threading.Thread(target=serving.run, args=(begun.set,))

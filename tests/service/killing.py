@@ -77,6 +77,7 @@ def settings(folder: Path) -> ServiceSettings:
         planning_at_once=3,
         grace_seconds=5.0,
         program=program,
+        cores=64,
     )
 
 
@@ -118,10 +119,10 @@ def serve(folder: Path, runs: int) -> None:
     store.close()
 
 
-def processes(folder: Path) -> Iterator[tuple[int, str, tuple[str, int]]]:
-    """Watchers and runs: process, "watcher" or "run", and the attempt that it is of."""
+def processes(folder: Path) -> Iterator[tuple[int, str, Path]]:
+    """Watchers, those that watch them, and runs: process, "watcher", "second" or "run", and the folder of the attempt that it is of."""
     parents: dict[int, int] = {}
-    watchers: dict[int, tuple[str, int]] = {}
+    watchers: dict[int, Path] = {}
     runs: list[int] = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -130,12 +131,11 @@ def processes(folder: Path) -> Iterator[tuple[int, str, tuple[str, int]]]:
         except (OSError, IndexError):
             continue
         if guard.__file__ in words and str(folder) in words[4]:
-            attempt = Path(words[4])
-            watchers[int(name)] = (attempt.parent.name, int(attempt.name))
+            watchers[int(name)] = Path(words[4])
         elif cheap_program.__file__ in words and str(folder) in words:
             runs.append(int(name))
-    for pid, attempt_of in watchers.items():
-        yield pid, "watcher", attempt_of
+    for pid, attempt in watchers.items():
+        yield pid, "second" if parents.get(pid) in watchers else "watcher", attempt
     for pid in runs:
         above = parents.get(pid, 0)
         of = watchers.get(above) or watchers.get(parents.get(above, 0))
@@ -204,7 +204,9 @@ def killed_at_random(folder: Path, runs: int, seed: int, pause: float) -> Killed
         there = sorted(each for each in processes(folder) if each[1] == kind)
         if there:
             pid, _, attempt = draw.choice(there)
-            killed.setdefault(attempt, kind)  # first, as the kill may be noticed before it is written down
+            killed.setdefault(
+                (attempt.parent.name, int(attempt.name)), kind
+            )  # first, as the kill may be noticed before it is written down
             if kill(pid, str(folder)):
                 found.kills[kind] += 1
     found.seconds = time.monotonic() - begun

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memfit.errors import ConfigError, InputError
+from memfit.runner import guard
 from memfit.service import launching
 from memfit.service.refusals import NotNowError, Refusal
 from memfit.service.service import Submission
@@ -128,3 +133,128 @@ def test_a_clock_that_jumps_removes_nothing(serve: Callable[..., Serving], monke
     assert json.dumps(serving.service.described(serving.service.store.run(run.number)))
     serving.service.dispatcher.look()
     assert serving.service.submit(ANNA, Submission(small_runs.run_file(), code=serving.code()))[1]
+
+
+def test_code_without_the_function_that_is_named_is_refused_when_it_is_planned(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit(model={"python": "net:nothing"})
+    refused = serving.until_state(run.number, "refused", "waiting", "running", "done", "failed")
+    assert refused.state == "refused"
+    assert "net" in refused.reason
+    assert "nothing" in refused.reason
+    assert refused.part == 0, "nothing of it was started"
+
+
+def test_data_that_is_gone_once_the_run_is_planned_ends_it_with_a_sentence(
+    serve: Callable[..., Serving], tmp_path: Path
+) -> None:
+    serving = serve(data=(small_runs.code(tmp_path / "shared"),))
+    data = tmp_path / "shared" / "train.npz"
+    run = serving.submit(data={"train": str(data)})
+    serving.until(lambda: serving.service.dispatcher.runner.end_of(launching.name_of(run.number, 0)) is not None)
+    data.unlink()
+    failed = serving.until_state(run.number, "failed", "done", "refused")
+    assert failed.state == "failed"
+    assert "train.npz" in failed.reason
+
+
+@pytest.fixture
+def disk() -> Iterator[Callable[[Path, str], Callable[[], None]]]:
+    """A disk of so many bytes on a folder; what it returns fills it to the last one."""
+    mounted: list[Path] = []
+
+    def made(folder: Path, size: str) -> Callable[[], None]:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a disk that can be full is a file system of its own, which only root may mount")
+        mounted.append(folder)
+
+        def filled() -> None:
+            with (folder / "filler").open("wb", buffering=0) as stream, suppress(OSError):
+                while True:
+                    stream.write(b"x" * 512)
+
+        return filled
+
+    yield made
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # noqa: S607 - wherever this system has it
+
+
+def test_a_disk_that_is_full_for_what_a_run_writes_ends_it_with_the_reason(
+    serve: Callable[..., Serving], disk: Callable[[Path, str], Callable[[], None]]
+) -> None:
+    serving = serve(confined=False)
+    run, other = serving.submit(), serving.submit()
+    serving.until(lambda: serving.service.dispatcher.runner.knows(launching.name_of(run.number, 0)))
+    disk(launching.folder_of(serving.settings, run.number) / "out", "48k")  # some lines of its log, and no snapshot
+    failed = serving.until_state(run.number, "failed", "done", "refused")
+    assert failed.state == "failed"
+    assert "no space for a snapshot" in failed.reason
+    assert "Free space, or lower train.keep" in failed.reason
+    assert failed.part == 1
+    assert serving.until_state(other.number, "failed", "done", "refused").state == "done", "the others go on"
+
+
+def test_a_disk_that_is_full_for_what_a_run_prints_loses_no_end(
+    serve: Callable[..., Serving], disk: Callable[[Path, str], Callable[[], None]]
+) -> None:
+    serving = serve()
+    run = serving.submit(steps=60, slow=0.02)
+    name, runner = launching.name_of(run.number, 1), serving.service.dispatcher.runner
+    fill = disk(runner.folder / "runs" / name, "64k")
+    serving.until_state(run.number, "running")
+    begun = launching.output_of(serving.settings, name) / "stderr"
+    serving.until(begun.exists)
+    fill()
+    ended = serving.until_state(run.number, "done", "failed", "refused")
+    end = runner.end_of(name)
+    assert end is not None
+    assert (end.kind, end.attempts) in {("done", 1), ("failed", 1)}, (
+        "by itself, whatever it does about lines that it could not print"
+    )
+    assert ended.state == end.kind
+    assert ended.reason
+
+
+def test_a_disk_that_is_full_where_the_runner_writes_is_tried_again(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+    run = serving.submit()
+    write = Path.write_text
+
+    def full(file: Path, *about: Any, **named: Any) -> int:
+        if file.name == guard.SPEC:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, *about, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(InputError, match="cannot write .*: No space left on device; free space, then start again"):
+            for _ in range(2):
+                serving.service.dispatcher.look()
+    assert serving.service.store.run(run.number).state == "planning"
+    assert serving.until_state(run.number, "done", "failed", "refused").state == "done"
+
+
+def test_a_clock_that_jumps_ends_no_run_and_starts_none_twice(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    serving = serve(run_seconds=600.0, silent_seconds=600.0)
+    run = serving.submit(steps=40, slow=0.02)
+    serving.until_state(run.number, "running")
+    now = time.time()
+    for jump in (20 * 365 * 86400.0, -20 * 365 * 86400.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        serving.service.dispatcher.look(0.1)
+        assert json.dumps(serving.service.described(serving.service.store.run(run.number)))
+        assert json.dumps(serving.service.devices(ANNA))
+    done = serving.until_state(run.number, "done", "failed")
+    assert (done.state, done.part) == ("done", 1)
+    end = serving.service.dispatcher.runner.end_of(launching.name_of(run.number, 1))
+    assert end is not None
+    assert end.attempts == 1

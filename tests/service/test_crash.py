@@ -17,8 +17,9 @@ import pytest
 from memfit.errors import InputError
 from memfit.service import confine
 from memfit.service.client import Client
+from memfit.service.database import NAME, SqliteDatabase
 from memfit.service.serving import local_address
-from memfit.service.store import NAME, ServiceStore
+from memfit.service.store import ServiceStore
 from service import small_runs
 from service.conftest import ANNA, Serving
 
@@ -121,14 +122,15 @@ def test_a_full_disk_leaves_what_was_there_and_goes_on_when_there_is_space(serve
     serving = serve()
     store = serving.service.store
     first = serving.submit()
-    (pages,) = store.connection.execute("PRAGMA page_count").fetchone()
-    store.connection.execute(f"PRAGMA max_page_count={pages}")  # what a full disk is to SQLite
+    assert isinstance(store.database, SqliteDatabase)
+    (pages,) = store.database.connection.execute("PRAGMA page_count").fetchone()
+    store.database.connection.execute(f"PRAGMA max_page_count={pages}")  # what a full disk is to SQLite
     with pytest.raises(InputError, match="what it held before is intact: free space, then start again"):
         for _ in range(500):
             store.change(first.number, "planning", "a long reason " * 100)
     events = store.events(first.number)
     assert store.run(first.number) == first
-    store.connection.execute("PRAGMA max_page_count=1000000")
+    store.database.connection.execute("PRAGMA max_page_count=1000000")
     store.change(first.number, "planning", "there is space")
     assert store.events(first.number)[:-1] == events
     assert serving.submit(steps=7).number == first.number + 1
@@ -158,7 +160,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / NAME)
     other.execute("PRAGMA user_version=99")
     other.close()
-    with pytest.raises(InputError, match="is of version 99 and this memfit reads 2"):
+    with pytest.raises(InputError, match="is of version 99 and this memfit reads 3"):
         ServiceStore(tmp_path)
 
 
@@ -167,10 +169,24 @@ def test_a_store_of_the_version_before_is_brought_up_to_date(serve: Callable[...
     before = serving.submit()
     with serving.service.store.writing() as connection:  # what the version before did not have
         connection.execute("DROP TABLE studies")
+        connection.execute("DROP TABLE hosts")
         connection.execute("DROP INDEX runs_by_study")
-        for column in ("study", "disk_bytes", "removed"):
+        for column in ("study", "disk_bytes", "removed", "host"):
             connection.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         connection.execute("PRAGMA user_version=1")
+    serving.again()
+    assert serving.service.store.run(before.number) == before
+    assert serving.studies.store.listed(owner=None) == []
+
+
+def test_a_store_without_hosts_is_brought_up_to_date(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    before = serving.submit()
+    with serving.service.store.writing() as connection:  # what version 2 did not have
+        connection.execute("DROP TABLE hosts")
+        for table in ("runs", "studies"):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN host")
+        connection.execute("PRAGMA user_version=2")
     serving.again()
     assert serving.service.store.run(before.number) == before
     assert serving.studies.store.listed(owner=None) == []

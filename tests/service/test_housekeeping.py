@@ -123,11 +123,11 @@ def test_code_and_audit_rows_that_nobody_needs_go(serve: Callable[..., Serving])
         connection.execute("UPDATE uploads SET made=0")
     serving.housekeeping.look()
     assert folder.exists(), "a run that is not over needs it"
-    assert store.connection.execute("SELECT COUNT(*) FROM audit").fetchone()[0] == 1
+    assert store.read("SELECT COUNT(*) FROM audit")[0][0] == 1
     store.change(live.number, "done", "done", state="done", ended=1.0)
     serving.housekeeping.look()
     assert not folder.exists()
-    assert store.connection.execute("SELECT COUNT(*) FROM uploads").fetchone()[0] == 0
+    assert store.read("SELECT COUNT(*) FROM uploads")[0][0] == 0
 
 
 def test_what_is_removed_is_forgotten_by_the_runner(serve: Callable[..., Serving]) -> None:

@@ -18,6 +18,7 @@ import httpx2
 import pytest
 
 from memfit.errors import InfeasibleError, InputError
+from memfit.service.database import NAME
 from memfit.service.guarding import HEADERS
 from memfit.service.serving import Serving
 from memfit.service.uploads import UploadLimits
@@ -162,8 +163,7 @@ def left(serving: Serving) -> tuple[list[str], list[Any]]:
     folder, apart = serving.settings.folder, {"service.sqlite", "service.sqlite-wal", "service.sqlite-shm", "code"}
     files = sorted(str(file) for file in folder.rglob("*") if file.name not in apart)
     queries = ("SELECT * FROM runs", "SELECT * FROM events", "SELECT * FROM uploads")
-    rows = [serving.store.connection.execute(query).fetchall() for query in queries]
-    return files, [[tuple(row) for row in each] for each in rows]
+    return files, [[tuple(row) for row in serving.store.read(query)] for query in queries]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -217,7 +217,7 @@ def test_a_token_expires_and_is_taken_back(serving: Serving) -> None:
     assert tokens.caller(token) is not None
     assert tokens.take_back("gone") == 1
     assert tokens.caller(token) is None
-    assert token.encode() not in serving.store.file.read_bytes()
+    assert token.encode() not in (serving.settings.folder / NAME).read_bytes()
 
 
 def test_what_was_tried_is_in_the_audit_log(serving: Serving) -> None:
@@ -226,7 +226,7 @@ def test_what_was_tried_is_in_the_audit_log(serving: Serving) -> None:
     wanted = [("hostile", "POST", "/v1/runs/77777/cancel", 404), ("", "GET", "/v1/runs", 401)]
     query = "SELECT owner, method, path, status FROM audit ORDER BY number DESC LIMIT 2"
     deadline = time.monotonic() + 10  # it is written after the answer
-    while [tuple(row) for row in serving.store.connection.execute(query)] != wanted:
+    while [tuple(row) for row in serving.store.read(query)] != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

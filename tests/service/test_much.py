@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from memfit.service.database import SqliteDatabase
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import LIVE
@@ -69,9 +70,10 @@ def steps(store: ServiceStore, question: Callable[[ServiceStore], Any]) -> int:
         counted[0] += 1
         return 0
 
-    store.connection.set_progress_handler(one, 1)
+    assert isinstance(store.database, SqliteDatabase)
+    store.database.connection.set_progress_handler(one, 1)
     question(store)
-    store.connection.set_progress_handler(None, 1)
+    store.database.connection.set_progress_handler(None, 1)
     return counted[0]
 
 

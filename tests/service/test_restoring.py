@@ -11,8 +11,9 @@ from memfit.cli.main import main
 from memfit.errors import InputError
 from memfit.runner import RunRequest
 from memfit.service import launching
+from memfit.service.database import NAME
 from memfit.service.restoring import restore
-from memfit.service.store import NAME, ServiceStore
+from memfit.service.store import ServiceStore
 from service.conftest import Serving, started
 
 

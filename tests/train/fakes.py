@@ -69,6 +69,9 @@ class FakeEngine:
     def evaluating(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.model)
 
+    def present(self, batch: Any) -> list[Tensor]:
+        return list(self.model.parameters())
+
     def report(self, title: str) -> Report:
         return Report(title, self.plan, records=tuple(self.records))
 

@@ -12,6 +12,7 @@ import yaml
 
 from memfit.errors import ConfigError
 from memfit.train.config import Config, from_json, load_config
+from memfit.train.early_stopping import EarlyStoppingConfig
 
 LEAST: dict[str, Any] = {"model": {"python": "toy:build"}, "data": {"train": "data.npz"}, "fit": {"budget": "1GiB"}}
 
@@ -151,6 +152,41 @@ def test_what_cannot_be_meant_is_refused_with_its_path(sections: dict[str, Any],
         return
     with pytest.raises(ConfigError, match=message):
         with_(**sections)
+
+
+STOPPED: dict[str, Any] = {
+    "data": {"train": "a.npz", "validation": "b.npz"},
+    "train": {"eval_every": 10},
+    "early_stopping": {},
+}
+
+
+def test_a_run_that_may_end_early_says_what_it_compares(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**LEAST, **STOPPED}).replace("early_stopping: {}", "early_stopping:")  # nothing below it
+    config = load_config(write(tmp_path, text))
+
+    assert config.early_stopping == EarlyStoppingConfig(3, 0.0, "validation_loss")
+    assert load_config(write(tmp_path, json.dumps(config.to_json()), "again.json")) == config
+    assert with_().early_stopping is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"eval_every": 0}}, "early_stopping compares evaluations, and train.eval_every is 0"),
+        ({"data": {"train": "a.npz"}}, "early_stopping needs data to evaluate on: name files in data.validation"),
+        ({"early_stopping": {"metric": "loss"}}, "early_stopping.metric: expected one of validation_loss, validation_accuracy"),
+        ({"early_stopping": {"metric": "validation_accuracy"}, "model": {"python": "a:b", "task": "causal-lm"}},
+         "validation_accuracy is of a classifier, and model.task is causal-lm"),
+        ({"early_stopping": {"monitor": "x"}}, "did you mean early_stopping.metric"),
+        ({"early_stopping": {"patience": 0}}, "early_stopping.patience: 0 is less than 1"),
+        ({"early_stopping": True}, "early_stopping: expected keys and values"),
+        ({"train": {"patience": 3, "eval_every": 1}}, "train.patience: no such key; did you mean early_stopping.patience"),
+    ],
+)  # fmt: skip
+def test_early_stopping_that_cannot_be_meant_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_json({**LEAST, **STOPPED, **sections}, Path("/there"))
 
 
 @pytest.mark.parametrize("missing", ["model", "data"])

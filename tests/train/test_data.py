@@ -193,7 +193,7 @@ def test_patterns_find_files_sorted_and_once(tmp_path: Path) -> None:
     assert [f.name for f in found] == ["b.txt", "a.txt", "x[1].txt"]
 
 
-def lines(folder: Path, *rows: Any) -> list[readers.JsonLine]:
+def lines(folder: Path, *rows: Any) -> list[readers.Row]:
     return list(readers.json_lines([jsonl(folder, *rows)]))
 
 

@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import postgresql_server
 from memfit.errors import ConfigError
 from memfit.tune import run
 from tune import searches
 from tune.test_tuning import check_race
 
-FOUND = shutil.which("initdb") or next((str(each) for each in Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(FOUND is None, reason="PostgreSQL is not installed (Debian: apt-get install postgresql)"),
-]
+pytestmark = [pytest.mark.slow, postgresql_server.needed]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server() -> Iterator[str]:
     """A server's URL."""
-    assert FOUND is not None
-    programs = Path(FOUND).resolve().parent
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = Path("/tmp") / f"memfit-postgresql-{port}"  # noqa: S108 - the path of its socket must be short, and another user's
-    folder.mkdir()
-    user = None
-    if os.getuid() == 0:  # it refuses to run as root
-        try:
-            user = pwd.getpwnam("postgres")
-        except KeyError:
-            user = pwd.getpwnam("nobody")
-        os.chown(folder, user.pw_uid, user.pw_gid)
-    as_user = {} if user is None else {"user": user.pw_uid, "group": user.pw_gid}
-
-    def called(program: str, *arguments: object) -> None:
-        subprocess.run(
-            [programs / program, *map(str, arguments)], check=True, capture_output=True, cwd=folder, **as_user
-        )  # type: ignore[call-overload]
-
-    data = folder / "data"
-    called("initdb", "-D", data, "-U", "me", "--auth=trust", "-E", "UTF8", "--no-sync")
-    options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
-    called("pg_ctl", "-D", data, "-o", options, "-l", folder / "log", "-w", "start")
-    try:
-        yield f"postgresql+psycopg2://me@127.0.0.1:{port}/postgres"
-    finally:
-        called("pg_ctl", "-D", data, "-m", "immediate", "stop")
-        shutil.rmtree(folder)
+    with postgresql_server.started() as found:
+        yield found.url.replace("://", "+psycopg2://")
 
 
 def test_workers_that_race_for_an_empty_database_share_its_trials(tmp_path: Path, server: str) -> None:

@@ -15,7 +15,9 @@ from memfit.units import format_bytes, format_seconds, one_unit
 from memfit.values.prediction import ModuleSaving
 from memfit.values.report import Report, StepRecord
 from memfit.views import colours
+from memfit.views.frontier_picture import frontier_picture
 from memfit.views.page import page, reproducing_call
+from memfit.views.svg import svg_file
 from views import reports
 
 ALL = [reports.report, reports.plain_report, reports.bare_report, reports.split_report]
@@ -78,6 +80,18 @@ def test_pictures_are_xml_and_say_in_words_what_they_show(make: Make) -> None:
         root = ET.fromstring(text)  # noqa: S314 - our own text
         assert root.get("role") == "img"
         assert len(root.get("aria-label", "")) > 20
+
+
+def test_a_file_follows_a_dark_screen_where_it_is_asked_to() -> None:
+    drawing = frontier_picture(reports.plan())
+    plain, both = svg_file(drawing), svg_file(drawing, also_dark=True)
+
+    assert "<style>" not in plain
+    style = ET.fromstring(both).find("{http://www.w3.org/2000/svg}style")  # noqa: S314 - our own text
+    assert style is not None
+    rules = style.text or ""
+    assert rules.startswith("@media (prefers-color-scheme: dark)")
+    assert all(f'[fill="{light}"] {{ fill: {dark}; }}' in rules for light, dark in colours.DARK.items())
 
 
 @pytest.mark.parametrize("make", ALL)

@@ -24,7 +24,9 @@ from memfit.capture.real_forward import looked_at, on_few, real_forward_names, r
 from memfit.capture.samples import rows_of, shortened
 from memfit.capture.scaling import scaled
 from memfit.capture.source import StepSource
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, InputError
+from memfit.step.device import device_of
+from memfit.step.other_kernels import explained
 from memfit.step.process_generators import outside_torch, outside_torch_kept
 from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.trace import Trace
@@ -53,9 +55,26 @@ def trustworthy(
 
     Raises:
         CaptureError: neither is possible.
+        InputError: the step ends inside a kernel that is not PyTorch's own; the message says what to do.
         Exception: the user's own, when the step itself fails.
     """
+    try:
+        return _trustworthy(source, choices, believed, layouts, others)
+    except Exception as error:
+        on_gpu = device_of(source.model).type == "cuda"
+        told = None if isinstance(error, InputError) else explained(error, on_gpu=on_gpu)
+        if told is None:
+            raise
+        raise told from error
 
+
+def _trustworthy(
+    source: StepSource,
+    choices: Choices,
+    believed: Captured | None,
+    layouts: Mapping[str, ResultLayouts] | None,
+    others: Iterable[Captured],
+) -> Captured:
     def on_fakes(after: Captured | None, of: StepSource = source) -> Captured:
         return capture(of, choices, after=after, layouts=layouts)
 

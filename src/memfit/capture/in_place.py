@@ -6,6 +6,7 @@ Autograd adds gradients up in place, and some backward formulas write into their
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,8 +50,11 @@ class UnwatchedBackward:
         self._made: set[int] = set()
         self._unpacked: set[int] = set()  # saves that the node still holds
         self._holds = False  # whether it ever held any
-        # Of custom functions, whose backward may run a backward of its own, after which it goes on.
-        self._left: dict[int, tuple[Any, set[int], set[int], set[int], bool]] = {}
+        # Of custom functions, whose backward may run a backward of its own, after which it goes on. Held weakly: a node leads on to the leaves of its graph and
+        # to their gradients, and one inside a checkpointed region is gone when the region's backward is.
+        self._left: weakref.WeakKeyDictionary[Any, tuple[set[int], set[int], set[int], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def enter_node(self) -> bool:
         """Forget the previous node if another one runs now; returns whether that one's formula depends on a dispatch mode being active."""
@@ -58,10 +62,10 @@ class UnwatchedBackward:
         if node is self._node:
             return False
         if self._by_the_user:
-            self._left[id(self._node)] = (self._node, self._read, self._made, self._unpacked, self._holds)
+            self._left[self._node] = (self._read, self._made, self._unpacked, self._holds)
         self._node = node
-        before = self._left.pop(id(node), None) if self._by_the_user else None
-        _, self._read, self._made, self._unpacked, self._holds = before or (node, set(), set(), set(), False)
+        before = self._left.pop(node, None) if self._by_the_user else None
+        self._read, self._made, self._unpacked, self._holds = before or (set(), set(), set(), False)
         return _named(node, _FORMULA_BY_VALUES)
 
     @property
@@ -82,7 +86,7 @@ class UnwatchedBackward:
     def freed(self, save: int) -> None:
         """Autograd has freed a saved tensor."""
         self._unpacked.discard(save)
-        for _, _, _, unpacked, _ in self._left.values():
+        for _, _, unpacked, _ in self._left.values():
             unpacked.discard(save)
 
     def in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:

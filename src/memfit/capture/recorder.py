@@ -34,8 +34,10 @@ from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
 from memfit.capture.resized import Resized, rerunnable_where_gathered
 from memfit.capture.sparse import run_metered, takes_or_makes_sparse
+from memfit.capture.unseen_writes import UnseenWrites
 from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.step.call_arguments import is_plain, tensors_passed
+from memfit.step.other_kernels import compiled, running_compiled
 from memfit.storage.raw_bytes import flat_storage
 from memfit.techniques.registry import REPEATABLE
 from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, Storage
@@ -83,6 +85,7 @@ class Recorder(dispatch.DispatchMode):
         paths: tells which module is running.
         ranks: of the group whose collectives the step takes part in; none on one device.
         backend: of that group in training, "gloo" or "nccl".
+        as_written: what is compiled runs as single operations in training, too; else a compiled function is refused.
         layouts: by call, the layouts of what real kernels return, where fake kernels are known to return others.
 
     In a fake run, operations whose tensors are all real (the batch and what is computed from it alone) run for real, so that branches on their
@@ -95,11 +98,14 @@ class Recorder(dispatch.DispatchMode):
         layouts: Mapping[str, ResultLayouts] | None = None,
         ranks: tuple[int, ...] = (),
         backend: str = "",
+        *,
+        as_written: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
         self._ranks = ranks
         self._backend = backend
+        self._as_written = as_written
         self._layouts = layouts or {}
         self.phase = Phase.FORWARD
         self.events: list[int] = []
@@ -121,6 +127,7 @@ class Recorder(dispatch.DispatchMode):
         self._unwatched = UnwatchedBackward(self.lifetimes)
         self._products = ProductsBackward(self.lifetimes)
         self._numbers = NumbersKept(self.lifetimes)
+        self._unseen = UnseenWrites()
         self._packed: dict[int, weakref.ref[_Placeholder]] = {}
         self._copies: dict[int, weakref.ref[_Contents]] = {}
         self._backward_module = ""
@@ -219,6 +226,9 @@ class Recorder(dispatch.DispatchMode):
         if self._making_fresh_tensor:
             return func(*args, **kwargs)
         is_operation = dispatch.is_operation(func)
+        forward = self.phase is Phase.FORWARD
+        if is_operation and forward and not self._as_written and (name := running_compiled()):
+            raise compiled(f"{name}, which runs in {self.paths.current or 'the step'},")
         if not self.recording or not is_operation:
             if is_operation:
                 self.unrecorded.append(str(func))
@@ -234,6 +244,9 @@ class Recorder(dispatch.DispatchMode):
         in_place_func = self._in_place(func, args, kwargs) if self.phase is Phase.BACKWARD else None
         target = None if in_place_func is None else self.storage_id(args[0])
         reads = tuple(self.storage_id(t) for t in inputs)
+        if forward:
+            for tensor, read in zip(inputs, reads, strict=True):
+                self._unseen.read(tensor, read, self.module)
         writes = tuple(
             dict.fromkeys(self.storage_id(t) for t in dispatch.written(func, args, kwargs) if dispatch.has_storage(t))
         )
@@ -246,7 +259,7 @@ class Recorder(dispatch.DispatchMode):
         key, call = describe(recorded_func, args, kwargs) if among is None else (str(func), CallSpec(func, (), {}))
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE)
-        needs_gradient = self.phase is Phase.FORWARD and dispatch.wants_gradient(*args)
+        needs_gradient = forward and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)
         self.events.append(index)
@@ -261,7 +274,7 @@ class Recorder(dispatch.DispatchMode):
         made: list[int] = []
         layouts: list[TensorLayout | None] = []
         outputs: list[int] = []
-        category = Category.ACTIVATION if self.phase is Phase.FORWARD else Category.TEMPORARY
+        category = Category.ACTIVATION if forward else Category.TEMPORARY
         in_place = _returns_written_argument(func)
         for out in dispatch.tensors_in(result):
             layouts.append(None)
@@ -288,8 +301,14 @@ class Recorder(dispatch.DispatchMode):
                 outputs.append(len(made))
                 layouts[-1] = layout_of(out)
                 made.append(self.lifetimes.add(out, category, self.module, event))
+                if forward:
+                    self._unseen.made(func, out, made[-1])
         for s in writes:
             self._last_write[s] = event
+        if forward and writes:
+            self._unseen.wrote(inputs, reads, writes)
+        else:
+            self._unseen.forget(writes)
         self._unwatched.ran(reads, made)
         self._numbers.ran(func, args, result, self.module, event)
         if self.phase is Phase.BACKWARD:
@@ -349,6 +368,7 @@ class Recorder(dispatch.DispatchMode):
         if not dispatch.has_storage(tensor) or not self.recording:
             return _Placeholder(-1, tensor.detach())
         sid = self.storage_id(tensor)
+        self._unseen.read(tensor, sid, self.paths.current)
         save = len(self.saves)
         # Inputs are packed before their operation runs; outputs after it, and detached. So what has a grad_fn, or is a leaf that requires grad, is an input.
         is_input = tensor.grad_fn is not None or (tensor.is_leaf and tensor.requires_grad)
@@ -464,7 +484,8 @@ class Recorder(dispatch.DispatchMode):
             )
             for s in self.saves
         )
-        operations = rerunnable_where_gathered(self.operations, self.events, saves, self._resized.spans(end))
+        operations = self._unseen.kept(self.operations)
+        operations = rerunnable_where_gathered(operations, self.events, saves, self._resized.spans(end))
         return operations, storages, saves
 
 

@@ -30,6 +30,7 @@ from memfit.sharding.collectives import backend_for
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.fingerprint import fingerprint
+from memfit.step.other_kernels import run_as_written
 from memfit.step.process_generators import outside_torch
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.step.unrestored import HeldByModules
@@ -64,9 +65,9 @@ def record(
     """
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
     # capturing a small model.
-    with uncollected(), dispatch.ModulePaths(source.model) as paths:
+    with uncollected(), dispatch.ModulePaths(source.model) as paths, run_as_written() as as_written:
         ranks = () if sharded is None else tuple(range(sharded.ranks))
-        recorder = Recorder(paths, layouts, ranks, backend_for(device_of(source.model)))
+        recorder = Recorder(paths, layouts, ranks, backend_for(device_of(source.model)), as_written=as_written)
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = dict(source.model.named_parameters())
         step.first_pass()

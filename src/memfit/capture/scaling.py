@@ -18,7 +18,7 @@ from memfit.capture.comparing import same_operations
 from memfit.capture.real_forward import looked_at, on_few
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, InputError
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Storage, Trace
 
@@ -49,6 +49,8 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
         small = replace(source, sample=rows_of(source.sample, size * passes), loader_batches=1)
         try:
             return capture_real(small, replace(choices, micro_batches=passes))
+        except InputError:
+            raise
         except Exception as error:  # it has run on two
             raise CaptureError(
                 f"this model runs on the whole batch but not on {size * passes} samples of it, so its step cannot be predicted from a small one ({why})"

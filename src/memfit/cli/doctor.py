@@ -19,6 +19,7 @@ from memfit.cli.answer import Answer
 from memfit.cli.extras import version
 from memfit.errors import InputError
 from memfit.progress import Progress
+from memfit.runner.cores import cores
 from memfit.units import format_bytes, format_seconds
 
 _MATRIX: Final = 1024
@@ -102,11 +103,6 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host() -> dict[str, Any]:

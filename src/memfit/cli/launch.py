@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from memfit.cli.answer import Answer, Status, failure, read_config, settings_of
 from memfit.errors import ConfigError, MemfitError
+from memfit.runner.cores import THREADS, cores
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 
@@ -120,7 +121,7 @@ def _command(arguments: argparse.Namespace, folder: str, number: int, begun: Pat
 
 def _threads(ranks: int) -> dict[str, str]:
     """Ranks share the processor; torchrun would take one thread for each, and say so."""
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))}
+    return {THREADS: os.environ.get(THREADS) or str(max(1, cores() // ranks))}
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

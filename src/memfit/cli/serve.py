@@ -37,6 +37,9 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         help=f'bytes that runs share: "8GiB" of the CPU, cuda:0=24GiB, host=64GiB, disk=500GiB; once for each (cpu={DEFAULT_CAPACITY}%)',
     )  # fmt: skip
     parser.add_argument(
+        "--cores", metavar="N", type=int, help="of the processor, which runs on it share (those of this computer)"
+    )
+    parser.add_argument(
         "--data", metavar="FOLDER", type=Path, action="append", default=[], help="that runs may read: data sets, models"
     )
     parser.add_argument(
@@ -65,6 +68,16 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         "--keep-audit-days", metavar="DAYS", type=float, help="after which rows of the audit log are removed (never)"
     )
     parser.add_argument("--owner-disk", metavar="BYTES", help="that the files of one owner's runs may take")
+    parser.add_argument(
+        "--store", metavar="URL", help="of a PostgreSQL database that several hosts share, with --folder (a file in it)"
+    )
+    parser.add_argument(
+        "--host-name", metavar="NAME", help="of this computer among those that share --store (that of the computer)"
+    )
+    parser.add_argument(
+        "--lease", metavar="SECONDS", type=float,
+        help="that runs go on while their host says nothing; after twice as long other hosts have them (120)",
+    )  # fmt: skip
     parser.add_argument("--unconfined", action="store_true", help="let runs read and write whatever this user may")
     parser.add_argument("--demo", action="store_true", help="serve a demonstration, in a folder that is thrown away")
     parser.add_argument(
@@ -94,6 +107,12 @@ def run(arguments: argparse.Namespace) -> Answer:
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
     folder = (arguments.folder or service_folder()).resolve()
+    if not arguments.store and (arguments.host_name or arguments.lease):
+        raise ConfigError("--host-name and --lease are for hosts that share a store: name it with --store")
+    if arguments.store and (arguments.demo or arguments.restore):
+        raise ConfigError(
+            "--demo and --restore are for a store in a file: leave --store out, or restore the database with PostgreSQL's own tools"
+        )
     if arguments.drain or arguments.undrain:
         return _drained(folder, on=arguments.drain)
     if arguments.restore:
@@ -111,7 +130,7 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service.store import ServiceStore
     from memfit.service.tokens import Tokens
 
-    store = ServiceStore(folder)
+    store = ServiceStore(folder, arguments.store)
     try:
         if arguments.make_token:
             name, _, role = arguments.make_token.partition("=")
@@ -157,9 +176,10 @@ def _bytes(name: str, text: str | None) -> int | None:
 
 
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
+    from memfit.runner.cores import cores
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving
-    from memfit.service.settings import ServiceSettings, planning_memory, read_capacity
+    from memfit.service.settings import LEASE_SECONDS, ServiceSettings, own_name, planning_memory, read_capacity
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
@@ -167,13 +187,17 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     log.addHandler(handler)
     log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
     logging.getLogger("uvicorn").addHandler(handler)
+    if arguments.cores is not None and arguments.cores < 1:
+        raise ConfigError(f"--cores {arguments.cores}: runs share at least one core")
     capacity = read_capacity(tuple(arguments.capacity) or ("64MiB" if arguments.demo else DEFAULT_CAPACITY,))
     settings = ServiceSettings(
         folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
         confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
         planning_bytes=_bytes("planning-memory", arguments.planning_memory) or planning_memory(), keep_days=arguments.keep_days,
         keep_bytes=_bytes("keep-bytes", arguments.keep_bytes), keep_audit_days=arguments.keep_audit_days,
-        owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk),
+        owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk), store=arguments.store,
+        host=(arguments.host_name or own_name()) if arguments.store else "",
+        lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease, cores=arguments.cores or cores(),
     )  # fmt: skip
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 

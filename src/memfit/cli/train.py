@@ -145,6 +145,8 @@ def answer(verb: str, result: Result) -> Answer:
         "loss": outcome.loss,
         "validation_loss": outcome.validation_loss,
         "validation_accuracy": outcome.validation_accuracy,
+        "best": None if outcome.best is None else asdict(outcome.best),
+        "stopped_early": outcome.stopped_early,
         "budget_bytes": result.plan.budget_bytes,
         "predicted_peak_bytes": predicted,
         "peak_bytes": outcome.peak_bytes,
@@ -165,6 +167,10 @@ def answer(verb: str, result: Result) -> Answer:
         lines[0] += f", validation loss {outcome.validation_loss:.4f}"
     if outcome.validation_accuracy is not None:
         lines[0] += f", accuracy {100 * outcome.validation_accuracy:.1f} %"
+    if outcome.stopped_early is not None:
+        lines.append(f"Stopped early: {outcome.stopped_early}")
+    if outcome.best is not None:
+        lines.append(f"Best: {outcome.best}" + ("; the model is that one" if outcome.signal is None else ""))
     if outcome.peak_bytes is not None:
         lines.append(
             f"Peak: {format_bytes(outcome.peak_bytes)} measured, {format_bytes(predicted)} predicted, "

@@ -14,6 +14,7 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError
+from memfit.step.other_kernels import refuse_attention
 from memfit.train.assemble import built_on_meta, resolve
 from memfit.train.config import Config, DataConfig, ModelConfig
 
@@ -94,6 +95,7 @@ def _of_configuration(path: Path, task: str | None) -> Named:
         raise InputError(
             f"{folder / 'config.json'} is no configuration that transformers {transformers.__version__} reads: {reason}"
         ) from error
+    refuse_attention(config._attn_implementation)  # noqa: SLF001 - transformers has no other name for it
     words = getattr(config, "vocab_size", None)
     if not isinstance(words, int):
         raise InputError(

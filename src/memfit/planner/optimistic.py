@@ -30,13 +30,16 @@ def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[St
         layers: that could be streamed, and last what is in no block.
     """
     trace = timeline.trace
+    parameter_bytes, gradient_bytes = trace.bytes_of(Category.PARAMETER), trace.bytes_of(Category.GRADIENT)
     state_bytes = trace.bytes_of(Category.OPTIMIZER_STATE)
     return StepFacts(
         micro_batches=trace.micro_batches,
-        parameter_bytes=trace.bytes_of(Category.PARAMETER),
-        gradient_bytes=trace.bytes_of(Category.GRADIENT),
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
         state_bytes=state_bytes,
         activation_bytes=trace.bytes_of(Category.ACTIVATION),
+        # Gradients have the type of their parameters; those of a sharded step may be there twice, whole and in part.
+        frozen_bytes=parameter_bytes if trace.choices.sharding else max(0, parameter_bytes - gradient_bytes),
         update_temporary_bytes=_update_temporary_bytes(timeline),
         step_seconds=trace.plain_step_seconds,
         update_seconds=sum(o.seconds for o in trace.operations if o.phase is Phase.OPTIMIZER),

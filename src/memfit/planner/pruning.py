@@ -1,29 +1,49 @@
-"""Candidates that cannot give the fastest plan, excluded before they are captured by bounds on what their techniques can do to bytes and seconds."""
+"""Candidates that cannot give the fastest plan, excluded before they are captured by what their techniques can do to bytes and seconds at most.
+
+Bytes are bounded. Seconds are bounded where they can be (`Solver.bound`), and estimated where the bound is loose: what a technique saves in bytes can be
+worth no more than plans that are known to be worth by as many bytes (`_gained_seconds`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from memfit.planner.found import WORTH_MORE, Found
 from memfit.planner.optimistic import least_bytes, optimistic_bound
-from memfit.planner.solvers import Solvers
+from memfit.planner.solver import Solver
+from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.techniques.choices import Choices
 from memfit.techniques.technique import OptimisticBound
 from memfit.units import format_bytes, format_seconds
 
+# Of the budget: seconds that plans take more when they have so much less. Over fewer bytes, whether one large activation fits decides.
+WORTH_OVER: Final = 0.05
 
-def why_hopeless(solvers: Solvers, candidate: Choices, budget_bytes: int, best: Found | None) -> str | None:
-    """Why a candidate need not be captured; None where it may give the fastest plan."""
-    baseline = solvers.bundle.candidates[0]
-    if candidate == baseline:
+
+def why_hopeless(
+    solvers: Solvers, candidate: Choices, budget_bytes: int, best: Found | None, needed: Mapping[Choices, int]
+) -> str | None:
+    """Why a candidate need not be captured; None where it may give the fastest plan.
+
+    Args:
+        solvers: of what was captured.
+        candidate: in question.
+        budget_bytes: of the plan.
+        best: the fastest plan found so far.
+        needed: bytes of the smallest plan found for candidates that do not fit, tried in every number of micro-batches that could help.
+    """
+    if candidate == solvers.bundle.candidates[0]:
         return None
-    saved = [_bound(solvers, name, value).saved_bytes for name, value in _added(candidate, baseline)]
-    if all(size is not None for size in saved):
-        least = least_bytes(solvers.baseline) - sum(size or 0 for size in saved) + solvers.extra_bytes
-        if least > budget_bytes:
-            return f"at least {format_bytes(least)} are held during the optimizer's update"
+    held = held_bytes(solvers, candidate)
+    if held > budget_bytes:
+        return f"at least {format_bytes(held)} are held during the optimizer's update"
+    for other, size in needed.items():
+        saved = _saved_bytes(solvers, candidate, other)
+        if saved is not None and size - saved > budget_bytes:
+            return f"saves {format_bytes(saved)} at most of the {format_bytes(size)} that are needed without"
     if best is not None:
         seconds = _least_seconds(solvers, candidate, budget_bytes)
         if seconds * WORTH_MORE >= best.seconds:
@@ -31,6 +51,35 @@ def why_hopeless(solvers: Solvers, candidate: Choices, budget_bytes: int, best: 
                 f"a step takes at least {format_seconds(seconds)}, with the chosen plan {format_seconds(best.seconds)}"
             )
     return None
+
+
+def held_bytes(solvers: Solvers, candidate: Choices) -> int:
+    """Bytes that are held at least during the update of a step run this way, by what was captured of those whose techniques it takes over; 0 if not known."""
+    held = [0]
+    for other in _known(solvers, candidate):
+        saved = _saved_bytes(solvers, candidate, other)
+        if saved is not None:
+            floors = [least_bytes(solver) for choices, solver in solvers.asked.items() if _in_one(choices) == other]
+            held.append(max(floors) - saved + solvers.extra_bytes)
+    return max(held)
+
+
+def _known(solvers: Solvers, candidate: Choices) -> list[Choices]:
+    """The captured candidates whose techniques this one takes over and adds to, in one micro-batch."""
+    captured = dict.fromkeys(_in_one(choices) for choices in solvers.asked)
+    return [other for other in captured if other != candidate and _adds_to(other, candidate)]
+
+
+def _in_one(choices: Choices) -> Choices:
+    return replace(choices, micro_batches=1)
+
+
+def _saved_bytes(solvers: Solvers, candidate: Choices, known: Choices) -> int | None:
+    """The most that a candidate saves at any moment of the step of a known one; None where it does not add to that, or where it is not known."""
+    if not _adds_to(known, candidate):
+        return None
+    saved = [_bound(solvers, *technique).saved_bytes for technique in _added(candidate, known)]
+    return None if None in saved else sum(size or 0 for size in saved)
 
 
 def adds_to_any(candidate: Choices, known: Iterable[Choices]) -> bool:
@@ -44,24 +93,48 @@ def _least_seconds(solvers: Solvers, candidate: Choices, budget_bytes: int) -> f
     With the bytes that the added techniques save at most, the rest of the step is no easier than the older candidate is with that much more budget.
     """
     least = 0.0
-    for other in {replace(choices, micro_batches=1) for choices in solvers.asked} - {candidate}:
-        if not _adds_to(other, candidate):
-            continue
-        added = [_bound(solvers, *technique) for technique in _added(candidate, other)]
-        saved = [each.saved_bytes for each in added]
-        bounds = [
+    for other in _known(solvers, candidate):
+        added = sum(_bound(solvers, *technique).seconds for technique in _added(candidate, other))
+        saved = _saved_bytes(solvers, candidate, other)
+        seconds = [
             solver.trace.plain_step_seconds
-            + sum(each.seconds for each in added)
-            + (
-                0.0
-                if None in saved
-                else solver.trace.micro_batches * solver.bound(budget_bytes + sum(s or 0 for s in saved))
-            )
+            + added
+            + solver.trace.micro_batches * _least_extra_seconds(solvers, solver, budget_bytes, saved)
             for choices, solver in solvers.asked.items()
-            if replace(choices, micro_batches=1) == other
+            if _in_one(choices) == other
         ]
-        least = max(least, min(bounds))
+        least = max(least, min(seconds))
     return least
+
+
+def _least_extra_seconds(solvers: Solvers, solver: Solver, budget_bytes: int, saved_bytes: int | None) -> float:
+    """Seconds of one micro-batch that recomputation and offloading add at least to a known candidate, were its budget larger by so many bytes.
+
+    Args:
+        solvers: of all candidates.
+        solver: of this one.
+        budget_bytes: that its plans have.
+        saved_bytes: more that they would have; None for any number.
+    """
+    if saved_bytes is None:
+        return 0.0
+    bound = solver.bound(budget_bytes + saved_bytes)
+    capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
+    best, gained = solver.met(capacity, capacity), _gained_seconds(solver, capacity, saved_bytes)
+    return bound if best is None or gained is None else max(bound, best - gained)
+
+
+def _gained_seconds(solver: Solver, capacity: int, bytes_more: int) -> float | None:
+    """What more bytes can be worth, an estimate: no more than as many were worth in the plans that were found for fewer; None where none were.
+
+    Each further byte is worth less than the one before it (the fastest plans over all budgets are nearly convex), and plans for fewer bytes were met on the
+    way to this budget's rather than searched for, so they are slower than need be: both make it too large.
+    """
+    less = capacity - max(bytes_more, int(WORTH_OVER * capacity))
+    best, fewer = solver.met(capacity, capacity), solver.met(capacity, less)
+    if best is None or fewer is None:
+        return None
+    return bytes_more * (fewer - best) / (capacity - less)
 
 
 def _bound(solvers: Solvers, name: str, value: object) -> OptimisticBound:

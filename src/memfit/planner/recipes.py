@@ -28,6 +28,8 @@ SMALL_CONSTANT_BYTES: Final = 4096
 # Prefetch distance: how much computing a copy may overlap with, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
 # some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
 PREFETCH_DISTANCES: Final = (0.0, 4.0, 16.0)
+# What they make has no values: where no operation writes any and forward reads some, a kernel that shows in no operation has.
+_WITHOUT_VALUES: Final = ("aten.empty", "aten.new_empty")
 ALIGNMENT_BYTES: Final = 4096  # of the places on a lower tier
 
 
@@ -136,6 +138,9 @@ class Recipes:
         for s, ops in writers.items():
             for op in ops:
                 parent[find(op)] = find(maker[s])
+        self._filled_unseen = {
+            s for s in managed if s not in writers and operations[maker[s]].name.startswith(_WITHOUT_VALUES)
+        }
         groups: dict[int, list[int]] = defaultdict(list)
         for op in forward:
             if operations[op].makes or any(s in managed for s in operations[op].writes):
@@ -239,6 +244,7 @@ class Recipes:
                         runnable = runnable and storage.bytes <= SMALL_CONSTANT_BYTES
         # A storage written after something outside read it would come back in its last state, as autograd saw it; written in backward, it would not.
         runnable = runnable and all(last_write.get(s, -1) < trace.forward_events for s in makes)
+        runnable = runnable and self._filled_unseen.isdisjoint(makes)
         index = len(self.recipes)
         for s in makes:
             self.recipe_of[s] = index
@@ -262,7 +268,7 @@ class Recipes:
         events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
         ends = [self.clock[e + 1] for e in events]
         wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}
-        for s in sorted(wanted & self.returned):
+        for s in sorted((wanted & self.returned) - self._filled_unseen):  # when those are whole is not known
             size = trace.storages[s].bytes
             ready = max(self.event_of_operation[maker[s]], last_write.get(s, -1))
             nearer = self.reloads_of.get(s, ())

@@ -54,15 +54,16 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
     rejected = [Rejection("", Reason.NOT_OFFERED, text) for text in bundle.refused]
     rejected += _nothing_to_offload(solvers)
     hopeless: list[Choices] = []
+    needed: dict[Choices, int] = {}
     for candidate in bundle.candidates:
-        reason = why_hopeless(solvers, candidate, budget_bytes, best)
+        reason = why_hopeless(solvers, candidate, budget_bytes, best, needed)
         if reason is not None:
             if not adds_to_any(candidate, hopeless):  # else it need not be named
                 rejected.append(Rejection(in_words(candidate) or "as it is", Reason.CANNOT_WIN, reason))
             hopeless.append(candidate)
             continue
         try:
-            best = _weigh_one(solvers, candidate, budget_bytes, best, rejected)
+            best = _weigh_one(solvers, candidate, budget_bytes, best, rejected, needed)
         except RefusedError as error:
             if len(bundle.candidates) == 1:
                 raise
@@ -71,13 +72,22 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
 
 
 def _weigh_one(
-    solvers: Solvers, candidate: Choices, budget_bytes: int, best: Found | None, rejected: list[Rejection]
+    solvers: Solvers,
+    candidate: Choices,
+    budget_bytes: int,
+    best: Found | None,
+    rejected: list[Rejection],
+    needed: dict[Choices, int],
 ) -> Found | None:
-    """The best of what was found and what this candidate gives, its micro-batches searched upwards."""
+    """The best of what was found and what this candidate gives, its micro-batches searched upwards.
+
+    What is rejected is added to `rejected`, and bytes that it needs in all numbers of micro-batches to `needed` where it fits in none.
+    """
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     own: Found | None = None  # of this candidate
     no_faster = 0  # numbers of micro-batches in a row
     needs: list[int] = []  # bytes, in the numbers in which nothing fits
+    all_tried = True  # numbers that could help
     for number in solvers.numbers():
         if number > 1:
             how, reason = solvers.weights()
@@ -101,6 +111,7 @@ def _weigh_one(
                 f"{format_seconds(best.seconds)}"
             )
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
+            all_tried = False
             break
         nothing_dropped = solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes
         solution = solver.plain if nothing_dropped else solver.fitting(capacity)
@@ -115,6 +126,7 @@ def _weigh_one(
             rejected.append(Rejection(name, Reason.DOES_NOT_FIT, why))
             # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
             if always or (len(needs) > 2 and needs[-1] >= needs[-2]):
+                all_tried = not always
                 break
             continue
         found = Found(candidate, number, solver, solution)
@@ -131,6 +143,8 @@ def _weigh_one(
         own = found if faster else own
         if found.worth_no_more():
             break  # what more micro-batches could still save is not worth them
+    if own is None and needs and all_tried:
+        needed[candidate] = min(needs) + solvers.extra_bytes
     return best
 
 

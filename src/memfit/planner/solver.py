@@ -127,6 +127,14 @@ class Solver:
             self._fronts[budget_bytes] = self._search(budget_bytes)
         return self._fronts[budget_bytes]
 
+    def met(self, budget_bytes: int, less_bytes: int) -> float | None:
+        """Extra seconds of the fastest plan within fewer bytes that the search for a budget met; None where there was no such search, or it met none."""
+        if self.plain.peak <= less_bytes:
+            return self.plain.seconds
+        front = self._fronts.get(budget_bytes)
+        plan = None if front is None else front.best(less_bytes)
+        return None if plan is None else plan.seconds
+
     def smallest_search(self) -> SmallestSearch:
         """The finished search for the smallest plan."""
         if self._smallest is None:

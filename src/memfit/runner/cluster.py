@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import InputError
+from memfit.runner.cores import THREADS
 from memfit.runner.ends import End, classified
 from memfit.runner.ledger import Ledger
 from memfit.runner.node_watch import NodeWatch
@@ -196,7 +197,7 @@ class ClusterRunner(Runs):
                 )
                 .remote()
             )
-            begun = actor.begin.remote(spec, sys.executable, os.environ.get("OMP_NUM_THREADS"))
+            begun = actor.begin.remote(spec, sys.executable, os.environ.get(THREADS))
             self._remote[request.name] = _Remote(request, number, folder, actor, begun)
 
     @property

@@ -48,7 +48,7 @@ class End:
             asked to, or at a limit), "lost" (nobody knows: the process that watched it is gone, too).
         status: exit status; None where a signal ended it, or nobody knows.
         signal: number of the signal that ended it; None for none.
-        reason: why it was stopped ("asked", "time", "silence", "runner died"), what is known of another end, or "".
+        reason: why it was stopped ("asked", "time", "silence", "runner died", "lease"), what is known of another end, or "".
         forced: whether it ignored the end signal and was killed after the grace.
         seconds: from start to end.
         resident_bytes: largest resident set of its process.

@@ -7,6 +7,8 @@ It is started as a script without the package (`python -I -S guard.py FOLDER`), 
 * on SIGTERM passes the signal on and kills after the grace; kills at once on SIGUSR1, at the limits of time and silence, and (unless the run is to go on) when
   the runner dies;
 * leaves no process of the run behind, whatever session it moved to: as a "subreaper" it becomes the parent of all that are orphaned;
+* ends a run whose lease is over: its host writes the lease anew as long as the other hosts know that it lives, and once they may think otherwise they may start
+  the run elsewhere. Such a run is watched by a second process, which ends it where this one is killed or halted, and is replaced where it is killed itself;
 * writes how it ended into `end.json`, whose bytes it takes from the disk before it starts, so that a full disk loses no end.
 """
 
@@ -16,6 +18,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -76,6 +79,149 @@ def claim(folder: str, content: dict[str, Any]) -> bool:
     finally:
         os.unlink(waiting)  # noqa: PTH108
     return True
+
+
+def since_boot() -> float:
+    """Seconds since the computer started, those in which it slept included; nobody can set this clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def write_lease(file: str, ends: float, last: float) -> None:
+    """Say until when runs may go on. A file that is there is written in place, so that a full disk ends no lease.
+
+    Args:
+        file: of the lease.
+        ends: of `since_boot`, when runs are told to end.
+        last: when those that have not are killed.
+    """
+    line = f"{ends:017.3f} {last:017.3f} {boot()}\n"
+    written = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(written, (line * 2).encode(), 0)  # twice: whoever reads in the middle of it sees that they differ
+    finally:
+        os.close(written)
+
+
+class Lease:
+    """Until when a run may go on, as its host says in a file.
+
+    Args:
+        file: that `write_lease` writes; "" for a run that needs no lease.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file, self.ends, self.last = file, 0.0, 0.0  # over, until something else is read
+        self.told = -1  # where a new lease is told to the second watcher
+
+    def _look(self) -> float:
+        try:
+            with open(self.file, encoding="ascii") as stream:  # noqa: PTH123 - as above
+                first, second = stream.read().split("\n")[:2]
+            ends, last, booted = first.split()
+            if first == second and booted == boot() and (float(ends), float(last)) != (self.ends, self.last):
+                self.ends, self.last = float(ends), float(last)
+                if self.told >= 0:
+                    os.write(self.told, f"{ends} {last}\n".encode())
+        except (OSError, ValueError):
+            pass  # what was read before holds
+        return since_boot()
+
+    def is_over(self) -> bool:
+        """Whether the run is to be told to end."""
+        if not self.file:
+            return False
+        now = self._look()
+        return now > self.ends
+
+    def seconds_left(self) -> float:
+        """Until it is killed."""
+        now = self._look()
+        return self.last - now
+
+
+def end_left_behind(folder: str) -> int:
+    """Kill all that is left of an attempt, and wait until it is gone.
+
+    What belongs to it is told by a variable of its environment, which the guard sets and whatever is started inherits, in whatever session. A process that
+    was started without its parent's environment is not found.
+
+    Args:
+        folder: of the attempt.
+
+    Returns:
+        How many there were.
+    """
+    mark, ended = f"{ATTEMPT}={folder}".encode(), 0
+    while there := _marked(mark):  # again: one may have started another in the meantime
+        for watch in there:
+            try:
+                signal.pidfd_send_signal(watch, signal.SIGKILL)
+            except OSError:
+                continue
+        for watch in there:
+            select.select([watch], [], [])
+            os.close(watch)
+        ended += len(there)
+    return ended
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Processes with a variable in their environment, as file descriptors that are readable once they have ended."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - names alone are wanted
+        try:
+            watch = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as stream:  # noqa: PTH123 - as above
+                has = mark in stream.read().split(b"\0")
+        except OSError:
+            has = False
+        if has and not select.select([watch], [], [], 0)[0]:
+            found.append(watch)
+        else:
+            os.close(watch)
+    return found
+
+
+def _seconded(folder: str, lease: Lease) -> int:
+    """A second process that watches this one, as a file descriptor: nobody else may come to end what a killed watcher leaves behind.
+
+    It opens no file: of a network file system that does not answer, whoever reads the lease waits, and the run may go on. So it is told each new lease, and
+    where it has heard of none for too long it ends this process, and the run.
+    """
+    if lease.told >= 0:  # of the one before
+        os.close(lease.told)
+    watched = os.pidfd_open(os.getpid())
+    heard, lease.told = os.pipe()
+    os.set_blocking(lease.told, False)
+    pid = os.fork()
+    if pid:
+        os.close(watched)
+        os.close(heard)
+        return os.pidfd_open(pid)
+    try:
+        os.setsid()
+        os.close(lease.told)
+        ends, last = lease.ends, lease.last
+        while True:
+            # Later than the first one would have ended the run, and before others may have it: after 1.75 of two leases.
+            wait = last + (last - ends) / 2 - since_boot()
+            ready = select.select([watched, heard], [], [], max(0.0, wait))[0]
+            if watched in ready:
+                break
+            if heard in ready:
+                if lines := os.read(heard, 1 << 16).split(b"\n")[
+                    :-1
+                ]:  # nothing is heard of one that is about to be gone
+                    ends, last = map(float, lines[-1].split())
+            elif wait <= 0:
+                signal.pidfd_send_signal(watched, signal.SIGKILL)
+                select.select([watched], [], [])
+        end_left_behind(folder)
+    finally:
+        os._exit(0)
 
 
 def _oom_kills() -> int:
@@ -210,26 +356,32 @@ def main(folder: str) -> int:
         return 3
     kills = _oom_kills()
     limits = Limits(spec["seconds"], spec["silent_seconds"], time.monotonic())
+    lease = Lease(spec.get("lease", ""))
+    second = None
     end: dict[str, Any] = {"status": None, "signal": None, "reason": "", "forced": False, "resident_bytes": 0}
 
     def orphaned() -> bool:
         return not spec["outlives_runner"] and os.getppid() != spec["runner"]
 
     child = None
-    try:
-        with open(place("stdout"), "ab") as out, open(place("stderr"), "ab") as err:  # noqa: PTH123
-            child = subprocess.Popen(  # noqa: S603 - what the user asked to be run
-                spec["command"],
-                cwd=spec["folder"] or None,
-                env={**os.environ, **spec["environment"], ATTEMPT: folder},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=_in_child(libc, spec["memory_limit_bytes"], mask),  # noqa: PLW1509 - there are no threads
-            )
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        end["error"] = f"{spec['command'][0]}: {getattr(error, 'strerror', None) or error}"
+    if lease.is_over():
+        end["reason"] = "lease"
+    else:
+        second = _seconded(folder, lease) if lease.file else None
+        try:
+            with open(place("stdout"), "ab") as out, open(place("stderr"), "ab") as err:  # noqa: PTH123
+                child = subprocess.Popen(  # noqa: S603 - what the user asked to be run
+                    spec["command"],
+                    cwd=spec["folder"] or None,
+                    env={**os.environ, **spec["environment"], ATTEMPT: folder},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    preexec_fn=_in_child(libc, spec["memory_limit_bytes"], mask),  # noqa: PLW1509 - there are no threads
+                )
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            end["error"] = f"{spec['command'][0]}: {getattr(error, 'strerror', None) or error}"
     kill_at = None
     files = (place("stdout"), place("stderr"), spec["watched"])
     while child is not None:
@@ -244,6 +396,15 @@ def main(folder: str) -> int:
         if kill_at is not None and now >= kill_at:
             end["forced"] = end["forced"] or spec["grace_seconds"] > 0
             os.kill(child.pid, signal.SIGKILL)
+        if second is not None and select.select([second], [], [], 0)[0]:
+            os.close(second)
+            second = _seconded(folder, lease)
+        if lease.is_over():
+            if not end["reason"]:
+                end["reason"] = "lease"
+                _tell(child.pid)
+            last = now + lease.seconds_left()
+            kill_at = last if kill_at is None else min(kill_at, last)
         if not end["reason"]:
             end["reason"] = limits.passed(now, _sign_of_life(files))
             if not end["reason"] and orphaned():
@@ -252,7 +413,7 @@ def main(folder: str) -> int:
             if end["reason"]:
                 kill_at = now + spec["grace_seconds"]
                 _tell(child.pid)
-        limited = spec["seconds"] is not None or spec["silent_seconds"] is not None
+        limited = spec["seconds"] is not None or spec["silent_seconds"] is not None or bool(lease.file)
         wait = 0.05 if kill_at is not None else 0.5 if limited else 2.0
         got = signal.sigtimedwait(SIGNALS, wait)
         number = None if got is None else got.si_signo

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.errors import InputError
+from memfit.runner.cores import CORES
 from memfit.runner.request import RunRequest
 from memfit.units import format_bytes
 
@@ -54,7 +55,7 @@ class Ledger:
         Raises:
             InputError: it never will, or names a device that is not here.
         """
-        there = ", ".join(self.capacity) or "none"
+        there = ", ".join(name for name in self.capacity if name != CORES) or "none"
         for name, wanted in request.peak_bytes.items():
             if name not in self.capacity:
                 raise InputError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memfit.runner import guard
+from memfit.runner.cores import THREADS
 
 _MOST: Final = 4 << 20  # bytes of output handed on at a time
 
@@ -64,9 +65,9 @@ class NodeWatch:
         command = [sys.executable if word == python else word for word in spec["command"][:1]] + spec["command"][1:]
         told = {**spec, "command": command, "runner": os.getpid(), "outlives_runner": False}
         (self._folder / guard.SPEC).write_text(json.dumps(told), encoding="utf-8")
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment = {name: value for name, value in os.environ.items() if name != THREADS}
         if threads is not None:
-            environment["OMP_NUM_THREADS"] = threads
+            environment[THREADS] = threads
         self._process = start_guard(self._folder, environment)
         return str(ray.get_runtime_context().get_node_id())[:8]
 

@@ -34,6 +34,7 @@ class RunRequest:
         resume_if: file that says there is something to go on from.
         restarts: how many times a run that was killed or lost is started again.
         alone: whether nothing else may run meanwhile.
+        lease: file that says until when the run may go on (`memfit.runner.guard.write_lease`), after which it is stopped; "" for no limit.
     """
 
     name: str
@@ -54,6 +55,7 @@ class RunRequest:
     resume_if: str = ""
     restarts: int = 0
     alone: bool = False
+    lease: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -22,7 +22,6 @@ from memfit.errors import InputError
 from memfit.runner import guard
 from memfit.runner.ends import End, classified
 from memfit.runner.ledger import Ledger
-from memfit.runner.left_behind import end_left_behind
 from memfit.runner.node_watch import start_guard
 from memfit.runner.request import RunRequest
 from memfit.runner.runs import Runs, read_json
@@ -159,7 +158,7 @@ class Runner(Runs):
     def _end_of_attempt(self, attempt: _Attempt) -> End:
         left = read_json(attempt.folder / guard.END)
         if left is None:
-            end_left_behind(attempt.folder)
+            guard.end_left_behind(str(attempt.folder))
             return End("lost", reason="the process that watched it was killed", attempts=attempt.number)
         return classified(left, attempt.folder / "stderr", attempt.number)
 
@@ -187,7 +186,7 @@ class Runner(Runs):
             os.close(watch)
         left = read_json(folder / guard.END)
         if left is None:
-            end_left_behind(folder)
+            guard.end_left_behind(str(folder))
         gone = End("lost", reason="it was gone when the runner came back", attempts=number)
         found = gone if left is None else classified(left, folder / "stderr", number)
         if not self._again(request, found):

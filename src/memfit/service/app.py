@@ -20,7 +20,8 @@ from starlette.types import ASGIApp
 import memfit
 from memfit.errors import InputError
 from memfit.runner.ends import tail_of
-from memfit.service import demo
+from memfit.service import demo, exports
+from memfit.service.database import StoreError
 from memfit.service.guarding import UPLOADS, Guarding
 from memfit.service.housekeeping import Housekeeping
 from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, attached
@@ -77,7 +78,15 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(InputError)
     def _(_request: Request, error: InputError) -> Response:
         full = not isinstance(error, Refusal) and str(error).startswith("cannot write")
-        status = error.status if isinstance(error, Refusal) else 507 if full else 422
+        status = (
+            error.status
+            if isinstance(error, Refusal)
+            else 507
+            if full
+            else 503
+            if isinstance(error, StoreError)
+            else 422
+        )
         return told(status, type(error).__name__, str(error))
 
     @app.exception_handler(OSError)
@@ -249,7 +258,12 @@ def _questions(app: FastAPI, service: Service) -> None:
         return Answer({"plan": service.run(caller, number).plan, "text": service.words(caller, number)})
 
     @app.get("/v1/runs/{number}/export", tags=["runs"], response_class=PlainTextResponse)
-    def export(number: Number, caller: Known, kind: str = "slurm", image: str = "") -> Response:
+    def export(
+        number: Number,
+        caller: Known,
+        kind: Annotated[str, Query(json_schema_extra={"enum": list(exports.KINDS)})] = "slurm",
+        image: str = "",
+    ) -> Response:
         """A run for another scheduler, with the bytes of its plan: `slurm`, or `trainjob` with an image."""
         return PlainTextResponse(service.exported(caller, number, kind, image))
 

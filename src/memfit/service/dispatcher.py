@@ -1,13 +1,15 @@
 """Moves runs from state to state: has each planned, starts what fits in its turn, and tells how it ended. The only one that has the runner.
 
 What it does is written into the runner's store first, then into the service's; both are read again after a crash, and joined by the names of parts: a run is
-neither lost nor started twice. What was asked of a run (cancel, pause) is in the store until it has happened.
+neither lost nor started twice. What was asked of a run (cancel, pause) is in the store until it has happened. Of several hosts that share a store each moves
+the runs that it has (`memfit.service.hosts`): it claims a run before it plans or starts it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -18,8 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from memfit.errors import InputError, PlanFileError
-from memfit.runner import End, Runner, RunRequest
+from memfit.runner import End, Ledger, Runner, RunRequest
 from memfit.service import launching
+from memfit.service.hosts import Host
 from memfit.service.own_folder import open_inside
 from memfit.service.planned import Planned
 from memfit.service.progress import LogFollower, Progress
@@ -63,7 +66,7 @@ class View:
 
 
 class Dispatcher:
-    """One service's; of a folder there is one at a time.
+    """One host's; of a folder, or of a host's part of one, there is one at a time.
 
     Raises:
         InputError: another process has the folder, or its store cannot be used.
@@ -72,7 +75,8 @@ class Dispatcher:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
         planning = {launching.PLANNING: settings.planning_bytes * settings.planning_at_once}
-        self.runner = Runner(settings.folder / "runner", {**settings.capacity, **planning})
+        self.runner = Runner(settings.own / "runner", {**settings.accounts, **planning})
+        self.host = Host(store, settings) if settings.host else None
         self.draining = False
         self.forgotten: SimpleQueue[str] = SimpleQueue()  # names of parts whose files are gone
         self.view = View()
@@ -80,17 +84,29 @@ class Dispatcher:
         self._told: set[str] = set()  # names of parts that were sent their end signal
         self._looked = 0.0
         self._ended_of_late: dict[int, tuple[float, str, float]] = {}  # when, whose, and bytes times seconds
-        self._end_unknown()
         self._shares: tuple[float, dict[str, float]] = (-1e9, {})
+        try:
+            if self.host is not None:
+                self.host.begin()
+            self._end_not_ours()
+        except BaseException:
+            self.runner.close(stop=False)
+            raise
 
-    def _end_unknown(self) -> None:
-        """What runs of runs that the store does not know: it is a copy from before they were submitted."""
+    def _end_not_ours(self) -> None:
+        """What runs of runs that the store does not know, as it is a copy from before they were submitted, or that other hosts have by now."""
         for name in (*self.runner.running, *self.runner.waiting):
+            number, _, part = name.partition("-")
             try:
-                self.store.run(int(name.partition("-")[0]))
+                run = self.store.run(int(number))
             except KeyError:
                 _log.error("%s is of no run that the store knows, and is ended", name)
                 self.runner.stop(name)
+                continue
+            ours = {"planning": "plan", "waiting": str(run.part + 1), "running": str(run.part)}.get(run.state)
+            if self.host is not None and (run.host, ours) != (self.host.name, part):
+                _log.error("%s is not of this host any more, and is ended", name)
+                self.runner.stop(name, at_once=True)
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 
@@ -114,6 +130,12 @@ class Dispatcher:
         Raises:
             InputError: a store cannot be written.
         """
+        if self.host is not None:
+            if self.host.taken:
+                _log.error("the other hosts have had no sign of life of this one, and its runs are theirs")
+                self.host.begin()
+                self._end_not_ours()
+            self.host.look()
         self.runner.poll(seconds)
         with suppress(Empty):
             while True:
@@ -129,46 +151,67 @@ class Dispatcher:
 
     # -------------------------------------------------------------------------------------------------------- each state
 
+    def _is_ours(self, run: StoredRun) -> bool:
+        """Whether this host has a run; the host of a store of its own has all."""
+        return run.host == self.settings.host
+
+    def _claimed(self, run: StoredRun) -> StoredRun | None:
+        """A run that nobody else has now; None where another host was first."""
+        if self.host is None or self._is_ours(run):
+            return run
+        return replace(run, host=self.host.name) if self.host.claims(run) else None
+
     def _advance(self, run: StoredRun) -> None:
+        if run.host and not self._is_ours(run):
+            return
         match run.state:
             case "planning":
                 self._plan(run)
-            case "waiting" if self.runner.knows(launching.name_of(run.number, run.part + 1)):
+            case "waiting" if self._is_ours(run) and self.runner.knows(launching.name_of(run.number, run.part + 1)):
                 self._adopt(run)
             case "waiting" | "paused" if run.asked == "cancel":
                 self._over(run, CANCELLED, "cancelled before it ran" if run.started is None else "cancelled")
             case "waiting" if run.asked == "pause":
-                self.store.change(
-                    run.number,
-                    PAUSED,
-                    "paused while it waited",
-                    state=PAUSED,
-                    asked="",
-                    reason="paused while it waited",
-                )
+                why = "paused while it waited"
+                self.store.move(run, PAUSED, why, state=PAUSED, reason=why, asked="")
             case "running":
                 self._watch(run)
 
     def _plan(self, run: StoredRun) -> None:
         name = launching.name_of(run.number, 0)
+        known, end = self.runner.knows(name), self.runner.end_of(name)
         if run.asked:
-            if self.runner.knows(name) and self.runner.end_of(name) is None:
+            if known and end is None:
                 self.runner.stop(name, at_once=True)
             elif run.asked == "cancel":
                 self._over(run, CANCELLED, "cancelled while it was planned")
             return
-        if not self.runner.knows(name):
+        if known and self._is_ours(run):
+            if end is not None:
+                self._planned(run, end)
+        elif not known or end is not None:
             planning = [each for each in (*self.runner.running, *self.runner.waiting) if each.endswith("-plan")]
-            if len(planning) < self.settings.planning_at_once and not self.draining:
+            starts = not self.draining and (self.host is None or self.host.lives)
+            if len(planning) < self.settings.planning_at_once and starts and self._claimed(run):
+                self._forget(name)  # of a time before other hosts had it
                 launching.write(self.settings, run)
-                self.runner.submit(launching.planning(self.settings, run))
-            return
-        end = self.runner.end_of(name)
-        if end is not None:
-            self._planned(run, end)
+                self.runner.submit(launching.planning(self.settings, run, self._lease))
+
+    @property
+    def _lease(self) -> str:
+        return "" if self.host is None else str(self.host.lease)
+
+    def _forget(self, name: str) -> None:
+        """A part that has ended, if it is known, is to begin anew under its name."""
+        if self.runner.knows(name):
+            shutil.rmtree(self.runner.folder / "runs" / name, ignore_errors=True)
+            self.runner.forget(name)
 
     def _planned(self, run: StoredRun, end: End) -> None:
         """What `memfit plan` has answered."""
+        if end.kind == "stopped" and end.reason == "lease":
+            self._forget(launching.name_of(run.number, 0))  # and it is planned anew
+            return
         answer = _answer(self.runner.stdout(launching.name_of(run.number, 0)))
         if end.kind != "done":
             why = answer.get("message") or f"planning ended: {end.text}"
@@ -182,7 +225,7 @@ class Dispatcher:
         steps = answer.get("total_steps")
         planned = Planned.of(plan, total_steps=steps if isinstance(steps, int) else None, startup_seconds=end.seconds)
         try:
-            self.runner.ledger.check(launching.training(self.settings, run, planned, 1))
+            self._check_somewhere(launching.training(self.settings, run, planned, 1))
         except InputError as error:
             self._over(run, REFUSED, str(error), plan=planned.to_json())
             return
@@ -190,7 +233,17 @@ class Dispatcher:
         if run.plan_only:
             self._over(run, PLANNED, fits, plan=planned.to_json())
         else:
-            self.store.change(run.number, WAITING, fits, state=WAITING, reason=fits, plan=planned.to_json())
+            self.store.move(run, WAITING, fits, state=WAITING, reason=fits, plan=planned.to_json(), host="")
+
+    def _check_somewhere(self, request: RunRequest) -> None:
+        """Check that a run fits on some host where nothing else runs; what is told is of this one."""
+        for capacity in self.host.capacities() if self.host is not None else ():
+            try:
+                Ledger({**self.settings.accounts, **capacity}).check(request)
+            except InputError:
+                continue
+            return
+        Ledger(self.settings.accounts).check(request)
 
     def _read_plan(self, run: StoredRun) -> Plan:
         with open_inside(launching.folder_of(self.settings, run.number), "plan.json") as stream:
@@ -210,12 +263,11 @@ class Dispatcher:
         self._running(run, request, part)
 
     def _running(self, run: StoredRun, request: RunRequest, part: int) -> None:
-        text = "started" if part == 1 else "goes on from its last snapshot"
-        now = time.time()
-        self.store.change(
-            run.number, RUNNING, text, state=RUNNING, part=part, reason=text, request=request.to_json(),
-            started=run.started or now,
-        )  # fmt: skip
+        text = "started" if run.started is None else "goes on from its last snapshot"
+        text = text if self.host is None else f"{text}, on {self.host.name}"
+        columns = {"part": part, "reason": text, "request": request.to_json(), "started": run.started or time.time()}
+        if not self.store.move(run, RUNNING, text, state=RUNNING, **columns):
+            self.runner.stop(request.name, at_once=True)  # another host has it by now
 
     def _watch(self, run: StoredRun) -> None:
         name = launching.name_of(run.number, run.part)
@@ -225,29 +277,38 @@ class Dispatcher:
         elif run.asked and name not in self._told:
             self._told.add(name)
             self.runner.stop(name)
+        elif self.host is not None and not self.runner.knows(name) and self.host.has_been_here():
+            self._wait_again(run, f"host {self.host.name} does not know it any more: it goes on from its last snapshot")
 
     def _ended(self, run: StoredRun, end: End) -> None:
         follower = self._followers.pop(run.number, None)
         progress = (follower or LogFollower(launching.folder_of(self.settings, run.number))).look()
         peak = max((size for size in (run.measured_peak_bytes, progress.peak_bytes) if size), default=None)
         facts: dict[str, Any] = {"run_seconds": run.run_seconds + end.seconds, "measured_peak_bytes": peak, "asked": ""}
-        asked = end.kind == "stopped" and end.reason == "asked"
-        if end.kind == "done" or (asked and end.status == 0):
+        told = end.reason if end.kind == "stopped" and end.reason in {"asked", "lease"} else ""
+        if end.kind == "done" or (told and end.status == 0):
             self._over(run, DONE, "done", **facts)
-        elif asked and run.asked == "cancel":
+        elif told and run.asked == "cancel":
             self._over(run, CANCELLED, f"cancelled after step {progress.step}", **facts)
-        elif asked and run.asked == "pause":
+        elif told and run.asked == "pause":
             why = f"paused after step {progress.step}"
-            self.store.change(run.number, PAUSED, why, state=PAUSED, reason=why, **facts)
-        elif asked:
-            why = "its process was told to end by somebody else: it goes on from its last snapshot"
-            self.store.change(run.number, WAITING, why, state=WAITING, reason=why, **facts)
+            self.store.move(run, PAUSED, why, state=PAUSED, reason=why, **facts)
+        elif told:
+            by = (
+                "its process was told to end by somebody else"
+                if told == "asked"
+                else "its host could give no sign of life"
+            )
+            self._wait_again(run, f"{by}: it goes on from its last snapshot", **facts)
         else:
             self._over(run, FAILED, end.text, **facts)
 
+    def _wait_again(self, run: StoredRun, why: str, **columns: Any) -> None:
+        self.store.move(run, WAITING, why, state=WAITING, reason=why, host="", **columns)
+
     def _over(self, run: StoredRun, state: str, why: str, **columns: Any) -> None:
         columns.setdefault("asked", "")
-        self.store.change(run.number, state, why, state=state, reason=why, ended=time.time(), **columns)
+        self.store.move(run, state, why, state=state, reason=why, ended=time.time(), **columns)
 
     # ------------------------------------------------------------------------------------------------------------ starts
 
@@ -255,12 +316,17 @@ class Dispatcher:
         """Start what may start now; say of the rest when it may."""
         running = [run for run in live if run.state == RUNNING]
         self._follow(running)
-        queue = {run.number: run for run in live if run.state == WAITING and not run.asked}
+        queue = {
+            run.number: run
+            for run in live
+            if run.state == WAITING and not run.asked and (not run.host or self._is_ours(run))
+        }
         now = time.monotonic()
         if queue or now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             found = self._turns(running, queue)
-            while not (self.draining or self.runner.waiting):
+            silent = self.host is not None and not self.host.lives
+            while not (self.draining or self.runner.waiting or silent):
                 ready = next(
                     (number for number, turn in found.items() if turn.seconds == 0.0 and self._launch(queue[number])),
                     None,
@@ -275,12 +341,15 @@ class Dispatcher:
     def _launch(self, run: StoredRun) -> bool:
         """Start one, if its bytes are really free; whether it was."""
         part = run.part + 1
-        request = launching.training(self.settings, run, Planned.from_json(run.plan or {}), part)
+        request = launching.training(self.settings, run, Planned.from_json(run.plan or {}), part, self._lease)
         if not self.runner.ledger.fits(request):
+            return False
+        claimed = self._claimed(run)
+        if claimed is None:
             return False
         self.runner.submit(request)
         self.runner.poll(0.0)
-        self._running(run, request, part)
+        self._running(claimed, request, part)
         return True
 
     def _turns(self, running: list[StoredRun], queue: Mapping[int, StoredRun]) -> dict[int, Turn]:
@@ -297,7 +366,7 @@ class Dispatcher:
             planned = Planned.from_json(run.plan or {})
             request = launching.training(self.settings, run, planned, run.part + 1)
             waiting.append(Queued(request, max(planned.seconds(), 1.0), run.owner, run.priority))
-        laid_out = turns(self.settings.capacity, occupied, in_order(waiting, self._had(running)))
+        laid_out = turns(self.settings.accounts, occupied, in_order(waiting, self._had(running)))
         return {int(turn.name.partition("-")[0]): turn for turn in laid_out}
 
     def _remaining(self, run: StoredRun) -> float:
@@ -331,12 +400,15 @@ class Dispatcher:
     # -------------------------------------------------------------------------------------------------------------- view
 
     def _follow(self, running: list[StoredRun]) -> None:
+        numbers = {run.number for run in running}
+        for number in [each for each in self._followers if each not in numbers]:
+            del self._followers[number]  # it has ended on another host
         for run in running:
             follower = self._followers.setdefault(
                 run.number, LogFollower(launching.folder_of(self.settings, run.number))
             )
             peak = follower.look().peak_bytes
-            if peak is not None and peak > (run.measured_peak_bytes or 0):
+            if peak is not None and peak > (run.measured_peak_bytes or 0) and self._is_ours(run):
                 self.store.measured(run.number, peak)
 
     def _show(self, running: list[StoredRun], found: Mapping[int, Turn]) -> None:

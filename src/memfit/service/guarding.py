@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memfit.errors import InputError
-from memfit.service.store import ServiceStore
+from memfit.service.store import ServiceStore, storable
 
 _log = logging.getLogger("memfit.service.requests")
 HEADERS: Final = {
@@ -138,7 +138,7 @@ class Guarding:
                         who,
                         address,
                         scope["method"],
-                        scope["path"][:300].encode("ascii", "replace").decode(),
+                        storable(scope["path"][:300].encode("ascii", "replace").decode()),
                         status,
                     ),
                 )

@@ -104,7 +104,7 @@ class Housekeeping:
             if run.state == RUNNING and not run.asked and used.get(run.owner, 0) > quota:
                 taken = f"the files of {run.owner}'s runs take {format_bytes(used[run.owner])}"
                 why = f"{taken}, and {format_bytes(quota)} are allowed: remove some, then resume it"
-                self.store.change(run.number, "pause", why, asked="pause")
+                self.store.change(run.number, "pause", why, if_still={"state": RUNNING, "asked": ""}, asked="pause")
 
     def _remove_old(self) -> None:
         days, most = self.settings.keep_days, self.settings.keep_bytes
@@ -122,8 +122,8 @@ class Housekeeping:
 
     def _remove(self, run: StoredRun, why: str) -> None:
         text = f"its files ({format_bytes(run.disk_bytes)}) are removed: {why}"
-        self.store.change(run.number, "removed", text, removed=time.time())
-        self._remove_files(run)
+        if self.store.change(run.number, "removed", text, if_still={"removed": None}, removed=time.time()):
+            self._remove_files(run)
 
     def _finish_removals(self) -> None:
         """What was begun before the service ended."""
@@ -139,8 +139,9 @@ class Housekeeping:
 
     def _folders(self, run: StoredRun) -> list[Path]:
         """Its own, and those in which the runner has what it has printed."""
-        output = self.service.dispatcher.runner.folder / "runs"
-        parts = [output / launching.name_of(run.number, part) for part in range(run.part + 1)]
+        names = [launching.name_of(run.number, part) for part in range(run.part + 1)]
+        attempts = [attempt for name in names for attempt in launching.outputs_of(self.settings, name)]
+        parts = sorted({attempt.parent for attempt in attempts})
         return [launching.folder_of(self.settings, run.number), *parts]
 
     def _remove_code(self) -> None:

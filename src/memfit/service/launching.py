@@ -11,10 +11,12 @@ from typing import Final
 
 import memfit
 from memfit.runner import RunRequest
+from memfit.runner.cores import CORES, THREADS, runs_at_once, threads
 from memfit.service import confine
 from memfit.service.planned import Planned
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import StoredRun
+from memfit.service.submission import device_kind
 from memfit.train.limit_variable import VARIABLE as MEMORY_LIMIT
 from memfit.values.script import TIERS
 
@@ -26,7 +28,7 @@ _PASSED_ON: Final = (
     "TZ",
     "LD_LIBRARY_PATH",
     "CUDA_HOME",
-    "OMP_NUM_THREADS",
+    THREADS,
     "MKL_NUM_THREADS",
 )
 _SYSTEM: Final = (
@@ -46,6 +48,24 @@ def folder_of(settings: ServiceSettings, number: int) -> Path:
 def code_of(settings: ServiceSettings, digest: str) -> Path:
     """Where uploaded code is, unpacked."""
     return settings.folder / "code" / digest
+
+
+def output_of(settings: ServiceSettings, name: str) -> Path:
+    """Folder of what the last attempt of a part has printed, on whatever host it was; one that is not there, where there was none."""
+    return max(outputs_of(settings, name), key=_begun, default=settings.own / "runner" / "runs" / name / "1")
+
+
+def outputs_of(settings: ServiceSettings, name: str) -> list[Path]:
+    """Folders of all attempts of a part."""
+    hosts = settings.folder.glob(f"hosts/*/runner/runs/{name}/[0-9]*") if settings.host else ()
+    return [*hosts, *settings.folder.glob(f"runner/runs/{name}/[0-9]*")]
+
+
+def _begun(attempt: Path) -> tuple[float, int]:
+    try:
+        return attempt.stat().st_ctime, int(attempt.name)
+    except (OSError, ValueError):
+        return 0.0, 0
 
 
 def name_of(number: int, part: int) -> str:
@@ -69,7 +89,7 @@ def write(settings: ServiceSettings, run: StoredRun) -> Path:
     return folder
 
 
-def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
+def planning(settings: ServiceSettings, run: StoredRun, lease: str = "") -> RunRequest:
     """`memfit plan`, which says whether the run fits, and writes the plan."""
     folder = folder_of(settings, run.number)
     words = ("plan", str(folder / "run.json"), "--json", "--save", str(folder / "plan.json"))
@@ -77,17 +97,18 @@ def planning(settings: ServiceSettings, run: StoredRun) -> RunRequest:
         name_of(run.number, 0),
         _command(settings, run, words, tcp=False),
         folder=str(folder),
-        environment=_environment(settings, run),
+        environment={**_environment(settings, run), **_threads_of_planning(settings, run)},
         inherits=False,
         peak_bytes={PLANNING: settings.planning_bytes},
         memory_limit_bytes=settings.planning_bytes,
         seconds=settings.planning_seconds,
         outlives_runner=True,
         restarts=1,
+        lease=lease,
     )
 
 
-def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: int) -> RunRequest:
+def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: int, lease: str = "") -> RunRequest:
     """`memfit train` with that plan, and `memfit resume` once there is something to resume."""
     folder, out = folder_of(settings, run.number), folder_of(settings, run.number) / "out"
     ranks = len(planned.rank_bytes)
@@ -96,13 +117,18 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
         plan = ("--nproc", str(ranks), *plan)
     tiers = {name: size for name, size in planned.tiers.items() if name in settings.capacity and name in TIERS}
     limit = max(planned.rank_bytes) * 9 // 8 + _SLACK_BYTES
+    cores = {CORES: min(ranks, settings.cores)} if planned.device == "cpu" else {}
     return RunRequest(
         name_of(run.number, part),
         _command(settings, run, ("train", str(folder / "run.json"), *plan), tcp=ranks > 1),
         folder=str(folder),
-        environment={**_environment(settings, run), MEMORY_LIMIT: ",".join(map(str, planned.rank_bytes))},
+        environment={
+            **_environment(settings, run),
+            **_threads_of_training(settings, run, planned),
+            MEMORY_LIMIT: ",".join(map(str, planned.rank_bytes)),
+        },
         inherits=False,
-        peak_bytes=tiers,
+        peak_bytes={**tiers, **cores},
         rank_bytes=planned.rank_bytes,
         device=planned.device,
         memory_limit_bytes=limit if planned.device == "cpu" else None,
@@ -114,6 +140,31 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
         resume_command=_command(settings, run, ("resume", str(out), *plan), tcp=ranks > 1),
         resume_if=str(out / "config.json"),
         restarts=settings.restarts,
+        lease=lease,
+    )
+
+
+def _threads_of_planning(settings: ServiceSettings, run: StoredRun) -> dict[str, str]:
+    """As many threads as training will have if the plan takes the budget, so that seconds are measured as they will be."""
+    fit = run.config.get("fit") or {}
+    size, ranks = fit.get("budget"), fit.get("devices")
+    ranks = ranks if isinstance(ranks, int) else 1
+    return _share(settings, device_kind(fit, settings.capacity), size * ranks if isinstance(size, int) else 0, ranks)
+
+
+def _threads_of_training(settings: ServiceSettings, run: StoredRun, planned: Planned) -> dict[str, str]:
+    if run.request is None:
+        return _share(settings, planned.device, sum(planned.rank_bytes), len(planned.rank_bytes))
+    begun = run.request["environment"].get(THREADS)  # sums over another number of threads have other last digits
+    return {} if begun is None else {THREADS: begun}
+
+
+def _share(settings: ServiceSettings, device: str, size: int, ranks: int) -> dict[str, str]:
+    """What a run on the processor has of its cores: an equal part beside as many like it as fit; nothing is said for one that has them to itself."""
+    if device != "cpu" or size <= 0:
+        return {}
+    return threads(
+        settings.cores, runs_at_once(settings.cores, ranks, fit=settings.capacity.get("cpu", 0) // size), ranks
     )
 
 

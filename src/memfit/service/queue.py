@@ -15,6 +15,7 @@ from typing import Final
 
 from memfit.errors import InputError
 from memfit.runner import Ledger, RunRequest
+from memfit.runner.cores import CORES
 from memfit.units import format_bytes
 
 DEPTH: Final = 50
@@ -116,7 +117,7 @@ def turns(
     """When each waiting run may start.
 
     Args:
-        capacity: bytes on each device and tier.
+        capacity: bytes on each device and tier, and cores of the processor.
         occupied: runs that have their bytes.
         queue: runs that wait, in their order.
         depth: so many of them are laid out.
@@ -181,17 +182,21 @@ def _why(capacity: Mapping[str, int], reservations: Sequence[_Reservation], each
             (name for name in capacity if name.partition(":")[0] == kind), key=lambda name: now[name], default=kind
         )
         wanted[largest] = wanted.get(largest, 0) + max(each.request.rank_bytes)
-    short = [
-        f"needs {format_bytes(size)} on {name}, and {format_bytes(now[name])} are free" if now[name] > 0
-        else f"needs {format_bytes(size)} on {name}, and nothing is free"
-        for name, size in wanted.items() if size > now.get(name, 0)
-    ]  # fmt: skip
+    short = [_lacks(name, size, now[name]) for name, size in wanted.items() if size > now.get(name, 0)]
     if short:
         return "; ".join(short)
     if len(each.request.rank_bytes) > 1:
         return f"its {len(each.request.rank_bytes)} ranks do not all have a device now"
     ahead = [other.name for other in reservations if other.begin > 0]
     return f"would delay {', '.join(ahead[:3])}" if ahead else "waits for its turn"
+
+
+def _lacks(name: str, wanted: int, free: int) -> str:
+    if name == CORES:
+        return f"needs {wanted} of the processor's cores, and {'no core' if free <= 0 else free} is free"
+    return (
+        f"needs {format_bytes(wanted)} on {name}, and {f'{format_bytes(free)} are' if free > 0 else 'nothing is'} free"
+    )
 
 
 def _used(request: RunRequest, devices: Sequence[str]) -> dict[str, int]:

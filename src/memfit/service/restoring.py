@@ -14,7 +14,8 @@ from typing import Final
 
 from memfit.errors import InputError
 from memfit.runner.store import RunStore
-from memfit.service.store import FORMAT, NAME
+from memfit.service.database import NAME
+from memfit.service.tables import FORMAT
 
 _LEFT_BY_SQLITE: Final = ("-wal", "-shm")
 

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -72,18 +72,16 @@ class Service:
         caller.check_submits()
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        row = self.store.connection.execute("SELECT COUNT(*) FROM uploads WHERE owner=?", (caller.name,)).fetchone()
+        ((sent,),) = self.store.read("SELECT COUNT(*) FROM uploads WHERE owner=?", (caller.name,))
         known = self._has_uploaded(caller.name, digest)
-        if row[0] >= self.settings.uploads and not known:
-            raise TooLargeError(
-                f"{caller.name} has sent {row[0]} folders of code, and {self.settings.uploads} are kept"
-            )
+        if sent >= self.settings.uploads and not known:
+            raise TooLargeError(f"{caller.name} has sent {sent} folders of code, and {self.settings.uploads} are kept")
         folder = launching.code_of(self.settings, digest)
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = unpack(archive, folder, self.settings.upload)
         with self.store.writing() as connection:
             connection.execute(
-                "INSERT OR IGNORE INTO uploads (digest, owner, bytes, files, made) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO uploads (digest, owner, bytes, files, made) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (digest, caller.name, found.bytes, found.files, time.time()),
             )
         return found
@@ -103,14 +101,14 @@ class Service:
         digest = self.check_submission(caller, sent)
         if sent.key is not None and (before := self.store.by_key(caller.name, sent.key)) is not None:
             return self._same(before, digest), False
-        config = checked(sent.config, self.code_folder(caller, sent.code), self.settings)
-        live = self.store.connection.execute(
+        config = checked(sent.config, self.code_folder(caller, sent.code), self.everywhere)
+        ((live,),) = self.store.read(
             f"SELECT COUNT(*) FROM runs WHERE owner=? AND state IN ({', '.join('?' * len(LIVE))})",  # noqa: S608 - marks alone
             (caller.name, *LIVE),
-        ).fetchone()
-        if live[0] >= self.settings.live_runs:
+        )
+        if live >= self.settings.live_runs:
             raise TooLargeError(
-                f"{caller.name} has {live[0]} runs that are not over, and {self.settings.live_runs} are taken"
+                f"{caller.name} has {live} runs that are not over, and {self.settings.live_runs} are taken"
             )
         columns = {
             "owner": caller.name,
@@ -128,6 +126,17 @@ class Service:
             if before is None:
                 raise
             return self._same(before, digest), False
+
+    @property
+    def everywhere(self) -> ServiceSettings:
+        """The settings, with the most bytes that any of the hosts has on each device and tier."""
+        host = self.dispatcher.host
+        if host is None:
+            return self.settings
+        capacity: dict[str, int] = {}
+        for each in host.capacities():
+            capacity |= {name: max(size, capacity.get(name, 0)) for name, size in each.items()}
+        return replace(self.settings, capacity=capacity)
 
     def check_submission(self, caller: Caller, sent: Submission) -> str:
         """What holds of a run and of a study: who submits, under which name, key and priority; a digest of what was sent.
@@ -194,8 +203,7 @@ class Service:
         return folder
 
     def _has_uploaded(self, owner: str, digest: str) -> bool:
-        found = self.store.connection.execute("SELECT 1 FROM uploads WHERE owner=? AND digest=?", (owner, digest))
-        return found.fetchone() is not None
+        return bool(self.store.read("SELECT 1 FROM uploads WHERE owner=? AND digest=?", (owner, digest)))
 
     # -------------------------------------------------------------------------------------------------------------- ask
 
@@ -277,8 +285,8 @@ class Service:
             NotKnownError: as for `run`.
         """
         run = self.run(caller, number)
-        name, runner = launching.name_of(run.number, run.part), self.dispatcher.runner
-        return runner.stderr(name) if errors else runner.stdout(name)
+        folder = launching.output_of(self.settings, launching.name_of(run.number, run.part))
+        return folder / ("stderr" if errors else "stdout")
 
     def artifacts(self, caller: Caller, number: int) -> Iterator[tuple[str, int]]:
         """Files that a run has written, with their bytes.
@@ -342,10 +350,10 @@ class Service:
         """
         run = self._changeable(caller, number)
         self._check_quota(run.owner)
-        if run.state != PAUSED:
-            raise NotNowError(f"run {number} is {run.state}: what is paused can be resumed")
         why = f"resumed by {caller.name}"
-        self.store.change(number, WAITING, why, state=WAITING, reason=why, asked="")
+        paused = run.state == PAUSED
+        if not (paused and self.store.move(run, WAITING, why, state=WAITING, reason=why, asked="", host="")):
+            raise NotNowError(f"run {number} is {self.store.run(number).state}: what is paused can be resumed")
         return self.store.run(number)
 
     def _changeable(self, caller: Caller, number: int) -> StoredRun:
@@ -385,6 +393,7 @@ class Service:
             "step": None if progress is None else progress.step,
             "loss": None if progress is None else progress.loss,
             "parts": run.part,
+            "host": run.host,
             "study": run.study,
             "disk_bytes": run.disk_bytes,
             "removed": run.removed,
@@ -403,6 +412,8 @@ class Service:
         view, now = self.dispatcher.view, time.time()
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.settings.capacity}
         for run in [*self.store.ended_since(now - _STRIP_SECONDS), *self.store.live()]:
+            if run.state != WAITING and run.host != self.settings.host:
+                continue  # its devices are another host's
             plan = run.plan or {}
             seen = caller.sees in {None, run.owner}
             turn = view.turns.get(run.number)

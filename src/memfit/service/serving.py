@@ -15,6 +15,7 @@ from typing import Any, Final
 import uvicorn
 
 from memfit.errors import InputError
+from memfit.runner import guard
 from memfit.service import confine
 from memfit.service.app import application
 from memfit.service.dispatcher import Dispatcher
@@ -50,8 +51,9 @@ class Serving:
             )
         self.settings, self.host = settings, host
         settings.check_memory()
+        settings.check_host()
         settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.store = ServiceStore(settings.folder)
+        self.store = ServiceStore(settings.folder, settings.store)
         try:
             dispatcher = Dispatcher(settings, self.store)
         except BaseException:
@@ -78,6 +80,7 @@ class Serving:
         self._keeping = threading.Thread(
             target=self.housekeeping.serve, args=(self._stopping,), name="memfit-housekeeping"
         )
+        self._beating = threading.Thread(target=self._beat, name="memfit-beats")
 
     @property
     def port(self) -> int:
@@ -108,11 +111,17 @@ class Serving:
         self._dispatching.start()
         self._searching.start()
         self._keeping.start()
+        self._beating.start()
         try:
             with _outlived(signal.SIGTERM, signal.SIGINT):
                 asyncio.run(serve())
         finally:
             self.close()
+
+    def _beat(self) -> None:
+        """What runs on one of several hosts goes on as long as that host says that it lives."""
+        if self.service.dispatcher.host is not None:
+            self.service.dispatcher.host.serve(self._stopping)
 
     def stop(self) -> None:
         """Have `run` return, from another thread."""
@@ -123,12 +132,12 @@ class Serving:
         """End what runs, once `run` has returned: for a demonstration, whose folder is thrown away."""
         from memfit.runner import Runner
 
-        Runner(self.settings.folder / "runner", self.settings.capacity).close(stop=True)
+        Runner(self.settings.own / "runner", self.settings.capacity).close(stop=True)
 
     def close(self) -> None:
         """Let go of the folder; what runs goes on."""
         self._stopping.set()
-        for thread in (self._keeping, self._searching, self._dispatching):
+        for thread in (self._keeping, self._searching, self._dispatching, self._beating):
             if thread.is_alive():
                 thread.join()
         self.service.dispatcher.close()
@@ -136,14 +145,16 @@ class Serving:
 
     def tell_local_clients(self) -> str:
         """Write down where it listens, with a new token for this user; the token."""
-        tokens = Tokens(self.store)
-        tokens.take_back("local")
+        tokens, file = Tokens(self.store), self.settings.own / ADDRESS
+        if self.settings.host:  # the other hosts' are good still
+            tokens.forget((_told(file) or {}).get("token", ""))
+        else:
+            tokens.take_back("local")
         token = tokens.make("local", "admin")
-        file = self.settings.folder / ADDRESS
         waiting = file.with_suffix(".partial")
         waiting.unlink(missing_ok=True)
         with os.fdopen(os.open(waiting, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-            json.dump({"url": self.url, "token": token}, stream)
+            json.dump({"url": self.url, "token": token, "boot": guard.boot()}, stream)
         waiting.replace(file)
         return token
 
@@ -163,9 +174,14 @@ def _outlived(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def local_address(folder: Path) -> dict[str, str] | None:
-    """Where the service of a folder of this user listens, with a token; None where it has not been started."""
+    """Where the service of a folder of this user listens on this computer, with a token; None where it has not been started."""
+    hosts = [_told(each) for each in sorted(folder.glob(f"hosts/*/{ADDRESS}"))]
+    return _told(folder / ADDRESS) or next((each for each in hosts if each and each.get("boot") == guard.boot()), None)
+
+
+def _told(file: Path) -> dict[str, str] | None:
     try:
-        content = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from memfit.errors import InputError
+from memfit.runner.cores import CORES
+from memfit.runner.cores import cores as cores_here
 from memfit.service.uploads import UploadLimits
 from memfit.units import format_bytes, parse_bytes
 
 DEFAULT_PORT: Final = 8321
+LEASE_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,10 @@ class ServiceSettings:
         keep_bytes: that the files of all runs may take before those of the oldest that are over are removed; None for any.
         keep_audit_days: after which rows of the audit log are removed; None for never.
         owner_disk_bytes: that the files of one owner's runs may take; None for any.
+        store: URL of a PostgreSQL database, which several hosts may share with the folder; None for a file in the folder, which has one host.
+        host: name of this host among those that share the store; "" for the one of a store of its own.
+        lease_seconds: that runs of a host go on without a word between it and the store; after twice as long others have them.
+        cores: of the processor, which runs on it share.
         program: by which a run is planned and trained: what comes before `plan`, `train` and `resume`.
     """
 
@@ -65,6 +74,35 @@ class ServiceSettings:
     keep_bytes: int | None = None
     keep_audit_days: float | None = None
     owner_disk_bytes: int | None = None
+    store: str | None = None
+    host: str = ""
+    lease_seconds: float = LEASE_SECONDS
+    cores: int = field(default_factory=cores_here)
+
+    @property
+    def accounts(self) -> dict[str, int]:
+        """All that runs are promised: bytes on each device and tier, and cores."""
+        return {**self.capacity, CORES: self.cores}
+
+    def check_host(self) -> None:
+        """Check what is said about several hosts.
+
+        Raises:
+            InputError: it cannot be.
+        """
+        if self.host and not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", self.host):
+            raise InputError(f"{self.host!r} is no name for a host: use small letters, digits and dashes, 63 at most")
+        if bool(self.host) != bool(self.store):
+            raise InputError(
+                "a host has a name where several share a store: give both --store and --host-name, or none"
+            )
+        if not 2 <= self.lease_seconds <= 86400:
+            raise InputError(f"a lease of {self.lease_seconds:g} s: it is from 2 to 86400 s (--lease)")
+
+    @property
+    def own(self) -> Path:
+        """What of the folder is this host's alone: its runner, and where it listens."""
+        return self.folder / "hosts" / self.host if self.host else self.folder
 
     def check_memory(self) -> None:
         """Check that what runs share and what planning takes are there.
@@ -80,6 +118,11 @@ class ServiceSettings:
                 f"runs are to share {format_bytes(shared)} and planning may take {format_bytes(planning)}, and this computer has {format_bytes(total)}: "
                 "lower --capacity, or --planning-memory"
             )
+
+
+def own_name() -> str:
+    """Of this computer, as a host among several is called where nobody says otherwise."""
+    return re.sub(r"[^a-z0-9-]", "-", socket.gethostname().partition(".")[0].lower()) or "host"
 
 
 def memory_bytes() -> int:

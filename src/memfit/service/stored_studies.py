@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from memfit.service.store import ServiceStore
+from memfit.service.store import ServiceStore, storable
 
 StudyState = Literal["running", "done", "failed", "refused", "cancelled"]
 STUDY_LIVE: Final = ("running",)
@@ -34,6 +33,7 @@ class StoredStudy:
         reason: of the state, in a sentence.
         summary: trials by their states, and the best of them; None before the first.
         submitted, ended: None for what has not happened.
+        host: of several that share the store, the one that goes on with it; "" for none.
     """
 
     number: int
@@ -50,6 +50,7 @@ class StoredStudy:
     summary: Mapping[str, Any] | None
     submitted: float
     ended: float | None
+    host: str = ""
 
 
 class StudyStore:
@@ -64,15 +65,14 @@ class StudyStore:
 
     def add(self, study: Mapping[str, Any]) -> StoredStudy:
         """A study that was submitted; columns by name."""
-        columns = {name: _written(value) for name, value in study.items()}
+        columns = {**{name: _written(value) for name, value in study.items()}, "submitted": time.time()}
         with self._store.writing() as connection:
             marks = ", ".join("?" * len(columns))
-            done = connection.execute(
-                f"INSERT INTO studies ({', '.join(columns)}, submitted) VALUES ({marks}, ?)",  # noqa: S608 - names of our own columns
-                (*columns.values(), time.time()),
-            )
-            assert done.lastrowid is not None
-        return self.study(done.lastrowid)
+            (number,) = connection.execute(
+                f"INSERT INTO studies ({', '.join(columns)}) VALUES ({marks}) RETURNING number",  # noqa: S608 - names of our own columns
+                tuple(columns.values()),
+            ).fetchone()
+        return self.study(number)
 
     def change(self, number: int, **columns: Any) -> None:
         """Change a study; columns by name."""
@@ -87,19 +87,19 @@ class StudyStore:
         Raises:
             KeyError: there is none.
         """
-        row = self._store.connection.execute("SELECT * FROM studies WHERE number=?", (number,)).fetchone()
-        if row is None:
+        rows = self._store.read("SELECT * FROM studies WHERE number=?", (number,)) if number < 2**63 else []
+        if not rows:
             raise KeyError(number)
-        return _study(row)
+        return _study(rows[0])
 
     def by_key(self, owner: str, key: str) -> StoredStudy | None:
         """The study that an owner has submitted under a key."""
-        row = self._store.connection.execute("SELECT * FROM studies WHERE owner=? AND key=?", (owner, key)).fetchone()
-        return None if row is None else _study(row)
+        rows = self._store.read("SELECT * FROM studies WHERE owner=? AND key=?", (owner, key))
+        return _study(rows[0]) if rows else None
 
     def numbers_by_state(self) -> dict[str, int]:
         """How many studies there are in each state."""
-        return dict(self._store.connection.execute("SELECT state, COUNT(*) FROM studies GROUP BY state").fetchall())
+        return dict(map(tuple, self._store.read("SELECT state, COUNT(*) FROM studies GROUP BY state")))
 
     def listed(
         self, *, owner: str | None, states: Sequence[str] = (), before: int | None = None, limit: int = 100
@@ -109,10 +109,10 @@ class StudyStore:
 
 
 def _written(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, Mapping) else value
+    return json.dumps(value) if isinstance(value, Mapping) else storable(value) if isinstance(value, str) else value
 
 
-def _study(row: sqlite3.Row) -> StoredStudy:
+def _study(row: Any) -> StoredStudy:
     columns = dict(row)
     for name in ("config", "summary"):
         columns[name] = None if columns[name] is None else json.loads(columns[name])

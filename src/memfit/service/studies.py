@@ -76,7 +76,7 @@ class Studies:
         if sent.key is not None and (before := self.store.by_key(caller.name, sent.key)) is not None:
             return _same(before, digest), False
         code = self.service.code_folder(caller, sent.code)
-        config = checked_search(sent.config, code, self.service.settings)
+        config = checked_search(sent.config, code, self.service.everywhere)
         if len(self.store.listed(owner=caller.name, states=STUDY_LIVE, limit=_MOST_STUDIES)) >= _MOST_STUDIES:
             raise TooLargeError(f"{caller.name} has {_MOST_STUDIES} studies that are not over, as many as are taken")
         columns = {
@@ -200,6 +200,9 @@ class Studies:
         if self.service.dispatcher.draining:
             return
         for study in reversed(self.store.listed(owner=None, states=STUDY_LIVE, limit=10_000)):
+            if not self._is_ours(study):
+                self._let_go(study.number)
+                continue
             try:
                 self._go_on(study)
             except InfeasibleError as error:
@@ -212,6 +215,17 @@ class Studies:
             except Exception as error:  # noqa: BLE001 - whatever a search file has made happen ends its own study alone
                 _log.exception("study %d has failed", study.number)
                 self._over(study, "failed", f"{type(error).__name__}: {str(error)[:300]}")
+
+    def _is_ours(self, study: StoredStudy) -> bool:
+        """Whether this host goes on with a study; of several that share a store one does."""
+        host = self.service.dispatcher.host
+        return host is None or study.host == host.name or (not study.host and host.claims_study(study.number))
+
+    def _let_go(self, number: int) -> None:
+        tuning = self._tunings.pop(number, None)
+        if tuning is not None:
+            tuning.close()
+        self._shown.pop(number, None)
 
     def _go_on(self, study: StoredStudy) -> None:
         if study.asked == "cancel":
@@ -238,10 +252,7 @@ class Studies:
         for run in self.service.store.of_study(study.number):
             if run.state not in OVER and run.asked != "cancel":
                 self.service.store.change(run.number, "cancel", "its study is over", asked="cancel")
-        tuning = self._tunings.pop(study.number, None)
-        if tuning is not None:
-            tuning.close()
-        self._shown.pop(study.number, None)
+        self._let_go(study.number)
         self.store.change(study.number, state=state, reason=why, asked="", ended=time.time())
 
     def _show(self, study: StoredStudy, tuning: ServiceTuning) -> None:

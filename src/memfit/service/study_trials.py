@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from memfit.errors import InputError
 from memfit.runner import End, Ledger, RunRequest
-from memfit.runner.ends import tail_of
+from memfit.runner.ends import EndKind, tail_of
 from memfit.service import launching
 from memfit.service.own_folder import open_inside
 from memfit.service.progress import LOG
@@ -161,7 +161,7 @@ class StudyTrials:
         """As in `TrialRuns`."""
         run = self.run(name)
         part = launching.name_of(0, 0) if run is None else launching.name_of(run.number, run.part)
-        return self._service.dispatcher.runner.stdout(part)
+        return launching.output_of(self._service.settings, part) / "stdout"
 
     def submit(self, request: RunRequest) -> None:
         """As in `TrialRuns`."""
@@ -176,7 +176,7 @@ class StudyTrials:
         run = self.run(name)
         if run is None:
             code = None if self._study.code is None else launching.code_of(self._service.settings, self._study.code)
-            config = checked(config, code, self._service.settings)
+            config = checked(config, code, self._service.everywhere)
             digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
             columns = {
                 "owner": self._study.owner,
@@ -215,7 +215,12 @@ class StudyTrials:
         if run.state == CANCELLED:
             return End("stopped", reason="asked", seconds=run.run_seconds)
         known = self._service.dispatcher.runner.end_of(launching.name_of(run.number, run.part))
-        return known if run.part and known is not None else End("failed", reason=run.reason, seconds=run.run_seconds)
+        if run.part and known is not None:
+            return known
+        # On another host: what is known of its end is its reason.
+        memory = "out of memory: "
+        kind: EndKind = "out_of_memory" if run.reason.startswith(memory) else "failed"
+        return End(kind, reason=run.reason.removeprefix(memory), seconds=run.run_seconds)
 
     def close(self) -> None:
         """Runs go on."""

@@ -106,12 +106,17 @@ def _check_modules(content: Mapping[str, Any], code: Path | None, settings: Serv
             )
 
 
+def device_kind(fit: Mapping[str, Any], capacity: Mapping[str, int]) -> str:
+    """The kind of devices that a run takes here, "cuda" or "cpu"; `fit` is that section of its file."""
+    kind = str(fit.get("device", "auto")).partition(":")[0]
+    kinds = {name.partition(":")[0] for name in capacity}
+    return kind if kind in kinds else "cuda" if "cuda" in kinds else "cpu"
+
+
 def _within_capacity(content: dict[str, Any], settings: ServiceSettings) -> dict[str, Any]:
     """A budget above the largest device is that of the device: a plan for more could not run here."""
     fit = dict(content.get("fit") or {})
-    kind = str(fit.get("device", "auto")).partition(":")[0]
-    kinds = {name.partition(":")[0] for name in settings.capacity}
-    kind = kind if kind in kinds else "cuda" if "cuda" in kinds else "cpu"
+    kind = device_kind(fit, settings.capacity)
     largest = max((size for name, size in settings.capacity.items() if name.partition(":")[0] == kind), default=0)
     if fit.get("budget") is None:
         raise ConfigError(f"fit.budget is missing: the bytes that the run may take, at most {largest} on {kind} here")

@@ -81,17 +81,20 @@ class Tokens:
 
     def caller(self, token: str) -> Caller | None:
         """Whose token it is; None where it is none of ours, or has expired."""
-        row = self._store.connection.execute(
-            "SELECT owner, role, expires FROM tokens WHERE digest=?", (_digest(token),)
-        ).fetchone()
-        if row is None or (row["expires"] is not None and row["expires"] < time.time()):
+        rows = self._store.read("SELECT owner, role, expires FROM tokens WHERE digest=?", (_digest(token),))
+        if not rows or (rows[0]["expires"] is not None and rows[0]["expires"] < time.time()):
             return None
-        return Caller(row["owner"], row["role"])
+        return Caller(rows[0]["owner"], rows[0]["role"])
 
     def take_back(self, name: str) -> int:
         """All tokens of somebody are good for nothing any more; how many there were."""
         with self._store.writing() as connection:
             return connection.execute("DELETE FROM tokens WHERE owner=?", (name,)).rowcount
+
+    def forget(self, token: str) -> None:
+        """One token is good for nothing any more."""
+        with self._store.writing() as connection:
+            connection.execute("DELETE FROM tokens WHERE digest=?", (_digest(token),))
 
 
 def _digest(token: str) -> str:

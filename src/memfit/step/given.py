@@ -14,6 +14,7 @@ from torch import nn
 from memfit.batches import Batch, LossFunction, size
 from memfit.errors import BatchError, InputError
 from memfit.optimizers.lion import Lion
+from memfit.step.other_kernels import refuse_other_kernels, refuse_other_loss
 from memfit.step.program import OptimizerFactory
 
 _FUSED: Final = frozenset(["Adam", "AdamW", "SGD", "Adagrad"])  # have a form in one kernel, without temporaries
@@ -59,6 +60,7 @@ def loss_function(given: Any) -> LossFunction | None:
         raise InputError(f"loss_fn={given.__name__} is a class: write loss_fn=nn.{given.__name__}()")
     if isinstance(given, torch.optim.Optimizer):
         raise InputError(f"loss_fn is an optimizer ({type(given).__name__}): name it, optimizer=...")
+    refuse_other_loss(given)
     if _of_torch(given):
         return OfPair(given)
     if not callable(given):
@@ -203,12 +205,13 @@ def check_closure(made: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Check that a model is one, before anything is asked of it.
+    """Check that a model is one, of operations that can be planned by, before anything is asked of it.
 
     Raises:
         InputError: it is something else; the message says what to write.
     """
     if isinstance(model, nn.Module):
+        refuse_other_kernels(model)
         return
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"the model is the class {model.__name__}: give a module, made by {model.__name__}(...)")

@@ -89,6 +89,7 @@ class StepFacts:
     Attributes:
         micro_batches: in which the step was captured.
         parameter_bytes, gradient_bytes, state_bytes, activation_bytes: totals by category over the step.
+        frozen_bytes: of parameters that get no gradient, at most.
         update_temporary_bytes: that the optimizer holds while it updates, beside parameters, gradients and state. A foreach update makes some for all
             parameters at once.
         step_seconds, update_seconds: of the whole step in which nothing is dropped, and of the optimizer in it.
@@ -102,6 +103,7 @@ class StepFacts:
     gradient_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
+    frozen_bytes: int = 0
     update_temporary_bytes: int = 0
     step_seconds: float = 0.0
     update_seconds: float = 0.0

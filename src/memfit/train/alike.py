@@ -30,13 +30,11 @@ def marks_of(config: Config, assembly: Assembly) -> dict[str, Any]:
         config: of the run.
         assembly: what it describes, on this rank, not shared out yet.
     """
-    samples = assembly.batches.samples
-    numbers = sorted({len(samples) * part // SAMPLES for part in range(SAMPLES)})
-    chosen = (t for number in numbers for t in batches.leaves(samples.batch([number], 0)))
+    chosen = (t for each in assembly.batches.some(SAMPLES) for t in batches.leaves(each))
     return _flat(config.to_json()) | {
         "torch": torch.__version__,
         "memfit": importlib.metadata.version("memfit"),
-        "the number of samples": len(samples),
+        "the number of samples": assembly.batches.count,
         "the data": _digest(_bytes(t) for t in chosen),
         "the code of model and loss": _digest(_sources(assembly)),
         "the initial weights": _digest(_bytes(p, NUMBERS) for p in assembly.model.parameters()),

@@ -21,12 +21,17 @@ from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
 from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
+from memfit.step.other_kernels import refuse_attention
 from memfit.step.program import OptimizerFactory
-from memfit.train import deepspeed_merge, readers, text
+from memfit.train import deepspeed_merge, packing
 from memfit.train.adapters import with_adapters
 from memfit.train.config import Config
-from memfit.train.data import ArraySamples, Batches, ItemSamples, Samples
+from memfit.train.data import Batches, ItemSamples, Samples
 from memfit.train.deepspeed_merge import TOTAL
+from memfit.train.generation import Generation
+from memfit.train.prompts import GenerateConfig
+from memfit.train.reading import Reader, encoder_of
+from memfit.train.stream import Stream, StreamBatches, collated, is_stream
 
 LARGE_BYTES: Final = 2 << 30  # of parameters: to plan for another device a larger model is not put into memory
 _AUTO: Final = {
@@ -54,15 +59,17 @@ class Assembly:
         validation: to evaluate on; None when there is none.
         notes: what the reader should know, such as texts that were cut.
         deepspeed: the DeepSpeed configuration merged with the run's own; None where there is none.
+        generation: what the model writes on the way; None for nothing.
     """
 
     model: torch.nn.Module
     loss_fn: LossFunction | None
     optimizer: OptimizerFactory
-    batches: Batches
+    batches: Batches | StreamBatches
     validation: Batches | None
     notes: tuple[str, ...]
     deepspeed: FromDeepSpeed | None = None
+    generation: Generation | None = None
 
 
 def assemble(config: Config, progress: Callable[[str, float], None] | None = None, *, weights: bool = True) -> Assembly:
@@ -90,24 +97,52 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         model.to(device)
     model.train()
     say("reading the data", 0.0)
-    training, validation, notes = read_data(config, model)
+    training, validation, notes = read_data(config, model, loss_fn)
     size = config.fit.global_batch
     deepspeed = read_deepspeed(config)
     optimizer: OptimizerFactory = partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings())
     if deepspeed is not None:
         optimizer = deepspeed.optimizer if deepspeed.config.optimizer is not None else optimizer
         notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in deepspeed.notices))
-    if len(training) < size:
-        notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
+    batches: Batches | StreamBatches
+    if isinstance(training, Stream):
+        if config.train.steps is None:
+            raise ConfigError(
+                "train.steps is missing: the data is a stream, of which it is not known how many steps an epoch has, so say how many to take"
+            )
+        batches = StreamBatches(training.samples, size, device, training.collate)
+    else:
+        if len(training) < size:
+            notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
+        batches = Batches(training, min(size, max(1, len(training))), config.train.seed, device)
+        if config.data.packing and weights:
+            packing.check(model, loss_fn, training.batch([0], 0), device)
+    generation = None if config.generate is None else _generation(config, config.generate, model, batches)
+    if generation is not None and weights:
+        generation.check(model, device)
     return Assembly(
         model,
         loss_fn,
         optimizer,
-        Batches(training, min(size, max(1, len(training))), config.train.seed, device),
+        batches,
         None if validation is None else Batches(validation, size, None, device),
         notes,
         deepspeed,
+        generation,
     )
+
+
+def _generation(
+    config: Config, settings: GenerateConfig, model: torch.nn.Module, batches: Batches | StreamBatches
+) -> Generation:
+    """What the model writes on the way, in the tokens of the data and no longer than a sample."""
+    sample = batches.sample()
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise ConfigError(
+            "generate needs batches with input_ids of shape (samples, tokens), which the length of a text is measured by, and the data has none"
+        )
+    return Generation(settings, encoder_of(config), model, ids.shape[1], chat=config.data.messages is not None)
 
 
 def read_deepspeed(config: Config, total_steps: int | None = None) -> FromDeepSpeed | None:
@@ -215,6 +250,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
     auto = getattr(transformers, _AUTO[config.model.task])
     try:
         settings = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
+        refuse_attention(settings._attn_implementation)  # noqa: SLF001 - transformers has no other name for it
         if not weights:
             with torch.device("meta"):
                 model = auto.from_config(settings, **of_dtype)
@@ -228,7 +264,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
             with without_bars():
                 model = auto.from_pretrained(str(folder), config=settings, local_files_only=True, **of_dtype)
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, InputError):
             raise
         raise ConfigError(
             f"model.hf: transformers cannot make a {config.model.task} model of {folder}: {error}"
@@ -287,90 +323,32 @@ def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def read_data(config: Config, model: torch.nn.Module) -> tuple[Samples, Samples | None, tuple[str, ...]]:
+def read_data(
+    config: Config, model: torch.nn.Module, loss_fn: LossFunction | None = None
+) -> tuple[Samples | Stream, Samples | None, tuple[str, ...]]:
     """Training samples, validation samples or None, and notes."""
     data = config.data
+    training: Samples | Stream
     if data.python is not None:
         made = resolve(data.python, config, "data.python")(**data.args)
         pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         for each in pair:
-            if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
+            if isinstance(each, torch.utils.data.DataLoader):
+                raise ConfigError(
+                    f"data.python: {data.python} returned a DataLoader: return its dataset, of which memfit makes batches of fit.global_batch samples"
+                )
+            sized = not is_stream(each) and hasattr(each, "__len__") and hasattr(each, "__getitem__")
+            if each is not None and not sized and (each is pair[1] or not is_stream(each)):
                 raise ConfigError(
                     f"data.python: {data.python} returned {type(each).__name__}, which has no length and items"
                 )
-        return ItemSamples(pair[0]), None if pair[1] is None else ItemSamples(pair[1]), ()
-    read = _Reader(config, model)
-    training = read("data.train", data.train)
-    validation = read("data.validation", data.validation) if data.validation else None
+        if pair[1] is None and config.early_stopping is not None:
+            raise ConfigError(
+                f"early_stopping needs data to evaluate on, and data.python: {data.python} returned one dataset: return (train, validation)"
+            )
+        training = Stream(pair[0], collated) if is_stream(pair[0]) else ItemSamples(pair[0])
+        return training, None if pair[1] is None else ItemSamples(pair[1]), ()
+    read = Reader(config, model, packing.constants_for(model, loss_fn) if data.packing else {})
+    training = read.stream("data.train", data.train) if data.stream else read.samples("data.train", data.train)
+    validation = read.samples("data.validation", data.validation) if data.validation else None
     return training, validation, tuple(read.notes)
-
-
-class _Reader:
-    """Files to samples; the tokenizer is read once for both sets."""
-
-    def __init__(self, config: Config, model: torch.nn.Module) -> None:
-        self.config = config
-        self.notes: list[str] = []
-        self._encoder: text.Encoder | None = None
-        described = getattr(model, "config", None)
-        count = config.model.num_labels or getattr(described, "num_labels", None)
-        names = getattr(described, "label2id", None)
-        self.labels = text.Labels(
-            config.data.label, names if isinstance(names, Mapping) else None, count if isinstance(count, int) else None
-        )
-
-    def __call__(self, path: str, patterns: Iterable[str]) -> Samples:
-        data, task = self.config.data, self.config.model.task
-        files = readers.find(patterns, Path(self.config.folder or "."), path)
-        kind = readers.KINDS[files[0].suffix]
-        if kind == ".npz":
-            return ArraySamples(readers.arrays(files))
-        if data.messages is not None and kind != ".jsonl":
-            raise ConfigError(f"data.messages names a field of .jsonl lines, and {files[0]} is none")
-        if data.messages is not None and task != "causal-lm":
-            raise ConfigError(
-                "data.messages needs model.task: causal-lm: what the assistant says is learnt token by token"
-            )
-        if kind == ".jsonl" and data.text is None and data.messages is None:
-            if task is not None:
-                raise ConfigError(f"data.text is missing: the field of {files[0]} that holds the text for {task}")
-            return ArraySamples(readers.numbers(readers.json_lines(files)))
-        if data.max_length is None:
-            raise ConfigError(
-                "data.max_length is missing: the number of tokens per sample; longer text is cut, shorter is padded"
-            )
-        encoder = self.encoder()
-        if task == "masked-lm" and encoder.mask is None:
-            raise ConfigError("model.task: masked-lm needs a tokenizer with a mask token, and this one has none")
-        form = text.Format(encoder, data.max_length, task, self.config.train.seed)
-        if kind == ".txt":
-            return text.samples_of_stream(readers.text_lines(files), form)
-        if data.messages is not None:
-            talks = text.samples_of_conversations(readers.json_lines(files), data.messages, form)
-            if talks.truncated:
-                self.notes.append(
-                    f"{path}: {talks.truncated} conversations are longer than {data.max_length} tokens and were cut"
-                )
-            if talks.left_out:
-                self.notes.append(
-                    f"{path}: {talks.left_out} conversations have no answer of the assistant within {data.max_length} tokens and were left out"
-                )
-            return talks
-        assert data.text is not None
-        if task == "sequence-classification" and data.label is None:
-            raise ConfigError(f"data.label is missing: the field of {files[0]} that holds the class")
-        samples = text.samples_of_lines(readers.json_lines(files), data.text, self.labels, form)
-        if samples.truncated:
-            self.notes.append(
-                f"{path}: {samples.truncated} of {len(samples)} texts are longer than {data.max_length} tokens "
-                "and were cut"
-            )
-        return samples
-
-    def encoder(self) -> text.Encoder:
-        if self._encoder is None:
-            folder = self.config.data.tokenizer or self.config.model.hf
-            if folder is None:
-                raise ConfigError('data.tokenizer is missing: the folder of a tokenizer, or "bytes"')
-            self._encoder = text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(self.config.path(folder))
-        return self._encoder

@@ -19,6 +19,8 @@ import yaml
 from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import deepspeed_merge
+from memfit.train.early_stopping import EarlyStoppingConfig
+from memfit.train.prompts import GenerateConfig
 from memfit.units import parse_bytes
 
 Task = Literal["sequence-classification", "causal-lm", "masked-lm"]
@@ -103,16 +105,21 @@ class DataConfig:
     """What to train on: files, or a function.
 
     Attributes:
-        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .txt (.md) or .npz.
+        train, validation: files or patterns (data/*.jsonl), all of one kind: .jsonl, .parquet, .txt (.md) or .npz, or folders that Hugging Face's
+            `Dataset.save_to_disk` has written.
         python: "package.module:function"; called with `args`, returns a dataset (length and items), or the pair (train,
             validation).
         args: keyword arguments for that function.
-        text: field of a .jsonl line that holds the text; without it the fields are numbers and become tensors as they
+        text: field of a .jsonl line, or column of a table, that holds the text; without it the fields are numbers and become tensors as they
             are.
-        messages: field of a .jsonl line that holds a conversation, a list of {role, content}: it is written out by the tokenizer's own chat template, and what
+        messages: field that holds a conversation, a list of {role, content}: it is written out by the tokenizer's own chat template, and what
             the assistant says is learnt, nothing else. For causal-lm.
         label: field that holds the class.
         max_length: tokens per sample; longer text is cut, shorter is padded, so that one plan fits every batch.
+        packing: several short samples share one row of max_length tokens, kept apart by their positions; global_batch then counts rows. For causal-lm with
+            data.text or data.messages.
+        stream: read the files while training, sample after sample in their order, in place of all of them before the first step: for more than memory holds.
+            How many there are is not known then, so train.steps is needed. data.validation is read as ever.
         tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
             folder when left out.
     """
@@ -125,6 +132,8 @@ class DataConfig:
     messages: str | None = None
     label: str | None = None
     max_length: int | None = None
+    packing: bool = False
+    stream: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +149,22 @@ class DataConfig:
             raise ConfigError("data.messages goes alone: conversations have no data.text and no data.label")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"data.max_length: {self.max_length} is less than 2 tokens")
+        if self.stream and self.python is not None:
+            raise ConfigError(
+                "data.stream is of files; what data.python returns is a stream where it can be iterated and has no length"
+            )
+        if self.stream and self.packing:
+            raise ConfigError(
+                "data.packing needs the lengths of all samples, which data.stream does not read: leave one out"
+            )
+        if self.packing and self.text is None and self.messages is None:
+            raise ConfigError(
+                "data.packing packs texts of files (data.text) and conversations (data.messages), and neither is named"
+            )
+        if self.packing and self.max_length is not None and self.max_length < 4:
+            raise ConfigError(
+                f"data.packing: rows of {self.max_length} tokens hold no two samples: raise data.max_length"
+            )
         _check_target("data.python", self.python)
 
 
@@ -304,6 +329,8 @@ class Config:
     Attributes:
         model, data, fit, optim, schedule, train, report: see there.
         lora: adapters to train in place of the model's weights; None for none.
+        early_stopping: when to end before the last step; None for never.
+        generate: texts that the model writes on the way; None for none.
         deepspeed: content of a DeepSpeed configuration, or a file that holds it: batch, precision, clipping, offload, optimizer and schedule are what
             it says, and keys of ours that say otherwise an error (`memfit.train.deepspeed_merge`).
         deepspeed_strict: a key in it that DeepSpeed would ignore is an error.
@@ -322,6 +349,8 @@ class Config:
     deepspeed_strict: bool = True
     folder: str = ""
     lora: LoraConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
+    generate: GenerateConfig | None = None
 
     def __post_init__(self) -> None:
         if self.model.weights == "4bit" and self.lora is None and not self.fit.freeze:
@@ -332,11 +361,37 @@ class Config:
             raise ConfigError(
                 "lora.merge goes with model.hf and one device: leave it out, and merge the adapters that are written with PEFT's merge_and_unload"
             )
+        if self.early_stopping is not None:
+            self._check_early_stopping(self.early_stopping)
+        if self.data.stream and self.train.steps is None:
+            raise ConfigError(
+                "train.steps is missing: with data.stream it is not known how many steps an epoch has, so say how many to take"
+            )
+        if self.generate is not None and self.model.task != "causal-lm":
+            raise ConfigError(
+                f"generate has a language model go on from prompts: it goes with model.task: causal-lm, not {self.model.task}"
+            )
+        if self.data.packing and self.model.task != "causal-lm":
+            raise ConfigError(
+                f"data.packing keeps samples apart in causal language models: it goes with model.task: causal-lm, not {self.model.task}"
+            )
         for name, value in self.kept_as.items():
             if self.fit.fixed.get(name, value) != value:
                 raise ConfigError(
                     f"model.weights: {self.model.weights} says otherwise than fit.fixed.{name}: {self.fit.fixed[name]}"
                 )
+
+    def _check_early_stopping(self, settings: EarlyStoppingConfig) -> None:
+        if not self.train.eval_every:
+            raise ConfigError(
+                "early_stopping compares evaluations, and train.eval_every is 0: set it to the steps between two"
+            )
+        if self.data.train and not self.data.validation:
+            raise ConfigError("early_stopping needs data to evaluate on: name files in data.validation")
+        if settings.metric == "validation_accuracy" and self.model.task in ("causal-lm", "masked-lm"):
+            raise ConfigError(
+                f"early_stopping.metric: validation_accuracy is of a classifier, and model.task is {self.model.task}: take validation_loss"
+            )
 
     @property
     def kept_as(self) -> dict[str, str]:
@@ -434,10 +489,13 @@ def from_json(data: Mapping[str, Any], folder: Path, ranks: int | None = None) -
         raise ConfigError(f"folder: expected text, found {where!r}")
     folder = Path(folder, where).resolve()
     data = {key: value for key, value in data.items() if key != "search"}  # `memfit tune` reads that part
-    if (
-        "lora" in data and data["lora"] is None
-    ):  # `lora:` with nothing below it asks for adapters as they are by default
-        data["lora"] = {}
+    for name in (
+        "lora",
+        "early_stopping",
+        "generate",
+    ):  # with nothing below it, such a section asks for what it is by default
+        if name in data and data[name] is None:
+            data[name] = {}
     return strict.read(Config, {**deepspeed_merge.merged(data, folder, ranks), "folder": str(folder)})
 
 

@@ -121,6 +121,19 @@ class Batches:
         return torch.randperm(len(self.samples), generator=generator).tolist()
 
     @property
+    def count(self) -> int | None:
+        """Samples of an epoch; None where that is not known (`memfit.train.stream`)."""
+        return len(self.samples)
+
+    def some(self, parts: int) -> list[Batch]:
+        """Single samples from so many places, to compare data by."""
+        count = len(self.samples)
+        return [self.samples.batch([number], 0) for number in sorted({count * part // parts for part in range(parts)})]
+
+    def mark(self) -> None:
+        """Nothing is needed besides a position to find the next sample again."""
+
+    @property
     def per_epoch(self) -> int:
         """Batches in an epoch."""
         return -(-len(self.samples) // self.size)
@@ -129,8 +142,12 @@ class Batches:
         """A batch as large as any, to plan with."""
         return next(self.start())[0]
 
-    def start(self, position: Position = Position()) -> Iterator[tuple[Batch, Position]]:  # noqa: B008 - immutable
-        """Batches without end from a position on, each with the position after it."""
+    def start(
+        self,
+        position: Position = Position(),  # noqa: B008 - immutable
+        mark: Mapping[str, Any] | None = None,  # noqa: ARG002 - a position is enough
+    ) -> Iterator[tuple[Batch, Position]]:
+        """Batches without end from a position on, each with the position after it; `mark` is what `mark` gave there."""
         epoch, used = position
         while True:
             order = self.order(epoch)

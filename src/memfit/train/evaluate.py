@@ -87,7 +87,7 @@ def evaluate(
         The loss; None when stopped.
     """
     total, weight = 0.0, 0.0
-    with _undisturbed(model):
+    with undisturbed(model):
         for batch in data.once():
             count = batching.size(batch)
             for part in batching.split(batch, [min(largest, count - i) for i in range(0, count, largest)]):
@@ -103,7 +103,7 @@ def evaluate(
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and every generator is put back."""
     modes = {module: module.training for module in model.modules()}
     states = process_generators.generators()

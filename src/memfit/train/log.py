@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from memfit.errors import SnapshotError
-from memfit.values.report import StepRecord
+from memfit.values.report import GeneratedText, StepRecord
 
 NAME: Final = "log.jsonl"
 
@@ -24,10 +24,11 @@ NAME: Final = "log.jsonl"
 class Log:
     """The log of a run, open for more lines."""
 
-    def __init__(self, out: Path, step: int, evaluated: int) -> None:
-        """Keep the lines up to `step` and go on behind them; of evaluations, those up to the one after step `evaluated`."""
+    def __init__(self, out: Path, step: int, evaluated: int, generated: int = -1) -> None:
+        """Keep the lines up to `step` and go on behind them; of evaluations, those up to the one after step `evaluated`, of generated texts likewise."""
         self._file = out / NAME
-        kept = [line for line in read(out) if line["step"] <= (evaluated if "validation_loss" in line else step)]
+        last = {"validation_loss": evaluated, "generated": generated}
+        kept = [line for line in read(out) if line["step"] <= next((last[key] for key in last if key in line), step)]
         waiting = self._file.with_name(f".{NAME}.partial")
         try:
             waiting.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -44,10 +45,17 @@ class Log:
         line = {key: value for key, value in line.items() if value is not None and value != () and value is not False}
         self._add({**line, "loss": record.loss if math.isfinite(record.loss) else None})
 
-    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """A line for an evaluation; with the accuracy of a classifier."""
-        right = {} if accuracy is None else {"validation_accuracy": accuracy}
-        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None, **right})
+    def validation(self, step: int, loss: float, accuracy: float | None = None, *, best: bool = False) -> None:
+        """A line for an evaluation; with the accuracy of a classifier, and whether it is the best so far."""
+        line: dict[str, Any] = {} if accuracy is None else {"validation_accuracy": accuracy}
+        if best:
+            line["best"] = True
+        self._add({"step": step, "validation_loss": loss if math.isfinite(loss) else None, **line})
+
+    def generated(self, step: int, texts: Sequence[GeneratedText], peak_bytes: int | None = None) -> None:
+        """A line for what the model has written, with the peak while it did, where that was metered."""
+        peak = {} if peak_bytes is None else {"generating_peak_bytes": peak_bytes}
+        self._add({"step": step, "generated": [{"prompt": t.prompt, "text": t.text} for t in texts], **peak})
 
     def _add(self, line: dict[str, Any]) -> None:
         try:
@@ -81,7 +89,10 @@ class SilentLog:
     def step(self, record: StepRecord, *, epoch: int, learning_rate: float, predicted_peak_bytes: int) -> None:
         """Nothing."""
 
-    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+    def validation(self, step: int, loss: float, accuracy: float | None = None, *, best: bool = False) -> None:
+        """Nothing."""
+
+    def generated(self, step: int, texts: Sequence[GeneratedText], peak_bytes: int | None = None) -> None:
         """Nothing."""
 
     def sync(self) -> None:
@@ -124,3 +135,8 @@ def records(out: Path) -> tuple[StepRecord, ...]:
         for line in read(out)
         if "loss" in line
     )
+
+
+def texts(out: Path) -> tuple[GeneratedText, ...]:
+    """What the model has written, by a run's log."""
+    return tuple(GeneratedText(line["step"], **each) for line in read(out) for each in line.get("generated", ()))

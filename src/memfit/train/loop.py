@@ -9,8 +9,8 @@ never stopped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 
 from memfit.batches import Batch, LossFunction
 from memfit.errors import InputError, NonFiniteLossError, SnapshotError
+from memfit.meter import metered
 from memfit.sharding.agreement import Agreement
 from memfit.step import process_generators
 from memfit.trackers import Tracker
@@ -26,15 +27,20 @@ from memfit.train import snapshots
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
 from memfit.train.data import Batches, Position
+from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
 from memfit.train.evaluate import Accuracy, evaluate
+from memfit.train.generation import Generation
 from memfit.train.interrupts import StopRequest, stop_requests
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.saving import Saving
 from memfit.train.schedule import MovedRates, Rates
+from memfit.train.snapshot_folders import named
 from memfit.train.snapshots import Moment, Snapshot
 from memfit.train.state import Savable
+from memfit.train.stream import StreamBatches
 from memfit.train.watchdog import Watchdog
+from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, StepRecord
 
 
@@ -46,6 +52,9 @@ class Steps(Savable, Protocol):
 
     def evaluating(self) -> AbstractContextManager[torch.nn.Module]:
         """The model can be called inside, without gradients."""
+
+    def present(self, batch: Batch) -> list[torch.Tensor]:
+        """Tensors that exist between steps and count against the budget, those of a batch among them."""
 
 
 MakeRates = Callable[[torch.optim.Optimizer, int], Rates | MovedRates]
@@ -104,6 +113,8 @@ class RunOutcome:
         signal: number of the signal that stopped it; None when it ran to its end.
         ranks: what each of several has shown since it was started; empty for one process.
         validation_accuracy: of the last evaluation of a classifier; None where there was none.
+        best: the best evaluation, whose parameters the model has in the end; None without early stopping.
+        stopped_early: why training ended before its last step; None where it did not.
     """
 
     step: int
@@ -115,24 +126,32 @@ class RunOutcome:
     signal: int | None = None
     ranks: tuple[MeasuredRank, ...] = ()
     validation_accuracy: float | None = None
+    best: Best | None = None
+    stopped_early: str | None = None
 
 
-def total_steps(settings: TrainConfig, batches: Batches) -> int:
-    """Optimizer steps of a whole run."""
+def total_steps(settings: TrainConfig, batches: Batches | StreamBatches) -> int:
+    """Optimizer steps of a whole run.
+
+    Raises:
+        ConfigError: they are not given, and the data is a stream.
+    """
     return settings.steps if settings.steps is not None else (settings.epochs or 1) * batches.per_epoch
 
 
 def train(
     engine: Steps,
-    batches: Batches,
+    batches: Batches | StreamBatches,
     output: RunOutput,
     settings: TrainConfig | None = None,
     *,
     schedule: ScheduleConfig | MakeRates | None = None,
     validation: Validation | None = None,
     snapshot: Snapshot | None = None,
+    early_stopping: EarlyStoppingConfig | None = None,
+    generation: Generation | None = None,
 ) -> RunOutcome:
-    """Train until all steps are taken or a signal asks to stop.
+    """Train until all steps are taken, evaluations get no better, or a signal asks to stop.
 
     Args:
         engine: what `memfit.fit` or `memfit.apply` returned; the learning rates of its optimizer are the ones that the schedule scales.
@@ -142,19 +161,25 @@ def train(
         schedule: of the learning rate; or a function that makes the rates from the optimizer and the total number of steps.
         validation: data to evaluate on; None for no evaluation.
         snapshot: where to continue; None starts from the beginning.
+        early_stopping: when to end before the last step; then the model goes back to the best evaluation, unless a signal has stopped the run.
+        generation: what the model writes on the way; None for nothing.
 
     Raises:
+        InputError: the engine has no optimizer; the metric of early stopping is one that the model does not give.
         NonFiniteLossError: the loss is NaN or infinite; a snapshot of the state before that step has been written.
         SnapshotError: a snapshot cannot be written; older ones are whole.
     """
     run = _Run(engine, batches, output, settings or TrainConfig(), schedule or ScheduleConfig(), validation)
+    if early_stopping is not None:
+        run.early = EarlyStopping(early_stopping)
+    run.generation = generation
     return run.go(snapshot)
 
 
 @dataclass
 class _Run:
     engine: Steps
-    batches: Batches
+    batches: Batches | StreamBatches
     output: RunOutput
     settings: TrainConfig
     schedule: ScheduleConfig | MakeRates
@@ -170,10 +195,17 @@ class _Run:
     saved: Path | None = None
     saved_step: int = -1
     saved_evaluated: int = -1
+    generation: Generation | None = None
+    generated: int = -1
+    saved_generated: int = -1
+    generating_bytes: int | None = None
+    mark: Mapping[str, Any] | None = None
     signal: int | None = None
     saving: Saving | None = None
     waiting: float | None = None
     ranks: tuple[MeasuredRank, ...] = ()
+    early: EarlyStopping | None = None
+    best_saved: int | None = None
     watchdog: Watchdog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,20 +229,24 @@ class _Run:
         if self.step:
             # As the last step left it: with no step to take, a snapshot must still say so.
             rates.set(max(0, self.step - self.skipped - 1))
-        log = Log(self.output.folder, self.step, self.evaluated) if self.output.writes else SilentLog()
+        log = Log(self.output.folder, self.step, self.evaluated, self.generated) if self.output.writes else SilentLog()
         try:
             with stop_requests(self.output.display.note) as stop, self.watchdog:
                 self.output.display.begin(self.step, total, self._predicted(), self.engine.plan.budget_bytes)
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):
                     self._evaluate(log, stop)
+                    self._generate(log, stop)
                 if together is not None:
                     self.ranks = tuple(together.of_all(MeasuredRank(self._predicted(), self.peak_bytes, self.waiting)))
                     self.peak_bytes = together.largest(self.peak_bytes or 0) or None
-                if (self.saved_step, self.saved_evaluated) != (self.step, self.evaluated):
+                saved = (self.saved_step, self.saved_evaluated, self.saved_generated)
+                if saved != (self.step, self.evaluated, self.generated):
                     self._save(log)
                 self._saved()
                 self._prune()  # the run may have been killed before it got to that
+                if self.signal is None:
+                    self._go_back_to_best()
         except Exception:
             self._given_up()
             raise
@@ -227,6 +263,8 @@ class _Run:
             self.signal,
             self.ranks,
             self.validation_accuracy,
+            None if self.early is None else self.early.best,
+            self.early.reason() if self.early is not None and self.early.over and self.step < total else None,
         )
 
     def _check_space(self, optimizer: torch.optim.Optimizer) -> None:
@@ -261,10 +299,12 @@ class _Run:
             # Whatever planning has drawn; ranks see other samples, and draw other numbers for them.
             seed_all(self.settings.seed + (0 if self.output.together is None else self.output.together.rank))
             return
-        if snapshot.samples != len(self.batches.samples):
+        if snapshot.samples != self.batches.count:
+            before, now = (
+                "an unknown number of" if count is None else count for count in (snapshot.samples, self.batches.count)
+            )
             raise SnapshotError(
-                f"{snapshot.folder} was taken while training on {snapshot.samples} samples, and the data now holds "
-                f"{len(self.batches.samples)}: "
+                f"{snapshot.folder} was taken while training on {before} samples, and the data now holds {now}: "
                 "put the data back, or start a new run from the weights"
             )
         for moved in snapshots.set_aside(self.output.folder, snapshot.step) if self.output.writes else []:
@@ -275,8 +315,25 @@ class _Run:
             self.saved_step = self.step
         self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
         self.evaluated = self.saved_evaluated = loop["evaluated"]
+        self.generated = self.saved_generated = loop.get("generated", -1)
         self.skipped = loop.get("skipped", 0)
+        self.mark = loop.get("mark")
         self.validation_accuracy = loop.get("validation_accuracy")
+        if self.early is not None:
+            self._go_on_counting(self.early, loop.get("early_stopping"))
+
+    def _go_on_counting(self, early: EarlyStopping, state: Mapping[str, Any] | None) -> None:
+        """Evaluations are compared with the best one so far, if the state that it was of is still there."""
+        early.set_state(state)
+        if early.best is None:
+            return
+        if (self.output.folder / named(early.best.step) / snapshots.RECORD).is_file():
+            self.best_saved = early.best.step
+            return
+        self.output.display.note(
+            f"the snapshot of the best evaluation ({early.best}) is gone: the best is looked for anew"
+        )
+        early.best, early.misses = None, 0
 
     def _restored(self, snapshot: Snapshot) -> dict[str, Any]:
         """The loop's values, where everything else is put back."""
@@ -299,17 +356,19 @@ class _Run:
 
     def _steps(self, total: int, rates: Rates | MovedRates, log: Log | SilentLog, stop: StopRequest) -> None:
         settings = self.settings
-        data = self.batches.start(self.position)
+        data = self.batches.start(self.position, self.mark)
         predicted = self._predicted()
-        if settings.eval_every and self.step and self.step % settings.eval_every == 0:
-            self._evaluate(log, stop)  # the one that a stop has cut short; nothing when it was made
-        while self.step < total and not self._asked(stop):
+        if settings.eval_every and self.step and self.step % settings.eval_every == 0 and self._evaluate(log, stop):
+            self._save(log)  # of the evaluation that a stop has cut short; nothing where it was made
+        if self.step and self._generates():
+            self._generate(log, stop)  # likewise
+        while self.step < total and not self._over() and not self._asked(stop):
             self.watchdog.progress()
             if self.saving is not None and self.saving.done:
                 self._saved()
             before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
-            batch, after = next(data)
+            batch, after = self._next(data, log)
             # The second step, not the first: only from then on is the optimizer's state there at the peak.
             meter = bool(settings.meter_every) and (self.step - 1) % settings.meter_every == 0
             try:
@@ -319,6 +378,7 @@ class _Run:
                 raise self._non_finite(error, log) from error
             epoch = self.position.epoch
             self.step, self.position, self.loss = self.step + 1, after, record.loss
+            self.mark = self.batches.mark()  # only now: a snapshot of a step that failed is one before its batch
             self.skipped += record.skipped
             self.waiting = record.waiting
             record = replace(record, step=self.step)  # the engine counts from where it was made
@@ -336,14 +396,36 @@ class _Run:
                 for tracker in self.output.trackers:
                     tracker.step(record, learning_rate=rate, skipped_steps=self.skipped)
             self.output.display.step(record, rate, log=due)
-            if settings.eval_every and self.step % settings.eval_every == 0:
-                self._evaluate(log, stop)
-            if settings.save_every and self.step % settings.save_every == 0:
+            if self._generates():
+                self._generate(log, stop)
+            best = bool(settings.eval_every) and self.step % settings.eval_every == 0 and self._evaluate(log, stop)
+            if best or (settings.save_every and self.step % settings.save_every == 0):
                 self._save(log)
+        if self._over() and self.step < total and self.early is not None:
+            self.output.display.note(f"stopped early after step {self.step}: {self.early.reason()}")
 
-    def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> None:
+    def _next(self, data: Iterator[tuple[Batch, Position]], log: Log | SilentLog) -> tuple[Batch, Position]:
+        """The next batch; where the data has an error, what was trained so far is saved."""
+        try:
+            return next(data)
+        except SnapshotError:
+            raise  # nothing was trained yet
+        except InputError as error:
+            if not self.step:
+                raise
+            if self.saved_step != self.step:
+                self._save(log)
+            self._saved()
+            raise InputError(f"{error}. The state after step {self.step} is in {self.saved}") from error
+
+    def _over(self) -> bool:
+        """Whether evaluations have got no better for long enough."""
+        return self.early is not None and self.early.over
+
+    def _evaluate(self, log: Log | SilentLog, stop: StopRequest) -> bool:
+        """Evaluate, unless that was done after this very step; whether it is the best evaluation so far, whose state is to be kept."""
         if self.validation is None or self.evaluated == self.step:
-            return
+            return False
         choices, sharded = self.engine.plan.choices, self.engine.sharded
         loss_fn = (
             self.validation.loss_fn if sharded is None else sharded.loss_without_gradients(self.validation.loss_fn)
@@ -361,14 +443,93 @@ class _Run:
                 accuracy=accuracy,
             )
         if loss is None:
-            return
+            return False
         self.validation_loss, self.evaluated = loss, self.step
         self.validation_accuracy = accuracy.share
-        log.validation(self.step, loss, accuracy.share)
+        best = self._counted(loss, accuracy.share)
+        log.validation(self.step, loss, accuracy.share, best=best)
         for tracker in self.output.trackers:
             tracker.validation(self.step, loss)
         told = "" if accuracy.share is None else f", accuracy {100 * accuracy.share:.1f} %"
+        if self.early is not None:
+            told += (
+                ", the best so far"
+                if best
+                else f", no better for {self.early.misses} of {self.early.settings.patience}"
+            )
         self.output.display.note(f"step {self.step}: validation loss {loss:.4f}{told}")
+        return best
+
+    def _counted(self, loss: float, accuracy: float | None) -> bool:
+        """Whether an evaluation is the best so far."""
+        if self.early is None:
+            return False
+        value = loss if self.early.settings.metric == "validation_loss" else accuracy
+        if value is None:
+            raise InputError(
+                "early_stopping.metric: validation_accuracy needs logits of shape (samples, classes) from the model, and whole numbers as labels, "
+                "one for each sample: take validation_loss"
+            )
+        # Ranks evaluate the same data, and may still differ in the last bit: all follow the first one.
+        value = value if self.output.together is None else self.output.together.told(value)
+        return self.early.take(self.step, value)
+
+    def _go_back_to_best(self) -> None:
+        """The model is what it was at the best evaluation."""
+        if self.early is None or self.early.best is None or self.early.best.step == self.step:
+            return
+        snapshot = None
+        if self.output.writes:
+            try:
+                snapshot = snapshots.read(self.output.folder / named(self.early.best.step))
+            except SnapshotError as error:
+                self.output.display.note(f"{error}: the model is that of step {self.step}, not of the best evaluation")
+        if self.output.together is not None:
+            snapshot = self.output.together.told(snapshot)
+        if snapshot is not None:
+            if self.engine.sharded is not None:
+                self._restored(snapshot)
+            else:
+                with self.engine.gathered(on_host=True):
+                    snapshots.restore_model(snapshot, self.engine.model)
+            self.output.display.note(f"the model is that of the best evaluation: {self.early.best}")
+        else:
+            self.early.best = None
+
+    def _generates(self) -> bool:
+        """Whether the model writes something after this step."""
+        return self.generation is not None and self.step % self.generation.settings.every == 0
+
+    def _generate(self, log: Log | SilentLog, stop: StopRequest) -> None:
+        """Have the model write, unless it has after this very step. The first time is metered."""
+        if self.generation is None or self.generated == self.step:
+            return
+        device, together = self.batches.device, self.output.together
+        meter = bool(self.settings.meter_every) and self.generating_bytes is None
+        with metered(self.engine.present(()), device) if meter else nullcontext() as reading:  # noqa: SIM117 - what is loaded to the device counts
+            with self.engine.evaluating() as model:
+                texts = self.generation.texts(
+                    model,
+                    self.step,
+                    device,
+                    self.engine.plan.choices.precision,
+                    lambda: self._ends_early(stop),
+                    (lambda token: token) if together is None else together.told,
+                )
+        if texts is None:
+            return
+        self.generated = self.step
+        peak = None if reading is None else reading.peak_bytes
+        log.generated(self.step, texts, peak)
+        for each in texts:
+            self.output.display.note(f"step {self.step}: {each.prompt!r} goes on: {each.text!r}")
+        if peak is not None:
+            self.generating_bytes = peak
+            if peak > self.engine.plan.budget_bytes:
+                self.output.display.note(
+                    f"generating took {format_bytes(peak)}, above the budget of {format_bytes(self.engine.plan.budget_bytes)}: "
+                    "lower generate.max_new_tokens, or shorten the prompts"
+                )
 
     def _ends_early(self, stop: StopRequest) -> bool:
         """Asked after each batch that was evaluated. Ranks evaluate to the end, or one would wait for the others."""
@@ -387,12 +548,15 @@ class _Run:
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
             "skipped": self.skipped,
+            "generated": self.generated,
+            "mark": self.mark,
+            "early_stopping": None if self.early is None else self.early.state(),
         }
-        moment = Moment(self.step, self.position, len(self.batches.samples), loop, self.output.config)
+        moment = Moment(self.step, self.position, self.batches.count, loop, self.output.config)
         self.saving = Saving.of(
             self.output.folder, self.engine, moment, self.output.together, beside=self.settings.save_async
         )
-        self.saved_step, self.saved_evaluated = self.step, self.evaluated
+        self.saved_step, self.saved_evaluated, self.saved_generated = self.step, self.evaluated, self.generated
         if not self.settings.save_async:
             self._saved()
 
@@ -401,6 +565,8 @@ class _Run:
         if self.saving is not None:
             saving, self.saving = self.saving, None
             self.saved = saving.finish()
+            if self.early is not None and self.early.best is not None and self.early.best.step == self.saved_step:
+                self.best_saved = self.saved_step  # only now may the one before it go
             self._prune()
 
     def _given_up(self) -> None:
@@ -413,7 +579,7 @@ class _Run:
 
     def _prune(self) -> None:
         if self.output.writes:
-            snapshots.prune(self.output.folder, self.settings.keep)
+            snapshots.prune(self.output.folder, self.settings.keep, self.best_saved)
 
     def _non_finite(self, error: NonFiniteLossError, log: Log | SilentLog) -> NonFiniteLossError:
         if self.saved_step != self.step:

@@ -1,4 +1,4 @@
-"""Read .jsonl, .txt and .npz files; whatever is wrong with one is said with its name and line.
+"""Read .jsonl, .parquet, .txt and .npz files and saved datasets; whatever is wrong with one is said with its name and line.
 
 Training data is where a run meets the world: a bad line found in the second epoch costs a day, so everything is read
 and checked at the start.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,16 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import ConfigError, InputError
+from memfit.train import tables
 
 Array = NDArray[Any]
-KINDS: Final = {".jsonl": ".jsonl", ".txt": ".txt", ".md": ".txt", ".npz": ".npz"}  # suffix -> how it is read
+DATASET: Final = "dataset"  # a folder that Hugging Face's datasets has saved
+KINDS: Final = {
+    ".jsonl": ".jsonl",
+    ".parquet": ".parquet",
+    ".txt": ".txt",
+    ".md": ".txt",
+    ".npz": ".npz",
+}  # suffix -> how it is read
+WITH_FIELDS: Final = (".jsonl", ".parquet", DATASET)
 
 
-class JsonLine(NamedTuple):
-    """A line's content and where it stands."""
+class Row(NamedTuple):
+    """The fields of a line of .jsonl, or of a row of a table, and where it stands."""
 
     where: str
     content: Any
+
+
+def kind_of(file: Path) -> str:
+    """How a file is read: a value of `KINDS`, or `DATASET`; "" for one that cannot be."""
+    if file.is_dir():
+        return DATASET if tables.is_dataset(file) else ""
+    return KINDS.get(file.suffix, "")
 
 
 def find(patterns: Iterable[str], folder: Path, path: str) -> list[Path]:
@@ -39,17 +55,44 @@ def find(patterns: Iterable[str], folder: Path, path: str) -> list[Path]:
     for pattern in patterns:
         where = Path(folder, Path(pattern).expanduser())
         # A name with brackets in it may well be a file's own name.
-        found = [where] if where.is_file() else [Path(p) for p in sorted(glob.glob(str(where), recursive=True))]  # noqa: PTH207
+        found = [where] if where.exists() else [Path(p) for p in sorted(glob.glob(str(where), recursive=True))]  # noqa: PTH207
         if not found:
             raise ConfigError(f"{path}: there is no file {where}")
         files += [f for f in found if f not in files]
-    suffixes = {f.suffix for f in files}
-    if len({KINDS.get(suffix, "") for suffix in suffixes} - {""}) != 1 or not suffixes <= KINDS.keys():
+    kinds = {kind_of(f) for f in files}
+    folder_of_others = next((f for f in files if f.is_dir() and not kind_of(f)), None)
+    if folder_of_others is not None:
+        raise tables.no_dataset(folder_of_others, path)
+    if len(kinds) != 1 or "" in kinds:
+        suffixes = {f.suffix for f in files if f.is_file()} | ({"a saved dataset"} if DATASET in kinds else set())
         raise ConfigError(
             f"{path}: found {', '.join(sorted(suffixes)) or 'no suffix'}; "
-            f"memfit reads files of one kind: {', '.join(KINDS)}"
+            f"memfit reads files of one kind: {', '.join(KINDS)}, or a dataset that Dataset.save_to_disk has written"
         )
     return files
+
+
+def rows(files: Iterable[Path], fields: Sequence[str] = ()) -> Iterator[Row]:
+    """What has fields, of any kind: lines of .jsonl files, rows of .parquet files and of saved datasets.
+
+    Args:
+        files: of one kind.
+        fields: that are needed; of a table no others are read. Where none is named, all of them.
+
+    Raises:
+        InputError: a file cannot be read or is empty, or a table lacks a field.
+    """
+    for file in files:
+        kind = kind_of(file)
+        if kind == ".jsonl":
+            yield from json_lines([file])
+            continue
+        number = 0
+        read = tables.rows_of_dataset if kind == DATASET else tables.rows_of_parquet
+        for number, content in enumerate(read(file, fields), 1):
+            yield Row(f"{file} row {number}", content)
+        if not number:
+            raise InputError(f"{file} is empty")
 
 
 def text_lines(files: Iterable[Path]) -> Iterator[str]:
@@ -63,7 +106,7 @@ def text_lines(files: Iterable[Path]) -> Iterator[str]:
             raise InputError(f"{file} is empty")
 
 
-def json_lines(files: Iterable[Path]) -> Iterator[JsonLine]:
+def json_lines(files: Iterable[Path]) -> Iterator[Row]:
     """Objects of .jsonl files, blank lines left out.
 
     Raises:
@@ -82,7 +125,7 @@ def json_lines(files: Iterable[Path]) -> Iterator[JsonLine]:
             if not isinstance(content, dict):
                 raise InputError(f"{where}: expected an object such as {{...}}, found {type(content).__name__}")
             empty = False
-            yield JsonLine(where, content)
+            yield Row(where, content)
         if empty:
             raise InputError(f"{file} is empty")
 
@@ -100,7 +143,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{file}: not UTF-8 after line {number} ({error.reason})") from error
 
 
-def numbers(lines: Iterable[JsonLine]) -> dict[str, Array]:
+def numbers(lines: Iterable[Row]) -> dict[str, Array]:
     """Fields that are numbers, or even lists of numbers, as arrays: int64 when all are whole, float32 otherwise.
 
     Raises:

@@ -218,9 +218,15 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
         _begin_folder(config, engine)
     if assembly.deepspeed is not None:
         assembly.deepspeed.scale(engine)
-    limit.enforce(
-        engine.model, assembly.batches.device, 0 if snapshot is None else snapshot_folders.size(snapshot.folder)
-    )
+    if assembly.generation is not None and engine.sharded is not None and engine.sharded.lacks_parameters:
+        raise ConfigError(
+            f"generate needs the whole model on every rank, and under {engine.plan.choices.sharding} each has a stage of it: leave generate out, or set "
+            "fit.fixed.sharding to zero3"
+        )
+    read = 0 if snapshot is None else snapshot_folders.size(snapshot.folder)
+    if config.early_stopping is not None:  # the best model is read in the end
+        read = max(read, snapshots.bytes_of(engine.model.state_dict()))
+    limit.enforce(engine.model, assembly.batches.device, read)
     with _tracked(config, engine.plan, snapshot, display) if writes else nullcontext(()) as opened:
         outcome = train(
             engine,
@@ -230,6 +236,8 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
             schedule=_schedule(config, assembly),
             validation=_validation(config, assembly, engine.plan),
             snapshot=snapshot,
+            early_stopping=config.early_stopping,
+            generation=assembly.generation,
         )
         if outcome.signal is not None:
             for tracker in opened:
@@ -363,6 +371,10 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
         facts.append(("loss of the last step", f"{outcome.loss:.4f}"))
     if outcome.validation_loss is not None:
         facts.append(("validation loss", f"{outcome.validation_loss:.4f}"))
+    if outcome.stopped_early is not None:
+        facts.append(("stopped early", outcome.stopped_early))
+    if outcome.best is not None:
+        facts.append(("best evaluation, of which the model is", str(outcome.best)))
     facts += [
         ("global batch", str(assembly.batches.size)),
         ("torch", torch.__version__),
@@ -380,6 +392,7 @@ def _report(config: Config, assembly: Assembly, engine: Engine, outcome: RunOutc
         report,
         rehearsal=engine.rehearsal or _rehearsal(config.out),
         records=log.records(config.out),
+        texts=log.texts(config.out),
         frontier=points,
         facts=(*report.facts, *facts),
     )

@@ -64,7 +64,7 @@ class Snapshot:
         folder: where it is.
         step: optimizer steps taken.
         position: in the data.
-        samples: how many the training data held.
+        samples: how many the training data held; None where that was not known.
         plan: the plan it was trained under, as JSON (`Plan.from_json` reads it).
         config: the configuration as JSON; empty when the run had none.
         ranks: that wrote it together.
@@ -74,16 +74,16 @@ class Snapshot:
     folder: Path
     step: int
     position: Position
-    samples: int
+    samples: int | None
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     ranks: int = 1
     parameters: tuple[str, ...] = ()
 
-    def load(self, name: str) -> Any:
-        """Content of one of its files, on the CPU."""
+    def load(self, name: str, *, mapped: bool = False) -> Any:
+        """Content of one of its files, on the CPU; `mapped`: read as it is used, in pages of the file that take no memory of their own."""
         try:
-            return torch.load(self.folder / name, map_location="cpu", weights_only=True)
+            return torch.load(self.folder / name, map_location="cpu", weights_only=True, mmap=mapped)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise SnapshotError(f"cannot read {self.folder / name}: {error}") from error
 
@@ -98,14 +98,14 @@ class Moment:
     Attributes:
         step: optimizer steps taken.
         position: in the data.
-        samples: how many the training data holds.
+        samples: how many the training data holds; None where that is not known.
         loop: further values of the loop, such as generator states (`generators`).
         config: the configuration as JSON.
     """
 
     step: int
     position: Position
-    samples: int
+    samples: int | None
     loop: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -388,9 +388,11 @@ def _own_sum(record: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------------------- tidying up
 
 
-def prune(out: Path, keep: int) -> None:
-    """Remove all but the newest snapshots, and what an interrupted write has left."""
+def prune(out: Path, keep: int, best: int | None = None) -> None:
+    """Remove all but the newest snapshots and the one of step `best`, and what an interrupted write has left."""
     for folder in folders(out)[:-keep]:
+        if step_of(folder) == best:
+            continue
         # Renamed first: a half-removed folder must not look like a damaged snapshot.
         gone = folder.with_name(f".{folder.name}.gone")
         durable.remove(gone)
@@ -439,9 +441,7 @@ def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
         SnapshotError: it is of another model or optimizer.
     """
     try:
-        saved = snapshot.load("model.pt")
-        trained.model.load_state_dict(saved["state"])
-        set_buffers(trained.model, saved["buffers"])
+        _set_model(trained.model, snapshot.load("model.pt"))
         if trained.optimizer is not None:
             set_optimizer(trained.optimizer, snapshot.load("optimizer.pt"))
     except (RuntimeError, ValueError, KeyError) as error:
@@ -453,3 +453,22 @@ def restore(snapshot: Snapshot, trained: Trained) -> dict[str, Any]:
         trained.scaling.set_state(loop["scaling"])
     process_generators.set_generators(loop["generators"])
     return loop
+
+
+def restore_model(snapshot: Snapshot, model: torch.nn.Module) -> None:
+    """Put parameters and buffers back and nothing else, out of pages of the file: there is no second copy of them that the system could not drop.
+
+    Raises:
+        SnapshotError: it is of another model.
+    """
+    try:
+        _set_model(model, snapshot.load("model.pt", mapped=True))
+    except (RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}") from error
+
+
+def _set_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    model.load_state_dict(saved["state"])
+    set_buffers(model, saved["buffers"])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from memfit.batches import IGNORED_LABEL
 from memfit.errors import ConfigError, InputError
 from memfit.train.config import Task
-from memfit.train.readers import JsonLine
+from memfit.train.readers import Row
 
 _CHUNK: Final = 1000  # texts handed to a tokenizer at once
 _MASKED_SHARE: Final = 0.15
@@ -47,12 +47,14 @@ class Encoder(Protocol):
         pad: number that fills a sample up.
         mask: number that hides a token; None when there is none.
         special: numbers that stand for no text.
+        ends: numbers after which a text is over.
         size: numbers are below it.
     """
 
     pad: int
     mask: int | None
     special: frozenset[int]
+    ends: frozenset[int]
     size: int
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -66,6 +68,16 @@ class Encoder(Protocol):
             InputError: the template refuses these messages, or writes earlier ones in another way once more are there.
         """
 
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """Tokens that a model goes on from: the beginning of a text, or, in a chat, what a user says and the opening of an answer.
+
+        Raises:
+            ConfigError, InputError: as for `conversation`.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
 
 class ByteEncoder:
     """A token is a byte of UTF-8 plus one; needs no file and no extra."""
@@ -73,6 +85,7 @@ class ByteEncoder:
     pad: int = 0
     mask: int | None = 257
     special: frozenset[int] = frozenset((0, 257))
+    ends: frozenset[int] = frozenset((0,))
     size: int = 258
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -88,6 +101,16 @@ class ByteEncoder:
         raise ConfigError(
             "data.messages needs a tokenizer with a chat template, and bytes have none: name a folder in data.tokenizer"
         )
+
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """See `Encoder`."""
+        if chat:
+            self.conversation([])
+        return self.encode([text], None)[0][0]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Encoder`."""
+        return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
 
 
 class FolderEncoder:
@@ -113,6 +136,8 @@ class FolderEncoder:
         )  # attention_mask and labels tell padding apart, whatever its number
         self.mask: int | None = self._tokenizer.mask_token_id
         self.special: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
+        end = self._tokenizer.eos_token_id
+        self.ends: frozenset[int] = frozenset() if end is None else frozenset((end,))
         self.size: int = len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], max_length: int | None) -> tuple[list[list[int]], int]:
@@ -128,8 +153,7 @@ class FolderEncoder:
 
         What an answer adds to the conversation before it, with the template's opening of an answer, is what the assistant says: its end of turn included.
         """
-        if not self._tokenizer.chat_template:
-            raise ConfigError("data.tokenizer: this tokenizer has no chat template, which data.messages needs")
+        self._check_template()
         whole = self._written(messages)
         learnt = [False] * len(whole)
         for number, message in enumerate(messages):
@@ -143,6 +167,10 @@ class FolderEncoder:
             learnt[len(before) : len(after)] = [True] * (len(after) - len(before))
         return Conversation(whole, learnt)
 
+    def _check_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise ConfigError("data.tokenizer: this tokenizer has no chat template, which data.messages needs")
+
     def _written(self, messages: Sequence[Mapping[str, Any]], *, opened: bool = False) -> list[int]:
         from jinja2 import TemplateError
 
@@ -154,6 +182,21 @@ class FolderEncoder:
             "input_ids"
         ]  # the template writes them itself
         return tokens
+
+    def prompt(self, text: str, *, chat: bool) -> list[int]:
+        """See `Encoder`."""
+        if chat:
+            self._check_template()
+            return self._written([{"role": "user", "content": text}], opened=True)
+        tokens: list[int] = list(self._tokenizer(text)["input_ids"])
+        while tokens and tokens[-1] in self.special:  # some end each text by themselves
+            tokens.pop()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Encoder`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer beside a model."""
@@ -179,7 +222,7 @@ class Labels:
     names: Mapping[str, int] | None = None
     count: int | None = None
 
-    def read(self, line: JsonLine) -> int | float:
+    def read(self, line: Row) -> int | float:
         """The class (or the number, for a regression) on a line.
 
         Raises:
@@ -226,16 +269,24 @@ class Format:
         return 2 if self.task in ("causal-lm", "masked-lm") else 1
 
 
+Tokens = tuple[Sequence[int] | Conversation, int | float | None]  # a sample, and its class where it has one
+
+
 class TokenSamples:
     """Tokenised text; each batch is padded to one width.
+
+    Args:
+        tokens: of each sample.
+        form: of the samples.
+        first: number of the first one in the data, where these are a part of it; what masked-lm hides depends on it.
 
     Attributes:
         truncated: samples that were longer than `max_length` and were cut.
         left_out: conversations in which nothing is learnt before the cut.
     """
 
-    def __init__(self, tokens: Iterable[tuple[Sequence[int] | Conversation, int | float | None]], form: Format) -> None:
-        self._form = form
+    def __init__(self, tokens: Iterable[Tokens], form: Format, first: int = 0) -> None:
+        self._form, self._first = form, first
         self.truncated = 0
         self.left_out = 0
         learnt: list[NDArray[np.bool_]] = []
@@ -259,6 +310,22 @@ class TokenSamples:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in each sample."""
+        lengths: list[int] = np.diff(self._ends).tolist()
+        return lengths
+
+    @property
+    def pad(self) -> int:
+        """The token that fills a sample up."""
+        return self._form.encoder.pad
+
+    def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
+        """Of a sample, and which of them are learnt; None for all."""
+        part = slice(self._ends[index], self._ends[index + 1])
+        return self._flat[part], None if self._learnt is None else self._learnt[part]
+
     def batch(self, indices: Sequence[int], epoch: int) -> dict[str, torch.Tensor]:
         """input_ids, attention_mask and, where the task has them, labels."""
         shape = (len(indices), self._form.max_length)
@@ -266,17 +333,16 @@ class TokenSamples:
         attended = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         for row, index in enumerate(indices):
-            tokens = self._flat[self._ends[index] : self._ends[index + 1]]
+            tokens, learnt = self.tokens(index)
             length = len(tokens)
             ids[row, :length] = tokens
             attended[row, :length] = 1
             if self._form.task == "causal-lm":
                 labels[row, :length] = tokens
-                if self._learnt is not None:
-                    learnt = self._learnt[self._ends[index] : self._ends[index + 1]]
+                if learnt is not None:
                     labels[row, :length][~learnt] = IGNORED_LABEL
             elif self._form.task == "masked-lm":
-                self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, index))
+                self._hide(ids[row, :length], labels[row, :length], (self._form.seed, epoch, self._first + index))
         out = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(attended)}
         if self._form.task in ("causal-lm", "masked-lm"):
             out["labels"] = torch.from_numpy(labels)
@@ -303,56 +369,32 @@ class TokenSamples:
         ids[chosen] = np.where(fate < 0.8, self._form.encoder.mask, np.where(fate < 0.9, others, ids[chosen]))
 
 
-def samples_of_lines(lines: Iterable[JsonLine], field: str, labels: Labels, form: Format) -> TokenSamples:
-    """One sample for each line of a .jsonl file, cut at `max_length` tokens."""
-    truncated = 0
+@dataclass(slots=True)
+class Cut:
+    """What was not taken of the data, counted while it is read.
 
-    def each() -> Iterator[tuple[Sequence[int], int | float | None]]:
-        nonlocal truncated
-        rest = iter(lines)
-        while chunk := list(islice(rest, _CHUNK)):
-            texts = [_text(line, field) for line in chunk]
-            encoded, cut = form.encoder.encode(texts, form.max_length)
-            truncated += cut
-            for line, tokens in zip(chunk, encoded, strict=True):
-                if len(tokens) < form.least:
-                    raise InputError(
-                        f"{line.where}: the text has {len(tokens)} tokens, and {form.least} are the least to learn from"
-                    )
-                yield tokens, None if labels.field is None else labels.read(line)
+    Attributes:
+        truncated: samples that were longer than `max_length` and were cut.
+        left_out: conversations in which nothing is learnt before the cut.
+    """
 
-    samples = TokenSamples(each(), form)
-    samples.truncated = truncated
+    truncated: int = 0
+    left_out: int = 0
+
+
+def samples_of_lines(lines: Iterable[Row], field: str, labels: Labels, form: Format) -> TokenSamples:
+    """One sample for each row that holds a text, cut at `max_length` tokens."""
+    cut = Cut()
+    samples = TokenSamples(tokens_of_lines(lines, field, labels, form, cut), form)
+    samples.truncated = cut.truncated
     return samples
 
 
-def samples_of_conversations(lines: Iterable[JsonLine], field: str, form: Format) -> TokenSamples:
-    """One sample for each line of a .jsonl file that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
-    truncated = left_out = 0
-
-    def each() -> Iterator[tuple[Conversation, None]]:
-        nonlocal truncated, left_out
-        for line in lines:
-            messages = _field(line, field)
-            if not isinstance(messages, list) or not all(
-                isinstance(each, dict) and "role" in each for each in messages
-            ):
-                raise InputError(f"{line.where}: field {field!r} is no list of messages, each with a role and content")
-            try:
-                made = form.encoder.conversation(messages)
-            except InputError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise InputError(f"{line.where}: {error}") from error
-            truncated += len(made.tokens) > form.max_length
-            learnt = made.learnt[: form.max_length]
-            if not any(learnt[1:]):  # the first token is predicted from nothing
-                left_out += 1
-                continue
-            yield Conversation(made.tokens[: form.max_length], learnt), None
-
-    samples = TokenSamples(each(), form)
-    samples.truncated, samples.left_out = truncated, left_out
+def samples_of_conversations(lines: Iterable[Row], field: str, form: Format) -> TokenSamples:
+    """One sample for each row that holds a conversation, cut at `max_length` tokens; only what the assistant says has labels."""
+    cut = Cut()
+    samples = TokenSamples(tokens_of_conversations(lines, field, form, cut), form)
+    samples.truncated, samples.left_out = cut.truncated, cut.left_out
     return samples
 
 
@@ -362,36 +404,71 @@ def samples_of_stream(lines: Iterable[str], form: Format) -> TokenSamples:
     Raises:
         ConfigError: the task needs a label for each text, which running text has not.
     """
+    return TokenSamples(tokens_of_stream(lines, form), form)
+
+
+def tokens_of_lines(lines: Iterable[Row], field: str, labels: Labels, form: Format, cut: Cut) -> Iterator[Tokens]:
+    """The same one after the other, as they are read; what is cut is counted in `cut`."""
+    rest = iter(lines)
+    while chunk := list(islice(rest, _CHUNK)):
+        encoded, truncated = form.encoder.encode([_text(line, field) for line in chunk], form.max_length)
+        cut.truncated += truncated
+        for line, tokens in zip(chunk, encoded, strict=True):
+            if len(tokens) < form.least:
+                raise InputError(
+                    f"{line.where}: the text has {len(tokens)} tokens, and {form.least} are the least to learn from"
+                )
+            yield tokens, None if labels.field is None else labels.read(line)
+
+
+def tokens_of_conversations(lines: Iterable[Row], field: str, form: Format, cut: Cut) -> Iterator[Tokens]:
+    """Likewise."""
+    for line in lines:
+        messages = _field(line, field)
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+            raise InputError(f"{line.where}: field {field!r} is no list of messages, each with a role and content")
+        try:
+            made = form.encoder.conversation(messages)
+        except InputError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise InputError(f"{line.where}: {error}") from error
+        cut.truncated += len(made.tokens) > form.max_length
+        learnt = made.learnt[: form.max_length]
+        if not any(learnt[1:]):  # the first token is predicted from nothing
+            cut.left_out += 1
+            continue
+        yield Conversation(made.tokens[: form.max_length], learnt), None
+
+
+def tokens_of_stream(lines: Iterable[str], form: Format) -> Iterator[Tokens]:
+    """Likewise; errors as for `samples_of_stream`."""
     if form.task not in ("causal-lm", "masked-lm"):
         raise ConfigError(
             "data.train: .txt files are running text for causal-lm and masked-lm; "
             "for other tasks use .jsonl with data.text"
         )
-
-    def each() -> Iterator[tuple[Sequence[int], None]]:
-        rest = iter(lines)
-        waiting: list[int] = []
-        while chunk := list(islice(rest, _CHUNK)):
-            for tokens in form.encoder.encode(chunk, None)[0]:
-                waiting += tokens
-            whole = len(waiting) - len(waiting) % form.max_length
-            for start in range(0, whole, form.max_length):
-                yield waiting[start : start + form.max_length], None
-            waiting = waiting[whole:]
-        if len(waiting) > 1:  # a single token has nothing to predict
-            yield waiting, None
-
-    return TokenSamples(each(), form)
+    rest = iter(lines)
+    waiting: list[int] = []
+    while chunk := list(islice(rest, _CHUNK)):
+        for tokens in form.encoder.encode(chunk, None)[0]:
+            waiting += tokens
+        whole = len(waiting) - len(waiting) % form.max_length
+        for start in range(0, whole, form.max_length):
+            yield waiting[start : start + form.max_length], None
+        waiting = waiting[whole:]
+    if len(waiting) > 1:  # a single token has nothing to predict
+        yield waiting, None
 
 
-def _text(line: JsonLine, field: str) -> str:
+def _text(line: Row, field: str) -> str:
     value = _field(line, field)
     if not isinstance(value, str):
         raise InputError(f"{line.where}: field {field!r} is no text")
     return value
 
 
-def _field(line: JsonLine, field: str) -> Any:
+def _field(line: Row, field: str) -> Any:
     if field not in line.content:
         raise InputError(f"{line.where}: no field {field!r}; there are: {', '.join(map(repr, line.content)) or 'none'}")
     return line.content[field]

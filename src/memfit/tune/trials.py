@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from memfit.runner import End, RunRequest
+from memfit.runner.cores import cores, runs_at_once, threads
 from memfit.runner.ends import tail_of
 from memfit.runner.ledger import Ledger
 from memfit.train.config import TrainConfig
@@ -24,7 +24,6 @@ from memfit.units import parse_bytes
 from memfit.values.script import TIERS
 
 ALONE: Final = "-alone"  # ends the name of a run that repeats one which ran out of memory, with nothing beside it
-_THREADS: Final = "OMP_NUM_THREADS"
 _AUTO: Final = 64  # trials at once, where bytes alone decide
 _LESS: Final = 0.85  # of its predicted peak, for a run that is repeated so
 
@@ -37,21 +36,20 @@ def name_of(number: int) -> str:
 def most_at_once(search: Search) -> int:
     """How many trials run at once at most.
 
-    "auto" leaves it to their bytes, and for runs of memfit on this computer's CPU to its cores, too: more runs than cores are no faster.
+    "auto" leaves it to their bytes, and for runs of memfit on this computer's CPU to its cores, too.
     """
     at_once = search.config.at_once
     if isinstance(at_once, int):
         return at_once
     if search.is_command or search.config.cluster is not None or device_of(search) != "cpu":
         return _AUTO
-    return max(1, _cores() // ranks_of(search))
+    return runs_at_once(cores(), ranks_of(search))
 
 
 def threads_of(search: Search, peak_bytes: int | None = None) -> dict[str, str]:
     """The variable by which torch takes its share of the processor's cores, where trials that run on it at once have to share them.
 
-    Nothing where one runs alone, and where the user has said it. It is what torchrun does for ranks: threads of two processes on the same cores wait for
-    each other.
+    Nothing where one runs alone, and where the user has said it.
 
     Args:
         search: whose trials.
@@ -59,18 +57,12 @@ def threads_of(search: Search, peak_bytes: int | None = None) -> dict[str, str]:
             as run at once at most.
     """
     at_once, ranks = most_at_once(search), ranks_of(search)
-    if search.config.cluster is not None or device_of(search) != "cpu" or _THREADS in os.environ:
+    if search.config.cluster is not None or device_of(search) != "cpu":
         return {}
     if search.config.at_once == "auto" and peak_bytes:
         capacity = largest_device(capacity_of(search))
-        at_once = at_once if capacity is None else max(1, min(at_once, capacity // peak_bytes))
-    if at_once == 1:
-        return {}
-    return {_THREADS: str(max(1, _cores() // (at_once * ranks)))}
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        at_once = runs_at_once(cores(), ranks, fit=None if capacity is None else capacity // peak_bytes)
+    return threads(cores(), at_once, ranks)
 
 
 class Trials(Protocol):

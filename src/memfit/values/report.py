@@ -117,6 +117,21 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """What a language model has written while it was trained.
+
+    Attributes:
+        step: optimizer steps taken before.
+        prompt: what it went on from.
+        text: what it wrote after it.
+    """
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A plan and the steps that were taken under it.
 
@@ -127,6 +142,7 @@ class Report:
         records: steps, in order; perhaps some of them alone, the first and the last among them.
         frontier: points from the peak of plain PyTorch down to the smallest budget; may be empty.
         facts: further lines for the reader (accuracy, versions), as (name, text).
+        texts: that the model has written on the way, in order.
     """
 
     title: str
@@ -135,6 +151,7 @@ class Report:
     records: tuple[StepRecord, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    texts: tuple[GeneratedText, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +166,7 @@ class Report:
             "records": [{**asdict(r), "loss": r.loss if math.isfinite(r.loss) else None} for r in self.records],
             "frontier": [asdict(p) for p in self.frontier],
             "facts": [list(f) for f in self.facts],
+            "texts": [asdict(t) for t in self.texts],
         }
 
     @classmethod
@@ -171,6 +189,7 @@ class Report:
             ),
             tuple(FrontierPoint(**p) for p in data["frontier"]),
             tuple((str(a), str(b)) for a, b in data["facts"]),
+            tuple(GeneratedText(**t) for t in data.get("texts", ())),
         )
 
     def save(self, path: str | Path) -> None:

@@ -10,7 +10,7 @@ from memfit import __version__
 from memfit.views import colours
 from memfit.views.drawing import Drawing
 from memfit.views.layout import NARROW, WIDE, Layout
-from memfit.views.svg import FONTS, escaped, svg
+from memfit.views.svg import FONTS, escaped, repainted, svg
 from memfit.views.tables import Cells
 
 # The policy makes the browser itself refuse what this page must never do.
@@ -36,15 +36,6 @@ _DARK: Final = {
 
 def _variables(values: Mapping[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in values.items())
-
-
-def _repainted() -> str:
-    """Rules that give a picture its dark colours: its marks carry the light ones as attributes, which rules outweigh."""
-    return " ".join(
-        f'svg [{attribute}="{light}"] {{ {attribute}: {dark}; }}'
-        for light, dark in colours.DARK.items()
-        for attribute in ("fill", "stroke")
-    )
 
 
 _STYLE: Final = """
@@ -142,7 +133,7 @@ def document(title: str, sentence: str, outcome: str, parts: Iterable[str]) -> s
 
 
 def _style() -> str:
-    style = _STYLE.replace("FONTS", FONTS).replace("REPAINTED", _repainted())
+    style = _STYLE.replace("FONTS", FONTS).replace("REPAINTED", repainted("svg "))
     return style.replace("LIGHT", _variables(_LIGHT)).replace("DARK", _variables(_DARK))
 
 

@@ -16,7 +16,7 @@ from memfit.views.drawing import TIMES, counted
 from memfit.views.frontier_picture import frontier_picture
 from memfit.views.loss_picture import loss_picture
 from memfit.views.svg import escaped
-from memfit.views.tables import Cells, copying, frontier_cells, modules_cells, records_cells, savings_cells
+from memfit.views.tables import Cells, copying, frontier_cells, modules_cells, records_cells, savings_cells, texts_cells
 from memfit.views.timeline_picture import timeline_picture
 from memfit.views.verdict import error_text, measured_peak, verdict
 
@@ -47,6 +47,7 @@ def _page(report: Report) -> str:
         section("Rejected", listed(report.plan.rejected)),
         section("The plan in words", _words(report.plan)),
         _training(report),
+        _table_section(texts_cells(report.texts)),
         _table_section(frontier_cells(report.plan, report.frontier)),
         _table_section(modules_cells(report.plan)),
         _reproduce(report.plan),

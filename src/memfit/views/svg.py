@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from memfit.views.colours import DARK
 from memfit.views.drawing import Dot, Drawing, Hover, Line, Point, Polygon, Shape, Text
 
 FONTS: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
@@ -24,16 +25,30 @@ def svg(drawing: Drawing) -> str:
     return _element(drawing, "")
 
 
-def svg_file(drawing: Drawing) -> str:
-    """The drawing as a file of its own."""
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + _element(drawing, ' xmlns="http://www.w3.org/2000/svg"') + "\n"
+def svg_file(drawing: Drawing, *, also_dark: bool = False) -> str:
+    """The drawing as a file of its own; `also_dark`: in dark colours where the reader's screen is dark."""
+    element = _element(drawing, ' xmlns="http://www.w3.org/2000/svg"', _STYLE if also_dark else "")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + element + "\n"
 
 
-def _element(drawing: Drawing, namespace: str) -> str:
+def repainted(within: str = "") -> str:
+    """Rules that give a picture its dark colours: its marks carry the light ones as attributes, which rules outweigh."""
+    return " ".join(
+        f'{within}[{attribute}="{light}"] {{ {attribute}: {dark}; }}'
+        for light, dark in DARK.items()
+        for attribute in ("fill", "stroke")
+    )
+
+
+_STYLE: Final = f"<style>@media (prefers-color-scheme: dark) {{ {repainted()} }}</style>"
+
+
+def _element(drawing: Drawing, namespace: str, style: str = "") -> str:
     width, height = _number(drawing.width), _number(drawing.height)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     lines = [
         f'<svg{namespace} role="img" aria-label="{escaped(drawing.label)}" {size} font-family="{FONTS}">',
+        *([style] if style else []),
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         *map(_shape, drawing.shapes),
         "</svg>",

@@ -14,7 +14,7 @@ from rich.text import Text
 from memfit.techniques.choices import in_words
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
-from memfit.values.report import FrontierPoint, StepRecord, steps_between
+from memfit.values.report import FrontierPoint, GeneratedText, StepRecord, steps_between
 from memfit.views.drawing import TIMES, counted
 
 _MOST_ROWS: Final = 40
@@ -164,6 +164,12 @@ def records_cells(records: Sequence[StepRecord]) -> Cells:
     if len(records) > 1:
         remark = f"Median time of a step: {format_seconds(median(r.seconds for r in records))}. {remark}".strip()
     return Cells("Steps", columns, tuple(rows), frozenset({0, 6}), remark=remark)
+
+
+def texts_cells(texts: Sequence[GeneratedText]) -> Cells:
+    """What a language model has written, the newest first."""
+    rows = [(f"{each.step:,}", each.prompt, each.text) for each in reversed(texts)]
+    return Cells("Generated text", ("after step", "prompt", "text"), tuple(rows), frozenset({0, 1, 2}))
 
 
 def to_rich(cells: Cells) -> Table:

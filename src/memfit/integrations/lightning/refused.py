@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from memfit.errors import InputError
 from memfit.integrations.ranks import ranks_here
+from memfit.step.given import check_model
 
 # Of Lightning's: what they do by themselves is ZeRO 3, unless told otherwise.
 ZERO3: Final = ("FSDPStrategy", "ModelParallelStrategy")
@@ -22,6 +23,7 @@ def refuse(trainer: Any, module: Any) -> None:
     Raises:
         InputError: there is one; the message says which, why, and what to do.
     """
+    check_model(module)
     if not module.automatic_optimization:
         raise InputError(
             "automatic_optimization=False: in manual optimization training_step runs backward and the update itself, as often as it likes, so there is no "
@@ -45,10 +47,6 @@ def refuse(trainer: Any, module: Any) -> None:
     if any(type(each).__name__ == "GradientAccumulationScheduler" for each in trainer.callbacks):
         raise InputError(
             "GradientAccumulationScheduler changes in training how many batches a step takes, and the plan is for one number: give accumulate_grad_batches"
-        )
-    if any(isinstance(each, torch._dynamo.eval_frame.OptimizedModule) for each in module.modules()):  # noqa: SLF001 - torch has no public name for it
-        raise InputError(
-            "a compiled module runs other operations than its own, so what is predicted here would not be what runs: leave torch.compile out"
         )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from memfit.errors import InputError
 from memfit.integrations.ranks import ranks_here
+from memfit.step.given import check_model
+from memfit.step.other_kernels import compiled, liger, runs_as_written
 
 
 def refuse(trainer: Any) -> None:
@@ -20,10 +22,15 @@ def refuse(trainer: Any) -> None:
             "auto_find_batch_size=True tries batch sizes until one does not run out of memory, and changes the global batch on the way; a plan says "
             "what fits before it runs and keeps the global batch: leave it out"
         )
-    if args.torch_compile:
-        raise InputError(
-            "torch_compile=True runs other operations than the model's own, so what is predicted here would not be what runs: leave it out"
+    compiles = args.torch_compile or str(trainer.accelerator.state.dynamo_plugin.backend) != "NO"
+    if compiles and not runs_as_written():
+        set_by = (
+            "TrainingArguments(torch_compile=True)" if args.torch_compile else "Accelerate (ACCELERATE_DYNAMO_BACKEND)"
         )
+        raise compiled(f"the model of a Trainer under {set_by}")
+    if args.use_liger_kernel:
+        raise liger("the model of a Trainer under TrainingArguments(use_liger_kernel=True)")
+    check_model(trainer.model)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
         raise InputError(
             f"{_shared_out(trainer)}. memfit shares the step out itself, by torch's own engines, and says what each rank will hold: leave the argument out and "
@@ -41,7 +48,8 @@ def refuse(trainer: Any) -> None:
     if args.activation_checkpointing or _recomputes(trainer.model):
         raise InputError(
             "activation (gradient) checkpointing recomputes every layer whether or not the budget asks for it, and a plan recomputes what pays: leave it "
-            "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on"
+            "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on (PEFT turns it on, unless told "
+            "prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))"
         )
     if args.fp16:
         raise InputError(
@@ -52,9 +60,10 @@ def refuse(trainer: Any) -> None:
         raise InputError(
             "model_init makes another model in train() than the one that is planned for: give Trainer the model itself"
         )
-    if args.use_liger_kernel or trainer.neftune_noise_alpha is not None:
-        name = "use_liger_kernel" if args.use_liger_kernel else "neftune_noise_alpha"
-        raise InputError(f"{name} changes the model's forward in train(), after it has been planned for: leave it out")
+    if trainer.neftune_noise_alpha is not None:
+        raise InputError(
+            "neftune_noise_alpha changes the model's forward in train(), after it has been planned for: leave it out"
+        )
     if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
         raise InputError(
             f"optim={str(args.optim)!r} updates parameters inside backward in a way of its own, which is not in the prediction: take another optimizer"

@@ -71,8 +71,8 @@ class FrozenWeights(Technique):
         return None
 
     def bound(self, facts: StepFacts) -> OptimisticBound:
-        """No more than all parameters; where the weights are read more than they are computed with, fewer bytes may well be faster."""
-        return OptimisticBound(facts.parameter_bytes, -facts.step_seconds)
+        """No more than 28 bits of each 32 that are frozen; where the weights are read more than they are computed with, fewer bytes may well be faster."""
+        return OptimisticBound(facts.frozen_bytes * 7 // 8, -facts.step_seconds)
 
     def convert(self, model: Any, setting: str) -> None:
         """Put 4-bit layers in the place of frozen linear ones."""

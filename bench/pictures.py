@@ -190,10 +190,13 @@ def published_seconds(rows: Rows, asked: Any) -> dict[str, Picture]:
 
 def sharding(rows: Rows, asked: Any) -> dict[str, Picture]:
     """Peaks of the fullest of two ranks, and seconds of plain steps."""
-    return {"sharding-peaks": _sharding_peaks(rows, asked), "sharding-seconds": _sharding_seconds(rows, asked)}
+    del asked
+    from sharding.tables import WORDS  # a folder of the question's own
+
+    return {"sharding-peaks": _sharding_peaks(rows, WORDS), "sharding-seconds": _sharding_seconds(rows, WORDS)}
 
 
-def _sharding_peaks(rows: Rows, asked: Any) -> Picture:
+def _sharding_peaks(rows: Rows, words: Mapping[str, str]) -> Picture:
     keys = {
         "plain": Key("nothing recomputed", colours.PLAIN),
         "half way": Key("half way between", charts.PINK),
@@ -208,7 +211,7 @@ def _sharding_peaks(rows: Rows, asked: Any) -> Picture:
         if row["row"] == "peak"
         for predicted, measured in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)
     ]
-    order = sorted(peaks, key=lambda row: (row["way"] not in asked.WORDS, row["way"], row["micro_batches"]))
+    order = sorted(peaks, key=lambda row: (row["way"] not in words, row["way"], row["micro_batches"]))
     strips = []
     for (way, parts), group in groupby(order, key=lambda row: (row["way"], row["micro_batches"])):
         own = list(group)
@@ -225,7 +228,7 @@ def _sharding_peaks(rows: Rows, asked: Any) -> Picture:
             marks.append((own[0]["estimate_bytes"] / MIB, guess, f"estimate: {own[0]['estimate_bytes']:,} bytes"))
         several = f", {parts} micro-batches" if parts > 1 else ""
         name = (
-            asked.WORDS.get(way)
+            words.get(way)
             or {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}[way.partition("/")[0]]
         )
         strips.append(Strip(f"{name}{several}", marks, joined=joined))
@@ -240,14 +243,14 @@ def _sharding_peaks(rows: Rows, asked: Any) -> Picture:
     return partial(charts.rows_chart, head, strips, Axis(0, high, ends, "bytes at the peak", ends[::2]))
 
 
-def _sharding_seconds(rows: Rows, asked: Any) -> Picture:
+def _sharding_seconds(rows: Rows, words: Mapping[str, str]) -> Picture:
     steps = [row for row in rows if row["row"] == "seconds"]
     predicted, measured = Key("predicted", charts.MEMFIT), Key("measured, of the processor", colours.INK, ring=True)
     strips, before = [], 0
     for row in sorted(steps, key=lambda row: row["ranks"]):
         pair = [1000 * max(row[name]) for name in ("predicted_seconds", "processor_seconds")]
         marks = [(pair[0], predicted, f"predicted {pair[0]:.0f} ms"), (pair[1], measured, f"measured {pair[1]:.0f} ms")]
-        name = {"one process": "one process", "1f1b": "1F1B"}.get(row["way"]) or asked.WORDS[row["way"]]
+        name = {"one process": "one process", "1f1b": "1F1B"}.get(row["way"]) or words[row["way"]]
         group = "" if row["ranks"] == before else "one process" if row["ranks"] == 1 else f"{row['ranks']} ranks"
         before = row["ranks"]
         strips.append(Strip(name, marks, joined=(pair[0], pair[1]), end=f"{pair[0] / pair[1]:.2f}", group=group))

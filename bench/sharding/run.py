@@ -4,6 +4,7 @@ python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other nu
 python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
 python bench/sharding/run.py --only seconds --ranks 2 4    # predicted beside measured seconds, of one process too
 python bench/sharding/run.py --only others --ranks 2   # bytes of DeepSpeed's stages and of a pipeline with equal parameters
+python bench/sharding/run.py --only beside --ranks 2 --rounds 15 [--rival NAME]   # time of plans in as many bytes as each of them takes
 python bench/sharding/run.py --only waiting                # how long ranks of pipelines wait for each other; the rest is kept
 """
 
@@ -28,10 +29,9 @@ Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 PARTS = (1, 4)
 SHARES = {"plain": 1.0, "half way": 0.5, "smallest": 0.0}
-PIPELINE_SHARES = {"plain": 1.0, "85 % of plain": 0.85}
+PIPELINE_SHARES = {"plain": 1.0, "85 % of plain": 0.85, "smallest": 0.0}
 MUCH = 1 << 50
 LIMIT_SECONDS = 900.0
-WORDS = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
 
 
 def say(text: str) -> None:
@@ -128,10 +128,10 @@ def pipelined(ranks: int) -> list[Row]:
     ):
         model, sample, loss_fn = gpt()
         fixed = {"sharding": setting, "micro_batches": 2 * ranks}
-        budget = MUCH
+        plain = memfit.plan(model, sample, loss_fn, MUCH, adamw, devices=ranks, fixed=fixed)
+        least, most = memfit.smallest_budget(plain), plain.prediction.peak_bytes
         for name, share in PIPELINE_SHARES.items():
-            plan = memfit.plan(model, sample, loss_fn, int(share * budget), adamw, devices=ranks, fixed=fixed)
-            budget = plan.prediction.peak_bytes if share == 1.0 else budget
+            plan = plain if share == 1.0 else memfit.replan(plain, max(least, int(share * most)))
             plans.append(plan)
             rows.append(
                 {
@@ -282,174 +282,9 @@ def others_rows(ranks: int, measured: Sequence[Mapping[str, int]]) -> list[Row]:
 
 def table(rows: Rows) -> str:
     """As Markdown."""
-    peaks = [row for row in rows if row["row"] == "peak"]
-    parts = {
-        "Peaks of ranks": _peaks(peaks),
-        "Against FSDP2 and checkpoint on every block": _hand(rows),
-        "Seconds of plain steps": _seconds([row for row in rows if row["row"] == "seconds"]),
-    }
-    if any(row["row"] == "other" for row in rows):
-        parts["Bytes of DeepSpeed and of a pipeline with equal parameters"] = _others(rows)
-    waiting = [row for row in rows if row["row"] == "waiting"]
-    if waiting:
-        parts["How long the ranks of a pipeline wait"] = _waiting(waiting)
-    return "\n\n".join(f"### {head}\n\n{told}" for head, told in parts.items())
+    from sharding.tables import page
 
-
-def _waiting(rows: Rows) -> str:
-    def shares(values: Sequence[float]) -> str:
-        return ", ".join(f"{100 * each:.1f} %" for each in values)
-
-    off = max(abs(m - p) for row in rows for m, p in zip(row["measured"], row["predicted"], strict=True))
-    lines = [
-        [
-            {"1f1b": "1F1B", "gpipe": "GPipe"}[row["schedule"]],
-            str(row["micro_batches"]),
-            ", ".join(f"{each:g} s" for each in row["stages"]),
-            shares(row["measured"]),
-            shares(row["predicted"]),
-            f"{100 * row['textbook']:.1f} %",
-        ]
-        for row in rows
-    ]
-    heads = ["schedule", "micro-batches", "forward of each stage", "measured", "predicted", "(K - 1)/(M + K - 1)"]
-    return (
-        f"Of each of {rows[0]['ranks']} ranks, the share of the passes of all micro-batches. The parts sleep in forward, and twice as long in backward; "
-        f"the median of {rows[0]['steps']} steps. Measured and predicted shares are at most {100 * off:.1f} points apart.\n\n{measuring.table(heads, lines)}"
-    )
-
-
-def _worded(way: str) -> str:
-    from memfit.techniques.sharding import SHARDING, is_pipeline
-
-    return SHARDING.words(way).partition(" on ")[0] if is_pipeline(way) else WORDS[way]
-
-
-def _peaks(rows: Rows) -> str:
-    off = [
-        abs(predicted - measured)
-        for row in rows
-        for predicted, measured in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)
-    ]
-    lines = [
-        [
-            str(row["ranks"]),
-            _worded(row["way"]),
-            str(row["micro_batches"]),
-            row["plan"],
-            f"{max(row['predicted_bytes']):,}",
-            f"{max(row['measured_bytes']):,}",
-            f"{max((m - p for p, m in zip(row['predicted_bytes'], row['measured_bytes'], strict=True)), key=abs):+d}",
-            ""
-            if row["estimate_bytes"] is None
-            else f"{row['estimate_bytes']:,} ({100 * (row['estimate_bytes'] / max(row['measured_bytes']) - 1):+.0f} %)",
-            _tracked(row),
-        ]
-        for row in rows
-        if row["way"] != "one process"
-    ]
-    exact = sum(not each for each in off)
-    heads = [
-        "ranks",
-        "way",
-        "micro-batches",
-        "plan",
-        "predicted",
-        "measured",
-        "off (any rank)",
-        "DeepSpeed's estimate",
-        "FSDPMemTracker",
-    ]
-    return (
-        f"Bytes of the fullest rank. Of {len(off)} peaks, of each rank and of one process alone, {exact} are predicted to the byte; "
-        f"the largest error is {max(off)} bytes.\n\n" + measuring.table(heads, lines)
-    )
-
-
-def _tracked(row: Mapping[str, Any]) -> str:
-    """What torch's tracker says, and by how many bytes it is off."""
-    said = row.get("tracked_bytes")
-    return "" if said is None else f"{said:,} ({said - max(row['measured_bytes']):+,})"
-
-
-def _hand(rows: Rows) -> str:
-    parts = []
-    for ranks in sorted({row["ranks"] for row in rows if row["row"] == "hand"}):
-        own = [row for row in rows if row["row"] == "hand" and row["ranks"] == ranks]
-        hand = max(next(row for row in own if row["name"] == "by hand, every block")["measured_bytes"])
-        lines = [
-            [
-                row["name"],
-                f"{max(row['measured_bytes']):,}",
-                f"{max(row['measured_bytes']) / hand:.3f}",
-                f"{row['time_ratio']:.3f}",
-                f"{row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f}",
-                str(row["micro_batches"]),
-                _tracked(row),
-            ]
-            for row in own
-        ]
-        heads = [
-            "ZeRO 3",
-            "peak of the fullest rank",
-            "peak / every block",
-            "time / every block",
-            "quartiles",
-            "micro-batches",
-            "FSDPMemTracker",
-        ]
-        seconds = next(row for row in own if row["name"] == "by hand, every block")["seconds"]
-        parts.append(
-            f"{ranks} ranks, {own[0]['rounds']} rounds; every block by hand takes {seconds:.3f} s of processor time a step.\n\n{measuring.table(heads, lines)}"
-        )
-    return "\n\n".join(parts)
-
-
-def _others(rows: Rows) -> str:
-    lines = []
-    for row in rows:
-        if row["row"] != "other":
-            continue
-        way = f"1f1b/{row['ranks']}" if row["way"] == "1f1b" else row["way"]
-        plans = [
-            each
-            for each in rows
-            if each["row"] == "peak"
-            and (each["ranks"], each["way"]) == (row["ranks"], way)
-            # A pipeline was planned for in one number of micro-batches; a rank's own batch is divided by nobody else here.
-            and (row["way"] == "1f1b" or each["micro_batches"] == 1)
-        ]
-        for plan in (each for each in plans if each["plan"] == "plain" or each is plans[-1]):
-            hand, ours = max(row["measured_bytes"]), max(plan["measured_bytes"])
-            lines.append(
-                [
-                    str(row["ranks"]),
-                    row["name"],
-                    f"{hand:,}",
-                    _worded(plan["way"]),
-                    plan["plan"],
-                    f"{ours:,}",
-                    f"{ours / hand:.3f}",
-                ]
-            )
-    heads = ["ranks", "by hand", "its peak", "memfit", "plan", "its peak", "of the other's"]
-    return "Peaks of the fullest rank.\n\n" + measuring.table(heads, lines)
-
-
-def _seconds(rows: Rows) -> str:
-    lines = [
-        [
-            str(row["ranks"]),
-            str({"1f1b": "a pipeline (1F1B)", **WORDS}.get(row["way"], row["way"])),
-            str(row["micro_batches"]),
-            f"{1e3 * statistics.mean(row['predicted_seconds']):.0f} ms",
-            f"{1e3 * statistics.mean(row['processor_seconds']):.0f} ms",
-            f"{statistics.mean(row['predicted_seconds']) / statistics.mean(row['processor_seconds']):.2f}",
-        ]
-        for row in rows
-    ]
-    heads = ["processes", "way", "micro-batches", "predicted", "processor time of a rank", "predicted / measured"]
-    return measuring.table(heads, lines)
+    return page(rows)
 
 
 def main() -> None:
@@ -458,14 +293,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--only",
-        choices=["pipelines", "waiting", "estimates", "seconds", "others"],
+        choices=["pipelines", "waiting", "estimates", "seconds", "others", "beside"],
         help="the rest of the results is kept",
     )
+    parser.add_argument("--rival", default="", help="of --only beside: this one alone")
     arguments = parser.parse_args()
     measuring.steady_allocator()
     import torch
 
-    from sharding import arrangements, waiting
+    from sharding import arrangements, beside, waiting
 
     torch.set_num_threads(1)
     if arguments.only == "estimates":
@@ -488,6 +324,17 @@ def main() -> None:
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "other" or row["ranks"] not in arguments.ranks]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *made])
         return
+    if arguments.only == "beside":
+        for ranks in arguments.ranks:
+            made = beside.rows(ranks, arguments.rounds, LIMIT_SECONDS, say, arguments.rival)
+            again = {(row["ranks"], row["name"]) for row in made}
+            kept = [
+                row
+                for row in measuring.kept(QUESTION)
+                if row["row"] != "beside" or (row["ranks"], row["name"]) not in again
+            ]
+            measuring.keep(QUESTION, measuring.machine(), [*kept, *made])
+        return
     if arguments.only == "waiting":
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *waiting.rows()])
@@ -509,6 +356,7 @@ def main() -> None:
             partial(against_hand, rounds=arguments.rounds),
             pipelined,
             of_others,
+            partial(beside.rows, rounds=max(15, arguments.rounds), limit=LIMIT_SECONDS, tell=say),
         ):
             rows += found(ranks)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))

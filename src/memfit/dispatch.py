@@ -5,6 +5,7 @@ Capture counts operations in fake runs and the engine counts them in real ones; 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -224,6 +225,19 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "FakeTensor"
 
 
+class ForwardLeftError(Exception):
+    """Leaves a forward on purpose where a call of a module has ended: torch tells hooks of modules, which are always called, that the calls have failed.
+
+    Args:
+        module: whose call has ended.
+        kwargs, result: of that call; such hooks are told of neither.
+    """
+
+    def __init__(self, module: torch.nn.Module, kwargs: Mapping[str, Any], result: object) -> None:
+        super().__init__()
+        self.module, self.kwargs, self.result = module, kwargs, result
+
+
 class ModulePaths:
     """Follows which module is running, by global forward hooks that live as long as the `with` block.
 
@@ -285,6 +299,9 @@ class ModulePaths:
                 if call[2] is None and call[3] == depth:
                     call[2] = self.position()
                     # A call that has failed is told of without its keyword arguments.
+                    error = sys.exception()
+                    if isinstance(error, ForwardLeftError) and error.module is module:
+                        kwargs_and_output = error.kwargs, error.result
                     if self.passed is not None and len(kwargs_and_output) == 2:
                         kwargs, output = kwargs_and_output
                         call[4], call[5] = self.passed((args, kwargs)), self.passed(output)

@@ -23,6 +23,7 @@ from memfit.hardware.machine import Capability
 from memfit.optimizers.chunked import CHUNK
 from memfit.planning import planning_of
 from memfit.techniques.choices import BASELINE, Choices
+from memfit.techniques.sharding import WAYS
 from memfit.units import format_bytes
 from memfit.values.trace import BEFORE_STEP, Phase, Trace
 
@@ -307,6 +308,23 @@ def test_an_optimizer_without_a_form_updates_all_parameters_at_once() -> None:
     assert of()["aten._foreach_sqrt.default"] == 1
     assert not of(foreach=False)["aten._foreach_sqrt.default"]
     assert of(fused=True)["aten._fused_adamw_.default"] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_without_a_form_updates_all_shards_at_once(way: str) -> None:
+    """A rank's shards are plain tensors, which torch's default counts as it does whole parameters."""
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), torch.randn(16, 32)
+
+    def of(devices: str, **form: Any) -> Counter[str]:
+        plan = memfit.plan(
+            model, x, summed, 1 << 34, lambda p: torch.optim.AdamW(p, **form), devices=devices,
+            fixed={"sharding": way, "micro_batches": 1},
+        )  # fmt: skip
+        return names(planning_of(plan).solver(1).trace)
+
+    assert of("2xrtx4090")["aten._foreach_sqrt.default"] == 1
+    assert not of("2xrtx4090", foreach=False)["aten._foreach_sqrt.default"]
+    assert not of("2x24GiB")["aten._foreach_sqrt.default"]  # of this computer's kind
 
 
 # -- the whole -------------------------------------------------------------------------------------------------------------

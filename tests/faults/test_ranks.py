@@ -34,10 +34,17 @@ class Launched:
         options: the number of processes, and further ones; none for one process.
         more: further settings.
         way: of sharing the step out.
+        environment: besides that of this process.
     """
 
     def __init__(
-        self, folder: Path, out: str, *options: str, more: Sequence[str] = (), way: Sequence[str] = ZERO3
+        self,
+        folder: Path,
+        out: str,
+        *options: str,
+        more: Sequence[str] = (),
+        way: Sequence[str] = ZERO3,
+        **environment: str,
     ) -> None:
         self._log = folder / f"{out}.txt"
         settings = [
@@ -51,7 +58,11 @@ class Launched:
         command += [word for setting in settings for word in ("--set", setting)]
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
-                command, cwd=folder, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                command,
+                cwd=folder,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
 
     @property
@@ -138,6 +149,56 @@ def test_a_pipeline_of_which_a_rank_is_killed_or_stops_answering_goes_on_bit_by_
         recovered(tmp_path, number, draw, f"befallen-{attempt}", STAGES)
 
 
+def sentences(told: str) -> list[str]:
+    return [line for line in told.splitlines() if line.startswith("memfit: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [ZERO3, STAGES], ids=["zero3", "1f1b"])
+def test_a_rank_that_loops_is_named_by_those_that_wait_for_it_and_the_run_goes_on_bit_by_bit(
+    tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    toy_run.written(tmp_path)
+    assert Launched(tmp_path, "undisturbed", "2", way=way).ended() == 0
+    looping = ("model.python=ranks_toy:build_looping",)
+    alone = Launched(tmp_path, "alone", "2", more=looping, way=way, LOOPING="1")
+    assert alone.ended() == 2
+    *own, told = sentences(alone.told)
+    assert told.startswith("memfit: rank 1 ended without an answer"), alone.told
+    # Where torchrun waits for it, its own watchdog may end it first.
+    assert all(line.startswith("memfit: rank 1 has done no step") for line in own), alone.told
+    (tmp_path / "looped-1").unlink()
+
+    run = Launched(tmp_path, "out", "2", "--restarts", "1", more=looping, way=way, LOOPING="1")
+    assert run.ended() == 0, run.told
+    told = sentences(run.told)[-1]
+    assert told.startswith("memfit: rank 1 ended without an answer")
+    assert "going on with 2 ranks from the last snapshot" in told
+    undisturbed, found = parameters(tmp_path, "undisturbed"), parameters(tmp_path, "out")
+    assert all(torch.equal(found[name], value) for name, value in undisturbed.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [ZERO3, ("fit.fixed.sharding=data",)], ids=["zero3", "data"])
+def test_ranks_that_all_loop_at_once_end_themselves_and_the_run_goes_on_bit_by_bit(
+    tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    """No collective waits for any of them: only what watches each process notices."""
+    toy_run.written(tmp_path)
+    assert Launched(tmp_path, "undisturbed", "2", way=way).ended() == 0
+    looping = ("model.python=ranks_toy:build_looping",)
+    run = Launched(tmp_path, "out", "2", "--restarts", "1", more=looping, way=way, LOOPING="0 1")
+
+    assert run.ended() == 0, run.told
+    *by_ranks, told = sentences(run.told)
+    named = {line.partition(" has done no step, evaluation or snapshot for 10.0 s")[0] for line in by_ranks}
+    assert named
+    assert named <= {"memfit: rank 0", "memfit: rank 1"}, run.told  # torchrun may end one before its own time is up
+    assert "going on with 2 ranks from the last snapshot" in told
+    undisturbed, found = parameters(tmp_path, "undisturbed"), parameters(tmp_path, "out")
+    assert all(torch.equal(found[name], value) for name, value in undisturbed.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("2",)], ids=["one-process", "two-ranks"])
 def test_a_run_that_is_killed_while_a_snapshot_reaches_the_disk_goes_on_from_the_one_before(
@@ -193,6 +254,6 @@ def test_memory_that_one_rank_is_refused_is_one_sentence_that_names_it(tmp_path:
     run = Launched(tmp_path, "out", "2", way=greedy)
 
     assert run.ended() == 2
-    told = [line for line in run.told.splitlines() if line.startswith("memfit: ")]
+    told = sentences(run.told)
     assert len(told) == 1, run.told
     assert told[0].startswith("memfit: rank 1: out of memory (4.00 PiB more were refused), so all were stopped")

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import memfit
-from memfit.pipelining import stages
+from memfit.pipelining import stage_planner, stages
 from memfit.planner.cut_costs import cost_of
+from memfit.planner.solution import Solution
+from memfit.planner.solver import Solver
+from memfit.planner.stage_bytes import stage_levels
 from memfit.techniques.freezing.freeze import freeze
+from memfit.values.stages import Recompute
 from pipelining import running
 from sharding import steps
 
@@ -118,6 +122,30 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
     ran = compared(2, running.decoder, "sgd", [plan, tight])
     for number, made in enumerate((plan, tight)):
         assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
+
+
+def of_calls(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+    """A menu with one plan, which makes the calls of all blocks again."""
+    del plain_only
+    solution = solver.call_plans.plan(solver.call_plans.orders[0])
+    levels = stage_levels(solver.timeline, solution.recomputations)
+    return [(Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds), solution)]
+
+
+@pytest.mark.parametrize("setting", ["1f1b/2", pytest.param("gpipe/2", marks=pytest.mark.slow)])
+def test_stages_make_whole_calls_of_blocks_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage is left right after its last block, which is called again, too. From the second forward on nothing is followed."""
+    monkeypatch.setattr(stage_planner, "menu", of_calls)
+    cut_at((3, 7), monkeypatch)
+    plan = planned(running.decoder, 2, setting, "sgd", fixed={"micro_batches": 4})
+    assert plan.pipeline is not None
+    for script in plan.pipeline.scripts:
+        assert script.whole_calls == 2
+        assert script.recomputations
+        # The call of the model; the loss of the last stage comes after it.
+        assert [(stretch.begins, stretch.ends) for stretch in script.kept_stretches] == [("", "")]
+    ran = compared(2, running.decoder, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,15 +75,20 @@ class StepSource:
             return found
 
         if self.optimizer is not None and sharded is not None:
-            program.optimizer = sharded.optimizer(self.optimizer, arrange)
+            program.optimizer = sharded.optimizer(self._made, arrange)
         elif self.optimizer is not None:
-            optimizer = self.optimizer(iter(program.trainable()))
-            if self.cuda is not None:
-                as_on_cuda(optimizer)
-            program.optimizer = arrange(optimizer)
+            program.optimizer = arrange(self._made(program.trainable()))
         if program.optimizer is not None and choices.precision == "fp16":
             program.scaling = Scaling(device_of(self.model))
         return program
+
+    def _made(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The user's optimizer, in the form that it has by default where the step is to run; shards are plain tensors, for which that is the same."""
+        assert self.optimizer is not None, "something is updated"
+        optimizer = self.optimizer(iter(parameters))
+        if self.cuda is not None:
+            as_on_cuda(optimizer)
+        return optimizer
 
 
 def made_by_its_first_forward(model: nn.Module, before: Mapping[str, nn.Parameter] | None = None) -> None:

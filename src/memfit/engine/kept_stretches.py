@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules import module as _hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from memfit.dispatch import ForwardLeftError
+
 CONFIRMED_EVERY: Final = 64
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -107,7 +109,10 @@ class KeptStretches:
         self._calls += 1
         if self._calls < self._end.calls or _present() != self._below:  # something of the user's has been put on since
             return
-        if sys.exception() is not None:  # forward has failed: torch calls the hook all the same
+        error = sys.exception()
+        if error is not None and not isinstance(
+            error, ForwardLeftError
+        ):  # forward has failed: torch calls the hook all the same
             self._on()
         elif self._begun < self._end.begun[0]:
             self._stop(f"{self._begun} calls of modules, the plan has {self._end.begun[0]} here")

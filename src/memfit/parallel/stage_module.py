@@ -16,14 +16,11 @@ from torch.utils import _pytree as pytree
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.dispatch import ForwardLeftError
 from memfit.errors import EngineError
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
 from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, taken_over
-
-
-class _StageEnded(Exception):  # noqa: N818 - nothing is wrong
-    """Leaves a forward at the end of a stage. An `Exception`, so that hooks which are always called see modules end."""
 
 
 class StageModule(nn.Module):
@@ -80,7 +77,7 @@ class StageModule(nn.Module):
                 return loss
             try:
                 batches.what_the_model_gives(self.model, batch, self._loss_fn)
-            except _StageEnded:
+            except ForwardLeftError:
                 return tuple(run.known[label] for label in self._outgoing)
         raise EngineError(
             f"the forward ended after {run.position} calls of parts, and this stage ends after {self.end}: its path has changed since it was cut. Plan again"
@@ -108,7 +105,7 @@ class _Run:
                 f"the forward calls {path} where it called {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
             )
         if position >= stage.end:  # somebody caught it
-            raise _StageEnded
+            raise ForwardLeftError(stage.model, {}, None)
         self.position += 1
         if position < stage.first:
             return self._without_running(position)
@@ -125,7 +122,7 @@ class _Run:
             return result
         self._note(position, pytree.tree_leaves(result))
         if self.position == stage.end:
-            raise _StageEnded
+            raise ForwardLeftError(stage.model.get_submodule(path), kwargs, result)
         return result
 
     def _without_running(self, position: int) -> Any:

@@ -233,7 +233,7 @@ class StagePlanner:
             )
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
-            return _without_calls(source.priced(captured))
+            return source.priced(captured)
 
     def _optimizer(
         self, make: OptimizerFactory, stage: StageModule, names: frozenset[str], replica: int, _: Iterable[nn.Parameter]
@@ -258,7 +258,7 @@ class StagePlanner:
 
 
 def _without_calls(trace: Trace) -> Trace:
-    """What follows the forwards of a stage does not have its modules, so whole calls of them are not made again."""
+    """Of the whole model no plan is made, so what whole calls of its modules would take need not be known."""
     return replace(trace, calls=tuple(replace(call, repeatable=False) for call in trace.calls))
 
 

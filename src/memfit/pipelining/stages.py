@@ -13,7 +13,7 @@ from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut as cut_parts
 from memfit.planner.schedules import rank_orders
-from memfit.planner.script_compiler import compile_script
+from memfit.planner.script_compiler import compile_stage
 from memfit.planner.stage_bytes import rank_peak
 from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
@@ -106,8 +106,7 @@ def _described(planner: StagePlanner, found: Cut, line: Line, parts: Parts) -> S
     solutions = [planner.solution(stage.first, stage.end, stage.recompute) for stage in found.stages]
     scripts = []
     for solver, solution in zip(solvers, solutions, strict=True):
-        call = next(call for call in solver.trace.calls if not call.module)
-        scripts.append(compile_script(solver.recipes, solution.recomputations, call))
+        scripts.append(compile_stage(solver.recipes, solution.recomputations))
     stretches = [(stage.first, stage.end) for stage in found.stages]
     dropped = [solution.recomputations for solution in solutions]
 

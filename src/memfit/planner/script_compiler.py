@@ -198,6 +198,43 @@ def compile_script(
     return script if within is not None else replace(script, kept_stretches=_kept_stretches(script, trace.calls))
 
 
+def compile_stage(recipes: Recipes, recomputations: Recomputations) -> Script:
+    """The script of a stage of a model, whose trace is of a module around the model: for the model itself, as the ranks run it.
+
+    Args:
+        recipes: of the trace of the stage.
+        recomputations: the plan.
+    """
+    around, *inside = recipes.trace.calls
+    script = compile_script(recipes, recomputations, around)
+    if script.plain:
+        return script
+    operation, save = around.operations[0], around.saves[0]
+    calls = [
+        replace(
+            call,
+            module=_in_the_model(call.module),
+            operations=(call.operations[0] - operation, call.operations[1] - operation),
+            saves=(call.saves[0] - save, call.saves[1] - save),
+        )
+        for call in inside
+    ]
+    repeated = [
+        replace(
+            each,
+            modules=tuple((_in_the_model(module), number) for module, number in each.modules),
+            buffers=tuple(map(_in_the_model, each.buffers)),
+        )
+        for each in script.repeated_calls
+    ]
+    return replace(script, repeated_calls=tuple(repeated), kept_stretches=_kept_stretches(script, calls))
+
+
+def _in_the_model(path: str) -> str:
+    """A path in a stage, which has the model as its one part, as a path in the model."""
+    return path.removeprefix("model").removeprefix(".")
+
+
 def _repeated(again: RepeatableCalls) -> RepeatedCalls:
     """Calls that are made again, their saves counted from the first."""
     begin, end = again.saves_between

@@ -6,12 +6,13 @@ What differs from that is said here: gradients are made in the first backward; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from memfit.planner.prices import PRICE_RANGE
 from memfit.planner.schedules import Order, in_flight
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -21,6 +22,10 @@ from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 NUMBER_BYTES: Final = 4  # of a loss
 MENU_BUDGETS: Final = 6  # between the smallest peak and that with everything kept
+PRICES: Final = 8  # at which plans are made that hold little between forward and backward
+CALLS: Final = 8  # numbers of calls made again that are tried, of each order
+ALIKE: Final = 0.01  # of the largest pass: ways that differ by fewer bytes are one
+IN_FLIGHT: Final = 32  # micro-batches: for up to as many the way that takes least stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,10 @@ def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:
 
 
 def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
-    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak.
+    """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak, and between all and little held in flight.
+
+    A plan for a peak may hold as much after forward as in backward. Of several micro-batches in flight one is in its pass, and what the others hold between
+    forward and backward is there beside it.
 
     Args:
         solver: of the stage.
@@ -137,7 +145,7 @@ def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, S
     if not plain_only:
         smallest = solver.least()
         budgets = [int(budget) for budget in np.linspace(smallest.peak, solver.plain.peak, MENU_BUDGETS)[1:-1]]
-        found += [*map(solver.solve, budgets), smallest]
+        found += [*map(solver.solve, budgets), smallest, *_holding_little(solver)]
     ways: list[tuple[Recompute, Solution]] = []
     for solution in found:
         if solution is None:
@@ -145,12 +153,31 @@ def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, S
         levels = stage_levels(solver.timeline, solution.recomputations)
         way = Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds)
         ways.append((way, solution))
-    ways.sort(key=lambda one: (one[0].extra_seconds, one[0].kept_bytes))
+    ways.sort(key=lambda one: (one[0].extra_seconds, one[0].kept_bytes, one[0].pass_bytes))
+    alike = int(ALIKE * max(way.pass_bytes for way, _ in ways))
+    least = [min(ways, key=lambda one: one[0].pass_bytes + n * one[0].kept_bytes)[0] for n in range(IN_FLIGHT)]
     best: list[tuple[Recompute, Solution]] = []
     for way, solution in ways:
-        if not any(w.kept_bytes <= way.kept_bytes and w.pass_bytes <= way.pass_bytes for w, _ in best):
+        near = 0 if any(way is each for each in least) else alike
+        if not any(w.kept_bytes <= way.kept_bytes + near and w.pass_bytes <= way.pass_bytes + near for w, _ in best):
             best.append((way, solution))
     return best
+
+
+def _holding_little(solver: Solver) -> Iterator[Solution]:
+    """Plans in which what a micro-batch holds between forward and backward has a price, alone and beside its peak; and the plans of calls, from one to all."""
+    problem, last = solver.problem, solver.trace.forward_events - 1
+    if not solver.droppable:
+        return
+    lowest, highest = (bound * problem.graph.price_scale for bound in PRICE_RANGE)
+    prices = np.geomspace(lowest, highest, PRICES + 1)[1:]
+    for weights in ({last: 1.0}, {last: 1.0, problem.baseline.evaluation.peak_event: 1.0}):
+        for layout in problem.layouts:
+            for price in prices:
+                yield problem.cuts.at_price(layout, weights, float(price))
+    for order in solver.call_plans.orders:
+        for number in sorted({round(share) for share in np.linspace(1, len(order), min(CALLS, len(order)))}):
+            yield solver.call_plans.plan(order[:number])
 
 
 def rank_peak(

@@ -165,7 +165,7 @@ class TrainerOnRanks:
         @functools.wraps(own)
         def get_train_dataloader() -> Any:
             loader = own()
-            shard = getattr(loader, "batch_sampler", None)
+            shard: Any = getattr(loader, "batch_sampler", None)
             inner = getattr(shard, "batch_sampler", None)
             if type(inner) is BatchSampler and getattr(shard, "even_batches", False) and not shard.split_batches:
                 shard.batch_sampler = WholeRounds(inner, shard.num_processes * divisor)

@@ -27,10 +27,6 @@ _TRITON: Final = (
     "a Triton kernel needs a GPU and tensors with values, so a step with one can be planned for only on a computer that has the GPU: plan there, or put "
     "PyTorch's own operations in the kernel's place"
 )
-_SCRIPTED: Final = (
-    "is TorchScript, which takes other operations after its first calls than before, so what is captured would not be what runs: give the module that it was "
-    "made of"
-)
 _FLEX: Final = (
     "flex_attention is made to be compiled by torch.compile, and memfit plans by single operations: take "
     f"torch.nn.functional.scaled_dot_product_attention, with the mask as attn_mask (a model of transformers is told so by {_TO_SDPA})"
@@ -77,7 +73,10 @@ def refuse_other_kernels(model: nn.Module, name: str = "the model") -> None:
     for path, module in modules_of(model).items():
         what = f"{name}'s {path}" if path else name
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"{what} {_SCRIPTED}")
+            raise InputError(
+                f"{what} is TorchScript, which takes other operations after its first calls than before, so what is captured would not be what runs: give the "
+                "module that it was made of"
+            )
         if not written and _is_compiled(module):
             raise compiled(what)
         attention = getattr(vars(module).get("config"), "_attn_implementation", None)

@@ -15,9 +15,10 @@ import small
 from memfit.capture.trace_source import TraceSource
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
-from memfit.planner.optimistic import optimistic_bound
+from memfit.planner.optimistic import step_facts
 from memfit.planning import Planning, planning_of
 from memfit.techniques.choices import Choices
+from memfit.techniques.registry import BY_NAME
 from models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +62,7 @@ def test_no_technique_does_better_than_its_bound(device: dict[str, Any]) -> None
         if len(told) > 1:
             continue
         ((name, _),) = told
-        bound = optimistic_bound(plain, name, search.bundle.lower_tier, search.bundle.layers)
+        bound = BY_NAME[name].bound(step_facts(plain.timeline, search.bundle.lower_tier, search.bundle.layers))
         assert bound is not None
         alone = search.solver(1, way)
         assert alone.trace.plain_step_seconds >= plain.trace.plain_step_seconds + bound.seconds - 1e-9, name

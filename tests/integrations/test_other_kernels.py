@@ -17,13 +17,14 @@ from torch import Tensor, nn
 import memfit
 import small
 from integrations import trainer_ranks
+from integrations.quiet_trainers import QUIET, trained_by_lightning
 from integrations.trainer_ranks import SHAPE
 from memfit.errors import InputError
 from memfit.train import run as runs
 from memfit.train.config import from_json
 
 transformers = pytest.importorskip("transformers")
-lightning = pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 
 SAMPLES, TOKENS, STEPS = 4, 64, 3
@@ -195,7 +196,7 @@ def by_trainer(make: Callable[[], Any], folder: Path) -> None:
 
 
 def by_lightning(make: Callable[[], Any], _: Path) -> None:
-    trained_by_lightning(make(), memfit.lightning.FitToMemory("1GiB"))
+    losses_by_lightning(make(), memfit.lightning.FitToMemory("1GiB"))
 
 
 DOORS = [by_plan, by_absent_gpu, by_fit, by_run_file, by_trainer, by_lightning]
@@ -206,40 +207,15 @@ def trainer(model: Any, folder: Path, **named: Any) -> Any:
         "output_dir": str(folder / "trainer"),
         "per_device_train_batch_size": SAMPLES,
         "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        **QUIET,
         "remove_unused_columns": False,  # of a compiled model, Trainer does not see what its forward takes
         **named,
     }
     return transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=rows())
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined]
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch)["loss"]
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return small.adamw(self.parameters())
-
-
-def trained_by_lightning(model: Any, *callbacks: Any) -> list[float]:
-    torch.manual_seed(1)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    loop = lightning.Trainer(callbacks=list(callbacks), max_steps=STEPS, accelerator="cpu", devices=1, **quiet)
-    module = Module(model)
-    loop.fit(module, torch.utils.data.DataLoader(rows(), batch_size=SAMPLES))  # type: ignore[arg-type]
-    return module.losses[-STEPS:]
+def losses_by_lightning(model: Any, *callbacks: Any) -> list[float]:
+    return list(trained_by_lightning(model, rows(), SAMPLES, *callbacks, max_steps=STEPS).losses[-STEPS:])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -446,10 +422,10 @@ def test_trainer_runs_it_to_the_bit(make: Callable[[], Any], tmp_path: Path) -> 
 def test_lightning_runs_it_to_the_bit(make: Callable[[], Any]) -> None:
     torch.compiler.set_stance("force_eager")
     first = memfit.lightning.FitToMemory("1GiB", fixed={"micro_batches": 1})
-    trained_by_lightning(make(), first)
+    losses_by_lightning(make(), first)
     fitted = memfit.lightning.FitToMemory(memfit.smallest_budget(first.plan), fixed={"micro_batches": 1}, meter=True)
 
-    assert trained_by_lightning(make(), fitted) == trained_by_lightning(make())
+    assert losses_by_lightning(make(), fitted) == losses_by_lightning(make())
     assert not fitted.plan.script.plain
     peaks = [record.peak_bytes for record in fitted.engine.records[1:]]  # type: ignore[union-attr]
     assert peaks == [pytest.approx(fitted.plan.prediction.peak_bytes, rel=0.005)] * (STEPS - 1)

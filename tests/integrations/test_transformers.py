@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memfit
 from integrations import trainer_ranks
+from integrations.quiet_trainers import QUIET
 from integrations.trainer_ranks import SHAPE
 from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.planning import planning_of
@@ -62,12 +63,7 @@ def trainer(tmp_path: Path) -> Iterator[Make]:
             "per_device_train_batch_size": 8,
             "max_steps": 4,
             "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "dataloader_pin_memory": False,
+            **QUIET,
             **named,
         }
         args = transformers.TrainingArguments(**arguments)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import memfit
 import small
 from integrations import trainer_ranks
+from integrations.quiet_trainers import QUIET, trained_by_lightning
 from memfit.errors import InputError
 from memfit.techniques.frozen_weights import four_bit
 
 transformers = pytest.importorskip("transformers")
-lightning = pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("accelerate")
@@ -112,12 +113,7 @@ def trainer(model: Any, folder: Path, **named: Any) -> Any:
         "per_device_train_batch_size": SAMPLES,
         "max_steps": STEPS,
         "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        **QUIET,
         **named,
     }
     return transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=rows())
@@ -168,30 +164,8 @@ def test_trainer_says_how_to_leave_recomputation_to_the_plan(tmp_path: Path) -> 
 # -- Lightning -----------------------------------------------------------------------------------------------------------------
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined]
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return small.adamw(p for p in self.parameters() if p.requires_grad)
-
-
-def by_lightning(model: Any, *callbacks: Any, precision: Any = "32-true") -> Module:
-    torch.manual_seed(1)
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    loop = lightning.Trainer(
-        callbacks=list(callbacks), max_steps=STEPS, accelerator="cpu", devices=1, precision=precision, **silent
-    )
-    module = Module(model)
-    loop.fit(module, torch.utils.data.DataLoader(rows(), batch_size=SAMPLES))  # type: ignore[arg-type]
-    return module
+def by_lightning(model: Any, *callbacks: Any, precision: Any = "32-true") -> Any:
+    return trained_by_lightning(model, rows(), SAMPLES, *callbacks, max_steps=STEPS, precision=precision)
 
 
 @pytest.mark.alternate(1)

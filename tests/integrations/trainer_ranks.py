@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import memfit
+from integrations.quiet_trainers import QUIET
 
 SHAPE = {
     "vocab_size": 100,
@@ -68,12 +69,7 @@ def trainer(kind: str, folder: str, **named: Any) -> Any:
         "max_steps": 4,
         "optim": "sgd",
         "learning_rate": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        **QUIET,
         **named,
     }
     return transformers.Trainer(

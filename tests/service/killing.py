@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,6 +79,24 @@ def settings(folder: Path) -> ServiceSettings:
         program=program,
         cores=64,
     )
+
+
+@contextmanager
+def moved_by_hand(folder: Path) -> Iterator[Callable[..., Service]]:
+    """Opens services with their dispatchers, none of which moves by itself, and closes them after the block; they are called with settings that are others."""
+    write_plan(folder)
+    opened: list[Service] = []
+
+    def made(**told: Any) -> Service:
+        own = replace(settings(folder), **told)
+        store = ServiceStore(own.folder)
+        opened.append(Service(own, store, Dispatcher(own, store)))
+        return opened[-1]
+
+    yield made
+    for each in opened:
+        each.dispatcher.runner.close()
+        each.store.close()
 
 
 def run_file(number: int) -> dict[str, Any]:

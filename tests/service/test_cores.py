@@ -12,10 +12,9 @@ import pytest
 
 from memfit.runner.cores import CORES, THREADS
 from memfit.service import launching
-from memfit.service.dispatcher import Dispatcher
 from memfit.service.planned import Planned
 from memfit.service.service import Service, Submission
-from memfit.service.store import ServiceStore, StoredRun
+from memfit.service.store import StoredRun
 from service import killing
 
 
@@ -23,19 +22,8 @@ from service import killing
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Service]]:
     """A service whose runs take milliseconds, in an environment that says nothing of threads; it is moved on by hand."""
     monkeypatch.delenv(THREADS, raising=False)
-    killing.write_plan(tmp_path)
-    opened: list[Service] = []
-
-    def made(**told: Any) -> Service:
-        settings = replace(killing.settings(tmp_path), **told)
-        store = ServiceStore(settings.folder)
-        opened.append(Service(settings, store, Dispatcher(settings, store)))
-        return opened[-1]
-
-    yield made
-    for each in opened:
-        each.dispatcher.runner.close()
-        each.store.close()
+    with killing.moved_by_hand(tmp_path) as made:
+        yield made
 
 
 def submitted(service: Service, *, budget: int = killing.SMALL, gate: Path | None = None, **fit: Any) -> int:

@@ -14,7 +14,6 @@ import pytest
 from memfit.errors import InputError
 from memfit.runner import guard
 from memfit.service import launching
-from memfit.service.dispatcher import Dispatcher
 from memfit.service.hosts import Host
 from memfit.service.housekeeping import Housekeeping
 from memfit.service.refusals import NotNowError
@@ -271,19 +270,8 @@ def test_the_clock_of_leases_is_not_the_one_that_people_set(
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """A host with its dispatcher, moved on by hand, on a store that all of them share; what it runs takes milliseconds."""
-    killing.write_plan(tmp_path)
-    opened: list[Service] = []
-
-    def made(name: str, lease: float = 60.0, **told: Any) -> Service:
-        settings = replace(killing.settings(tmp_path), host=name, lease_seconds=lease, **told)
-        store = ServiceStore(settings.folder)
-        opened.append(Service(settings, store, Dispatcher(settings, store)))
-        return opened[-1]
-
-    yield made
-    for each in opened:
-        each.dispatcher.runner.close()
-        each.store.close()
+    with killing.moved_by_hand(tmp_path) as made:
+        yield lambda name, lease=60.0, **told: made(host=name, lease_seconds=lease, **told)
     assert not list(killing.processes(tmp_path))
 
 

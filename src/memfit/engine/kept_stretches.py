@@ -110,10 +110,8 @@ class KeptStretches:
         if self._calls < self._end.calls or _present() != self._below:  # something of the user's has been put on since
             return
         error = sys.exception()
-        if error is not None and not isinstance(
-            error, ForwardLeftError
-        ):  # forward has failed: torch calls the hook all the same
-            self._on()
+        if error is not None and not isinstance(error, ForwardLeftError):
+            self._on()  # forward has failed: torch calls the hook all the same
         elif self._begun < self._end.begun[0]:
             self._stop(f"{self._begun} calls of modules, the plan has {self._end.begun[0]} here")
         else:

@@ -13,8 +13,7 @@ from memfit.planner.head import head_of
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import block_seconds, state_transfers
-from memfit.techniques.registry import BY_NAME
-from memfit.techniques.technique import OptimisticBound, StepFacts, StreamingFacts
+from memfit.techniques.technique import StepFacts, StreamingFacts
 from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Category, Phase, Trace
 
@@ -64,13 +63,6 @@ def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> Str
     # The two last layers need not come twice; with two layers none does.
     once = link.in_seconds(sum(sorted(layer.weight_bytes for layer in layers)[-2:]))
     return StreamingFacts(again, busy - once)
-
-
-def optimistic_bound(
-    baseline: Solver, name: str, link: Link | None, layers: Sequence[StreamedLayer] = ()
-) -> OptimisticBound | None:
-    """The bound of a technique for the baseline step, whatever its setting; None where it is not known. Arguments as for `step_facts`."""
-    return BY_NAME[name].bound(step_facts(baseline.timeline, link, layers))
 
 
 def least_bytes(solver: Solver) -> int:

@@ -1,7 +1,7 @@
 """Candidates that cannot give the fastest plan, excluded before they are captured by what their techniques can do to bytes and seconds at most.
 
 Bytes are bounded. Seconds are bounded where they can be (`Solver.bound`), and estimated where the bound is loose: what a technique saves in bytes can be
-worth no more than plans that are known to be worth by as many bytes (`_gained_seconds`).
+worth no more than as many bytes are in plans that are known (`_least_extra_seconds`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from math import inf
 from typing import Final
 
 from memfit.planner.found import WORTH_MORE, Found
-from memfit.planner.optimistic import least_bytes, optimistic_bound
+from memfit.planner.optimistic import least_bytes
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.techniques.choices import Choices
+from memfit.techniques.registry import BY_NAME
 from memfit.techniques.technique import OptimisticBound
 from memfit.units import format_bytes, format_seconds
 
@@ -110,6 +111,10 @@ def _least_seconds(solvers: Solvers, candidate: Choices, budget_bytes: int) -> f
 def _least_extra_seconds(solvers: Solvers, solver: Solver, budget_bytes: int, saved_bytes: int | None) -> float:
     """Seconds of one micro-batch that recomputation and offloading add at least to a known candidate, were its budget larger by so many bytes.
 
+    The bound, or an estimate where that is more: further bytes are worth no more than as many were in the plans that were found for fewer. Each byte is worth
+    less than the one before it (the fastest plans over all budgets are nearly convex), and plans for fewer bytes were met on the way to this budget's rather
+    than searched for, so they are slower than need be: both make it too low.
+
     Args:
         solvers: of all candidates.
         solver: of this one.
@@ -120,30 +125,19 @@ def _least_extra_seconds(solvers: Solvers, solver: Solver, budget_bytes: int, sa
         return 0.0
     bound = solver.bound(budget_bytes + saved_bytes)
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
-    best, gained = solver.met(capacity, capacity), _gained_seconds(solver, capacity, saved_bytes)
-    return bound if best is None or gained is None else max(bound, best - gained)
-
-
-def _gained_seconds(solver: Solver, capacity: int, bytes_more: int) -> float | None:
-    """What more bytes can be worth, an estimate: no more than as many were worth in the plans that were found for fewer; None where none were.
-
-    Each further byte is worth less than the one before it (the fastest plans over all budgets are nearly convex), and plans for fewer bytes were met on the
-    way to this budget's rather than searched for, so they are slower than need be: both make it too large.
-    """
-    less = capacity - max(bytes_more, int(WORTH_OVER * capacity))
+    less = capacity - max(saved_bytes, int(WORTH_OVER * capacity))
     best, fewer = solver.met(capacity, capacity), solver.met(capacity, less)
     if best is None or fewer is None:
-        return None
-    return bytes_more * (fewer - best) / (capacity - less)
+        return bound
+    return max(bound, best - saved_bytes * (fewer - best) / (capacity - less))
 
 
 def _bound(solvers: Solvers, name: str, value: object) -> OptimisticBound:
     """The best this technique can do; what it did alone, where it was tried alone."""
-    bundle, baseline = solvers.bundle, solvers.baseline
-    bound = optimistic_bound(baseline, name, bundle.lower_tier, bundle.layers)
-    alone = bundle.candidates[0].but(**{name: value}, micro_batches=solvers.baseline_number)
+    bound = BY_NAME[name].bound(solvers.baseline_facts)
+    alone = solvers.bundle.candidates[0].but(**{name: value}, micro_batches=solvers.baseline_number)
     if bound is not None and name != "streamed" and alone in solvers.asked:
-        seconds = solvers.asked[alone].trace.plain_step_seconds - baseline.trace.plain_step_seconds
+        seconds = solvers.asked[alone].trace.plain_step_seconds - solvers.baseline.trace.plain_step_seconds
         return replace(bound, seconds=seconds)
     return bound if bound is not None else OptimisticBound(None, -inf)
 

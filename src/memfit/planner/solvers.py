@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from memfit.garbage import uncollected
 from memfit.hardware.machine import Link
 from memfit.planner.offloading import solver_for
+from memfit.planner.optimistic import step_facts
 from memfit.planner.recipes import Recipes
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -21,6 +22,7 @@ from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import Transfers, layer_transfers, state_transfers
 from memfit.techniques.choices import Choices, sizing_state
 from memfit.techniques.sharding import setting_of, way_of
+from memfit.techniques.technique import StepFacts
 from memfit.values.bundle import Refusal, TraceBundle
 from memfit.values.request import Request
 from memfit.values.trace import Category, Trace
@@ -102,6 +104,11 @@ class Solvers:
     def baseline(self) -> Solver:
         """For the step as the user has it, in one micro-batch or as many as are fixed."""
         return self.of(self.baseline_number)
+
+    @cached_property
+    def baseline_facts(self) -> StepFacts:
+        """Of the baseline, what techniques ask for."""
+        return step_facts(self.baseline.timeline, self.bundle.lower_tier, self.bundle.layers)
 
     @property
     def baseline_number(self) -> int:

@@ -212,9 +212,8 @@ def _seconded(folder: str, lease: Lease) -> int:
             if watched in ready:
                 break
             if heard in ready:
-                if lines := os.read(heard, 1 << 16).split(b"\n")[
-                    :-1
-                ]:  # nothing is heard of one that is about to be gone
+                lines = os.read(heard, 1 << 16).split(b"\n")[:-1]
+                if lines:  # nothing is heard of one that is about to be gone
                     ends, last = map(float, lines[-1].split())
             elif wait <= 0:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)

@@ -106,11 +106,9 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in deepspeed.notices))
     batches: Batches | StreamBatches
     if isinstance(training, Stream):
-        if config.train.steps is None:
-            raise ConfigError(
-                "train.steps is missing: the data is a stream, of which it is not known how many steps an epoch has, so say how many to take"
-            )
         batches = StreamBatches(training.samples, size, device, training.collate)
+        if config.train.steps is None:
+            raise batches.without_steps()
     else:
         if len(training) < size:
             notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")

@@ -100,24 +100,14 @@ class Batches:
         which, least = "a batch", self.size
         if self.size >= ranks and len(self.samples) % self.size:
             which, least = f"the last batch of an epoch of {len(self.samples)} samples", len(self.samples) % self.size
-        if least < ranks:
-            raise InputError(
-                f"{which} has {least} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
-            )
+        check_ranks(which, least, ranks)
         return replace(self, rank=rank, ranks=ranks)
-
-    def _own(self, chosen: list[int]) -> list[int]:
-        """Of a batch's samples those of this rank."""
-        share, more = divmod(len(chosen), self.ranks)
-        first = self.rank * share + min(self.rank, more)
-        return chosen[first : first + share + (self.rank < more)]
 
     def order(self, epoch: int) -> list[int]:
         """Numbers of the samples in the order of this epoch."""
         if self.seed is None:
             return list(range(len(self.samples)))
-        digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
+        generator = torch.Generator().manual_seed(seed_of(f"{self.seed} {epoch}"))
         return torch.randperm(len(self.samples), generator=generator).tolist()
 
     @property
@@ -155,17 +145,46 @@ class Batches:
                 chosen = order[used : used + self.size]
                 used += len(chosen)
                 after = Position(epoch, used) if used < len(order) else Position(epoch + 1, 0)
-                yield self.on_device(self.samples.batch(self._own(chosen), epoch)), after
+                own = chosen[part_of_rank(len(chosen), self.rank, self.ranks)]
+                yield on_device(self.samples.batch(own, epoch), self.device), after
             epoch, used = epoch + 1, 0
 
     def once(self) -> Iterator[Batch]:
         """Every sample once, in the data's own order, as for an evaluation."""
         for first in range(0, len(self.samples), self.size):
             chosen = range(first, min(first + self.size, len(self.samples)))
-            yield self.on_device(self.samples.batch(chosen, 0))
+            yield on_device(self.samples.batch(chosen, 0), self.device)
 
-    def on_device(self, batch: Batch) -> Batch:
-        """The batch where it is trained."""
-        if self.device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self.device), batch)
+
+def seed_of(words: str) -> int:
+    """A seed for a generator of torch, the same for the same words everywhere."""
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4])
+
+
+def check_ranks(which: str, samples: int, ranks: int) -> None:
+    """Check that a batch has a sample for every rank.
+
+    Args:
+        which: batch, as the subject of a sentence.
+        samples: in it.
+        ranks: among which it is divided.
+
+    Raises:
+        InputError: it has not.
+    """
+    if samples < ranks:
+        raise InputError(
+            f"{which} has {samples} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
+        )
+
+
+def part_of_rank(samples: int, rank: int, ranks: int) -> slice:
+    """Of a batch's samples those of a rank: parts do not overlap, and the first ranks take what does not divide."""
+    share, more = divmod(samples, ranks)
+    first = rank * share + min(rank, more)
+    return slice(first, first + share + (rank < more))
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where it is trained."""
+    return batch if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), batch)

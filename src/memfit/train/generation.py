@@ -8,7 +8,6 @@ would be faster, and would hold keys and values of all layers, which a step that
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.techniques.autocast.precision import autocast
+from memfit.train.data import seed_of
 from memfit.train.evaluate import undisturbed
 from memfit.train.prompts import GenerateConfig
 from memfit.train.text import Encoder
@@ -94,7 +94,7 @@ class Generation:
         with undisturbed(model), autocast(precision, device.type):
             for number, (text, prompt) in enumerate(zip(self.settings.prompts, self._prompts, strict=True)):
                 words = f"{self.settings.seed} {step} {number}"
-                draws = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]))
+                draws = torch.Generator().manual_seed(seed_of(words))
                 tokens = list(prompt)
                 while len(tokens) < len(prompt) + self.settings.max_new_tokens:
                     if stop():

@@ -8,7 +8,6 @@ never stopped.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from memfit.trackers import Tracker
 from memfit.train import snapshots
 from memfit.train.assemble import seed_all
 from memfit.train.config import ScheduleConfig, TrainConfig
-from memfit.train.data import Batches, Position
+from memfit.train.data import Batches, Position, seed_of
 from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
 from memfit.train.evaluate import Accuracy, evaluate
 from memfit.train.generation import Generation
@@ -342,7 +341,7 @@ class _Run:
         if ranks != snapshot.ranks:
             # Their generators were for other parts of the batch.
             words = f"{self.settings.seed} {snapshot.step} {0 if sharded is None else sharded.agreement.rank} {ranks}"
-            seed_all(int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]))
+            seed_all(seed_of(words))
             self.output.display.note(
                 f"the snapshot is of {snapshot.ranks} rank{'s' if snapshot.ranks != 1 else ''} and this run has {ranks}: parameters and optimizer state go on "
                 "as they were; dropout draws other numbers from here on"

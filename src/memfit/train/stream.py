@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from memfit.batches import Batch, map_tensors
+from memfit.batches import Batch
 from memfit.errors import ConfigError, InputError, SnapshotError
 from memfit.step import process_generators
-from memfit.train.data import Position
+from memfit.train.data import Position, check_ranks, on_device, part_of_rank
 
 Collate = Callable[
     [Sequence[Any], int, int], Batch
@@ -97,7 +97,11 @@ class StreamBatches:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
+        raise self.without_steps()
+
+    def without_steps(self) -> ConfigError:
+        """The error where a run does not say how many steps to take."""
+        return ConfigError(
             "train.steps is missing: the data is a stream, of which it is not known how many steps an epoch has, so say how many to take"
         )
 
@@ -107,15 +111,12 @@ class StreamBatches:
         Raises:
             InputError: a batch has fewer samples than there are ranks.
         """
-        if self.size < ranks:
-            raise InputError(
-                f"a batch has {self.size} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
-            )
+        check_ranks("a batch", self.size, ranks)
         return replace(self, rank=rank, ranks=ranks)
 
     def sample(self) -> Batch:
         """The first batch of this rank, to plan with; it is trained on all the same."""
-        return self.on_device(self._batch(self._looked_at(), 0, 0))
+        return self._batch(self._looked_at(), 0, 0)
 
     def some(self, parts: int) -> list[Batch]:  # noqa: ARG002 - the rest is not known
         """The first batch, to compare data by."""
@@ -146,10 +147,9 @@ class StreamBatches:
         yield from self.stream
 
     def _batch(self, samples: Sequence[Any], epoch: int, first: int) -> Batch:
-        """Of a batch's samples those of this rank."""
-        share, more = divmod(len(samples), self.ranks)
-        start = self.rank * share + min(self.rank, more)
-        return self.collate(samples[start : start + share + (self.rank < more)], epoch, first + start)
+        """Of a batch's samples those of this rank, where they are trained on."""
+        own = part_of_rank(len(samples), self.rank, self.ranks)
+        return on_device(self.collate(samples[own], epoch, first + own.start), self.device)
 
     def start(
         self,
@@ -192,7 +192,7 @@ class StreamBatches:
                 continue
             batch = self._batch(chosen, epoch, first)
             del chosen  # what a batch was made of takes no memory during the step
-            yield self.on_device(batch), Position(epoch, used)
+            yield batch, Position(epoch, used)
 
     def mark(self) -> dict[str, Any] | None:
         """What the batch that was made last is known by, for a snapshot; None before the first."""
@@ -215,12 +215,6 @@ class StreamBatches:
                 f"the stream does not give the samples that it gave before (of epoch {position.epoch + 1} those up to {position.used} were trained on), "
                 "so it cannot be put where it was: have its order depend on nothing but its arguments and set_epoch, or start a new run from the weights"
             )
-
-    def on_device(self, batch: Batch) -> Batch:
-        """The batch where it is trained."""
-        if self.device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
 def _digest(samples: Sequence[Any]) -> str:

@@ -102,17 +102,22 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
         optimizer = trainer.create_optimizer()
         engine = self._fit(TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm), asked)
+        self._divisor = engine.plan.choices.micro_batches // accumulated
         if self._shared is None:
             trainer.optimizer = engine.optimizer
         else:
             check_saving(trainer, engine)
-            divisor = engine.plan.choices.micro_batches // accumulated
-            TrainerOnRanks(trainer, engine, self._shared, lambda: self._micro_batches == len(self._window) - 1, divisor)
+            TrainerOnRanks(
+                trainer,
+                engine,
+                self._shared,
+                lambda: self._micro_batches == len(self._window) - 1,
+                self._divisor,
+            )
         trainer.compute_loss = self.compute_loss
         trainer.get_batch_samples = self.get_batch_samples
         if self.meter:
             trainer.train = self._closing(trainer.train)
-        self._divisor = engine.plan.choices.micro_batches // accumulated
         self._set(trainer, given)
 
     def _closing(self, train: Callable[..., Any]) -> Callable[..., Any]:

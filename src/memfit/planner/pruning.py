@@ -48,9 +48,7 @@ def why_hopeless(
     if best is not None:
         seconds = _least_seconds(solvers, candidate, budget_bytes)
         if seconds * WORTH_MORE >= best.seconds:
-            return (
-                f"a step takes at least {format_seconds(seconds)}, with the chosen plan {format_seconds(best.seconds)}"
-            )
+            return f"a step takes about {format_seconds(seconds)} or more, with the chosen plan {format_seconds(best.seconds)}"
     return None
 
 

@@ -264,6 +264,50 @@ def test_what_a_run_has_started_ends_with_it_when_its_watcher_is_killed(
     assert guard.started(int(file.read_text())) is None
 
 
+def test_what_runs_when_the_runner_ends_is_begun_again_by_the_next_and_what_was_stopped_is_not(
+    make: Callable[..., Runner], tmp_path: Path
+) -> None:
+    runner, there = make(), tmp_path / "there"
+    once = f"import os, time; there = os.path.exists({str(there)!r}); open({str(there)!r}, 'w').close(); time.sleep(0 if there else 60)"
+    deaf = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'deaf')!r}, 'w').close(); time.sleep(60)"
+    runner.submit(request("goes on", once, restarts=0))
+    runner.submit(request("stopped", deaf, grace_seconds=60))
+    runner.poll()
+    until(lambda: there.exists() and (tmp_path / "deaf").exists())
+    runner.stop("stopped")
+    time.sleep(0.2)  # until its guard has it
+    runner.close()
+    runner = make()
+    ends = {"stopped": runner.end_of("stopped"), **until_over(runner, "goes on")}
+    assert [(each.kind, each.attempts) for each in ends.values() if each] == [("stopped", 1), ("done", 2)]
+
+
+NO_SPACE = "import sys; sys.stderr.write('OSError: [Errno 28] No space left on device'); raise SystemExit(1)"
+
+
+def test_a_run_that_ends_for_want_of_space_is_begun_again_once_there_may_be_some(
+    make: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as a run that is killed; and where the disk is the runner's own, and still full, only by the next runner, after a word to its user."""
+    runner = make()
+    runner.submit(request("run", NO_SPACE, restarts=1))
+    end = until_over(runner, "run")["run"]
+    assert (end.kind, end.attempts, end.text.partition(":")[0]) == (
+        "failed",
+        2,
+        "failed (exit status 1, the disk was full)",
+    )
+    runner.submit(request("again", NO_SPACE, restarts=0))
+    monkeypatch.setattr(guard, "is_full", lambda *_: True)
+    for _ in range(2):
+        with pytest.raises(InputError, match="the disk of .* is full, and again has ended for it: free space"):
+            until_over(runner, "again")
+    runner.close()
+    monkeypatch.undo()
+    end = until_over(make(), "again")["again"]
+    assert (end.kind, end.attempts, end.disk_full) == ("failed", 2, True)
+
+
 RANKS = """
 import os, sys, time
 rank, how, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]

@@ -588,6 +588,22 @@ def test_a_killed_search_goes_on_and_no_trial_is_lost_or_told_twice(tmp_path: Pa
         check_whole(run(search), 6)
 
 
+def test_a_search_that_is_ended_goes_on_with_its_trials(tmp_path: Path) -> None:
+    """By Ctrl-C, or by whoever shuts the computer down: what ran was not pruned. It is run again, with the same values."""
+    search = searches.command(tmp_path, SLOW.replace("0.15", "0.5"), trials=4, at_once=2, sampler="random")
+    for _ in range(2):
+        process = started(tmp_path, search)
+        runs = search.out / "runner" / "runs"
+        seen = set(runs.glob("*/*/claim")) if runs.exists() else set()
+        until(lambda runs=runs, seen=seen: set(runs.glob("*/*/claim")) > seen)  # type: ignore[misc]
+        process.terminate()
+        process.communicate()
+    found = run(search)
+    assert states(found) == ["done"] * 4
+    check_whole(found, 4)
+    assert any((each / "2").exists() for each in runs.iterdir())
+
+
 @pytest.mark.slow
 def test_the_runs_of_a_killed_search_end_with_it(tmp_path: Path) -> None:
     search = searches.command(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)", trials=1)

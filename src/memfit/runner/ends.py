@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from memfit.oom.messages import find
 
 EndKind = Literal["done", "failed", "out_of_memory", "killed", "stopped", "lost"]
 
+_FULL: Final = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _TAIL: Final = 64 << 10  # bytes of output in which an error is looked for
 _NEVER_BEGUN: Final = "could not be started"
 _RANK: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: \d+\)", re.MULTILINE)
@@ -48,13 +51,14 @@ class End:
             asked to, or at a limit), "lost" (nobody knows: the process that watched it is gone, too).
         status: exit status; None where a signal ended it, or nobody knows.
         signal: number of the signal that ended it; None for none.
-        reason: why it was stopped ("asked", "time", "silence", "runner died", "lease"), what is known of another end, or "".
+        reason: why it was stopped ("asked", "time", "silence", "runner died", "runner closed", "lease"), what is known of another end, or "".
         forced: whether it ignored the end signal and was killed after the grace.
         seconds: from start to end.
         resident_bytes: largest resident set of its process.
         tail: the last line of its error output.
         attempts: how often it was started.
         ranks: those of a run of several ranks that failed first, as torchrun has told it; the others were ended for their sake.
+        disk_full: whether the disk of its output or of its folder had no space when it ended, or its error output says so.
     """
 
     kind: EndKind
@@ -67,6 +71,7 @@ class End:
     tail: str = ""
     attempts: int = 1
     ranks: tuple[RankEnd, ...] = ()
+    disk_full: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -85,7 +90,7 @@ class End:
             case "done":
                 return "done"
             case "failed":
-                status = self.reason or f"exit status {self.status}"
+                status = self.reason or f"exit status {self.status}" + (", the disk was full" if self.disk_full else "")
                 return f"failed ({status}){ranks}" + (f": {self.tail}" if self.tail else "")
             case "out_of_memory":
                 return f"out of memory: {self.reason}{ranks}"
@@ -123,9 +128,10 @@ def classified(left: Mapping[str, Any], output: Path, attempts: int) -> End:
         "tail": next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:300],
         "attempts": attempts,
         "ranks": rank_ends(text),
+        "disk_full": bool(left.get("disk_full")) or any(words in text for words in _FULL),
     }
     if left.get("error"):
-        return End("failed", reason=f"{_NEVER_BEGUN}: {left['error']}", attempts=attempts)
+        return End("failed", reason=f"{_NEVER_BEGUN}: {left['error']}", attempts=attempts, disk_full=facts["disk_full"])
     if left.get("reason"):
         return End("stopped", reason=left["reason"], **facts)
     if status == 0:

@@ -4,12 +4,12 @@ It is started as a script without the package (`python -I -S guard.py FOLDER`), 
 
 * claims the folder, so that no attempt is run twice: whoever creates the file `claim` first has it, and a guard that comes second ends at once;
 * runs the command in a session of its own, under a limit of memory, first in line when the kernel runs out of memory;
-* on SIGTERM passes the signal on and kills after the grace; kills at once on SIGUSR1, at the limits of time and silence, and (unless the run is to go on) when
-  the runner dies;
+* on SIGTERM passes the signal on and kills after the grace; kills at once on SIGUSR1, on SIGQUIT (the runner ends, and the next begins the run again), at the
+  limits of time and silence, and (unless the run is to go on) when the runner dies;
 * leaves no process of the run behind, whatever session it moved to: as a "subreaper" it becomes the parent of all that are orphaned;
 * ends a run whose lease is over: its host writes the lease anew as long as the other hosts know that it lives, and once they may think otherwise they may start
   the run elsewhere. Such a run is watched by a second process, which ends it where this one is killed or halted, and is replaced where it is killed itself;
-* writes how it ended into `end.json`, whose bytes it takes from the disk before it starts, so that a full disk loses no end.
+* writes how it ended into `end.json`, whose bytes it takes from the disk before it starts, so that a full disk loses no end; and whether the disk is full.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ SPEC = "spec.json"
 ATTEMPT = "MEMFIT_ATTEMPT"
 """Variable of a run's environment: the folder of the attempt that it is."""
 _END_BYTES = 1024
+_FULL_BYTES = (
+    64 << 10
+)  # free on a disk that is called full: a program whose write has failed may leave a part of a block
 _DEATHSIG, _SUBREAPER = 1, 36  # of prctl
-SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def started(pid: int) -> int | None:
@@ -422,9 +425,13 @@ def main(folder: str) -> int:
         elif number == signal.SIGUSR1:
             end["reason"] = end["reason"] or "asked"
             os.kill(child.pid, signal.SIGKILL)
+        elif number == signal.SIGQUIT:
+            end["reason"] = end["reason"] or "runner closed"
+            os.kill(child.pid, signal.SIGKILL)
         elif number == signal.SIGUSR2 and orphaned():
             end["reason"] = "runner died"
             os.kill(child.pid, signal.SIGKILL)
+    end["disk_full"] = is_full(folder, spec["folder"], os.path.dirname(spec["watched"]))  # noqa: PTH120
     _kill_all()
     end["oom_kills"] = _oom_kills() - kills
     end["seconds"] = time.monotonic() - limits.begun
@@ -434,6 +441,18 @@ def main(folder: str) -> int:
         os.fsync(taken.fileno())
     os.rename(place(f".{END}"), place(END))  # noqa: PTH104
     return 0
+
+
+def is_full(*folders: str) -> bool:
+    """Whether one of these folders is on a disk without space; "" for none."""
+    for folder in filter(None, folders):
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue
+        if found.f_bavail * found.f_frsize < _FULL_BYTES:
+            return True
+    return False
 
 
 def _tell(pid: int) -> None:

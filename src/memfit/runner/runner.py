@@ -77,8 +77,7 @@ class Runner(Runs):
         if name in self._waiting:
             self._finish(self._waiting.pop(name), End("stopped", reason="asked", attempts=self._attempts[name]))
         elif name in self._running:
-            with suppress(ProcessLookupError):
-                os.kill(self._running[name].pid, signal.SIGUSR1 if at_once else signal.SIGTERM)
+            _send(self._running[name], signal.SIGUSR1 if at_once else signal.SIGTERM)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[str, End]]:
         """As in `Runs`."""
@@ -96,17 +95,19 @@ class Runner(Runs):
         """Let go of the folder.
 
         Args:
-            stop: end what runs, at once; else runs that outlive the runner go on, to be found again.
+            stop: end what runs, at once, for the next runner of the folder to begin it again; else runs that outlive the runner go on, to be found again.
         """
         if stop:
-            for name in self.running:
-                self.stop(name, at_once=True)
+            for attempt in self._running.values():
+                _send(attempt, signal.SIGQUIT)
             for attempt in list(self._running.values()):
                 select.select([attempt.watch], [], [], 10)
                 with suppress(InputError):
                     self._ended_now(attempt)
         for attempt in self._running.values():
             os.close(attempt.watch)
+            if attempt.process is not None:
+                attempt.process.poll()  # one that has ended leaves no zombie
         self._running.clear()
         self._store.close()
 
@@ -131,8 +132,7 @@ class Runner(Runs):
         """A guard that somebody has halted sees no end and keeps no limit."""
         for attempt in self._running.values():
             if guard.halted(attempt.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(attempt.pid, signal.SIGCONT)
+                _send(attempt, signal.SIGCONT)
 
     def _watch(self, seconds: float) -> None:
         watches = [attempt.watch for attempt in self._running.values()]
@@ -159,7 +159,8 @@ class Runner(Runs):
         left = read_json(attempt.folder / guard.END)
         if left is None:
             guard.end_left_behind(str(attempt.folder))
-            return End("lost", reason="the process that watched it was killed", attempts=attempt.number)
+            full = guard.is_full(str(attempt.folder))  # without space a guard cannot begin
+            return End("lost", reason="the process that watched it was killed", attempts=attempt.number, disk_full=full)
         return classified(left, attempt.folder / "stderr", attempt.number)
 
     def _found_again(self, row: Row) -> None:
@@ -189,8 +190,13 @@ class Runner(Runs):
             guard.end_left_behind(str(folder))
         gone = End("lost", reason="it was gone when the runner came back", attempts=number)
         found = gone if left is None else classified(left, folder / "stderr", number)
-        if not self._again(request, found):
+        if not self._again(request, found, earlier=True):
             self._finish(request, found)
+
+
+def _send(attempt: _Attempt, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(attempt.pid, number)
 
 
 def _open(pid: int) -> int | None:

@@ -16,6 +16,7 @@ from memfit.runner.request import RunRequest
 from memfit.runner.store import Row, RunStore
 
 _AGAIN: Final = ("killed", "lost")  # ends after which a run is started again; others would only happen again
+_WITH_RUNNER: Final = ("runner died", "runner closed")  # why a run was stopped that had no part in it
 
 
 class Runs(ABC):
@@ -115,7 +116,7 @@ class Runs(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs, at once, and let go of the folder."""
+        """End what runs, at once, and let go of the folder; the next runner of the folder begins it again."""
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +153,25 @@ class Runs(ABC):
         self._attempts[request.name] = number
         return number, folder, spec
 
-    def _again(self, request: RunRequest, end: End) -> bool:
-        """Whether the run is to be started again, and now waits for it."""
-        with_runner = end.kind == "stopped" and end.reason == "runner died"
-        faults = self._faults.get(request.name, 0) + (0 if with_runner else 1)
-        if not with_runner and (end.kind not in _AGAIN or faults > request.restarts):
+    def _again(self, request: RunRequest, end: End, *, earlier: bool = False) -> bool:
+        """Whether the run is to be started again, and now waits for it.
+
+        Args:
+            request: of the run.
+            end: of its last attempt.
+            earlier: whether that ended under an earlier runner. Since then somebody has started this one, and may be taken to have freed a full disk.
+
+        Raises:
+            InputError: it failed for want of space, which is still not there; nothing has changed, and the next call tries again.
+        """
+        for_space = end.disk_full and end.kind in {"failed", "lost"}
+        if for_space and not earlier and guard.is_full(str(self.folder)):
+            raise InputError(
+                f"the disk of {self.folder} is full, and {request.name} has ended for it: free space, then start again"
+            )
+        no_fault = (end.kind == "stopped" and end.reason in _WITH_RUNNER) or (for_space and earlier)
+        faults = self._faults.get(request.name, 0) + (0 if no_fault else 1)
+        if not no_fault and (not (for_space or end.kind in _AGAIN) or faults > request.restarts):
             return False
         self._wait(request, faults)
         return True

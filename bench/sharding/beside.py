@@ -1,4 +1,7 @@
-"""Time at equal peaks: each way that people write by hand, and memfit's plan in as many bytes as that takes, in turns in the same ranks."""
+"""Time at equal peaks: each way that people write by hand, and memfit's plans in as many bytes as that takes, in turns in the same ranks.
+
+Two plans: one that shares the step out in the same way, and one that may choose any.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +29,31 @@ def peak(rank: int, name: str) -> int:
     return _peak(_begun(name))
 
 
-def in_turns(rank: int, name: str, plan: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Peak, and processor seconds in each round, of a rival and of a plan.
+def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """Peak, and processor seconds in each round, of a rival and of plans.
 
     Each runs twice in its turn and the second step is timed, as in training, where the step before was one of its kind; who begins changes from round to round.
     """
     del rank
     rival = _begun(name)
     peaks = {"rival": _peak(rival)}  # before there is a plan's model, which would count as the rival's own
-    planned = Planned(plan)
-    planned.step()
-    peaks["plan"] = least_of(planned.peak)
+    planned = {which: Planned(plan) for which, plan in plans.items()}
+    for which, each in planned.items():
+        each.step()
+        peaks[which] = least_of(each.peak)
     gc.collect()
     gc.freeze()
-    steps: list[tuple[str, Callable[[], None]]] = [("rival", rival.step), ("plan", planned.step)]
-    seconds: dict[str, list[float]] = {"rival": [], "plan": []}
+    steps = {"rival": rival.step, **{which: each.step for which, each in planned.items()}}
+    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    order = list(steps)
     for _ in range(rounds):
-        for who, step in steps:
-            step()
+        for who in order:
+            steps[who]()
             dist.barrier()
-            seconds[who].append(seconds_of(step))
-        steps.reverse()
-    planned.close()
+            seconds[who].append(seconds_of(steps[who]))
+        order.reverse()
+    for each in planned.values():
+        each.close()
     return {"peaks": peaks, "seconds": seconds}
 
 
@@ -76,29 +82,39 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
         # A rival that is a pipeline has its number of micro-batches; the others have one, and a plan as many as it likes.
         fixed = {"sharding": f"1f1b/{ranks}", "micro_batches": 2 * ranks} if way == "1f1b" else {"sharding": way}
         model, sample, loss_fn = gpt()
-        plan = memfit.plan(model, sample, loss_fn, budget, adamw, devices=ranks, fixed=fixed)
-        tell(f"planned in the {budget} bytes of {name}: {plan.prediction.peak_bytes}")
-        told = on_ranks(ranks, in_turns, name, plan.to_json(), rounds, limit=limit)
+        plans = {
+            "plan": memfit.plan(model, sample, loss_fn, budget, adamw, devices=ranks, fixed=fixed),
+            "free": memfit.plan(model, sample, loss_fn, budget, adamw, devices=ranks),
+        }
+        for which, plan in plans.items():
+            tell(
+                f"{which}, in the {budget} bytes of {name}: {plan.choices.sharding}, {plan.prediction.peak_bytes} bytes"
+            )
+        told = on_ranks(
+            ranks, in_turns, name, {which: plan.to_json() for which, plan in plans.items()}, rounds, limit=limit
+        )
         sums = {
             who: [sum(each) for each in zip(*(t["seconds"][who] for t in told), strict=True)]
             for who in told[0]["seconds"]
         }
-        low, middle, high = measuring.quartiles(a / b for a, b in zip(sums["plan"], sums["rival"], strict=True))
-        found.append(
-            {
-                "row": "beside",
-                "ranks": ranks,
-                "name": name,
-                "way": way,
-                "rounds": rounds,
-                "rival_bytes": [t["peaks"]["rival"] for t in told],
+        row: dict[str, Any] = {
+            "row": "beside",
+            "ranks": ranks,
+            "name": name,
+            "rounds": rounds,
+            "rival_bytes": [t["peaks"]["rival"] for t in told],
+            "rival_seconds": statistics.median(sums["rival"]) / ranks,
+        }
+        for which, plan in plans.items():
+            low, middle, high = measuring.quartiles(a / b for a, b in zip(sums[which], sums["rival"], strict=True))
+            row[which] = {
+                "way": plan.choices.sharding,
                 "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
-                "measured_bytes": [t["peaks"]["plan"] for t in told],
+                "measured_bytes": [t["peaks"][which] for t in told],
                 "micro_batches": plan.choices.micro_batches,
-                "rival_seconds": statistics.median(sums["rival"]) / ranks,
                 "time_ratio": middle,
                 "quartiles": [low, high],
             }
-        )
-        tell(f"{name}: {middle:.3f} ({low:.3f} to {high:.3f})")
+            tell(f"{name}, {which}: {middle:.3f} ({low:.3f} to {high:.3f})")
+        found.append(row)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import measuring
+from memfit.views.drawing import counted
 
 Rows = Sequence[Mapping[str, Any]]
 WORDS = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
@@ -171,35 +172,30 @@ def _others(rows: Rows) -> str:
 
 
 def _beside(rows: Rows) -> str:
+    beside = [row for row in rows if row["row"] == "beside"]
     lines = [
         [
             str(row["ranks"]),
             row["name"],
             f"{max(row['rival_bytes']):,}",
             f"{1e3 * row['rival_seconds']:.0f} ms",
-            WORDS.get(row["way"], "a pipeline (1F1B)"),
-            str(row["micro_batches"]),
-            f"{max(row['measured_bytes']):,}",
-            f"{row['time_ratio']:.3f}",
-            f"{row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f}",
+            *(
+                cell
+                for which in ("plan", "free")
+                for cell in (
+                    f"{_worded(row[which]['way'])}, {counted(row[which]['micro_batches'], 'micro-batch')}",
+                    f"{max(row[which]['measured_bytes']):,}",
+                    f"{row[which]['time_ratio']:.2f} ({row[which]['quartiles'][0]:.2f} to {row[which]['quartiles'][1]:.2f})",
+                )
+            ),
         ]
-        for row in rows
-        if row["row"] == "beside"
+        for row in beside
     ]
-    heads = [
-        "ranks",
-        "by hand",
-        "its peak",
-        "its time",
-        "memfit",
-        "micro-batches",
-        "its peak",
-        "time over the other's",
-        "quartiles",
-    ]
-    rounds = sorted({row["rounds"] for row in rows if row["row"] == "beside"})
+    of_plan = ["its peak", "time over the other's"]
+    heads = ["ranks", "by hand", "its peak", "its time", "memfit, in the same way", *of_plan, "memfit, free to choose", *of_plan]  # fmt: skip
+    rounds = sorted({row["rounds"] for row in beside})
     return (
-        "The plan in the bytes that the other takes. Processor time of a rank, of all ranks together within a round; medians of "
+        "Plans in the bytes that the other takes. Processor time of a rank, of all ranks together within a round; medians (and quartiles) of "
         f"{' and '.join(map(str, rounds))} rounds.\n\n{measuring.table(heads, lines)}"
     )
 

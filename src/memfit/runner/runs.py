@@ -169,6 +169,8 @@ class Runs(ABC):
             raise InputError(
                 f"the disk of {self.folder} is full, and {request.name} has ended for it: free space, then start again"
             )
+        if for_space and not earlier and guard.is_full(str(self._folder(request.name, end.attempts))):
+            return False  # a disk of its own, on which nothing can be begun
         no_fault = (end.kind == "stopped" and end.reason in _WITH_RUNNER) or (for_space and earlier)
         faults = self._faults.get(request.name, 0) + (0 if no_fault else 1)
         if not no_fault and (not (for_space or end.kind in _AGAIN) or faults > request.restarts):

@@ -16,10 +16,10 @@ MIB = 1 << 20
 @contextmanager
 def cluster_of_a_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head without bytes of its own; machines are added by the test."""
+    ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     short = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", short)
-    ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * MIB})

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,11 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         guard.end_left_behind(str(folder))
 
 
+def watching(folder: Path, *, inherits: bool = False, leave: Callable[[], None] = lambda: None) -> DetachedWatch:
+    """One that does not end the process of the test."""
+    return DetachedWatch(str(folder), inherits=inherits, leave=leave)
+
+
 def until(watch: DetachedWatch, heard: float, *, seconds: float, wait: float = 30.0, **told: Any) -> dict[str, Any]:
     """Speak to it until the run is over; what it said then."""
     deadline = time.monotonic() + wait
@@ -50,7 +56,7 @@ def until(watch: DetachedWatch, heard: float, *, seconds: float, wait: float = 3
 
 def test_nothing_begins_before_the_answer_was_heard(attempt: Callable[..., Path]) -> None:
     folder = attempt(sys.executable, "-S", "-c", WORK, "0.1")
-    watch = DetachedWatch(str(folder))
+    watch = watching(folder)
     first = watch.look(None, 60.0)
     assert (first["over"], (folder / guard.CLAIM).exists(), (folder / LEASE).exists()) == (False, False, False)
     said = until(watch, first["clock"], seconds=60.0)
@@ -60,7 +66,7 @@ def test_nothing_begins_before_the_answer_was_heard(attempt: Callable[..., Path]
 
 def test_a_word_that_was_long_on_its_way_begins_and_renews_nothing(attempt: Callable[..., Path]) -> None:
     folder = attempt()
-    watch = DetachedWatch(str(folder))
+    watch = watching(folder)
     old = watch.look(None, 2.0)["clock"]
     time.sleep(2.2)
     said = until(watch, old, seconds=2.0)
@@ -72,22 +78,32 @@ def test_a_word_that_was_long_on_its_way_begins_and_renews_nothing(attempt: Call
 
 def test_a_run_ends_by_its_lease_though_old_words_keep_coming(attempt: Callable[..., Path]) -> None:
     folder = attempt(grace_seconds=1.0)
-    watch = DetachedWatch(str(folder))
+    watch = watching(folder)
     heard, begun = watch.look(None, 2.0)["clock"], time.monotonic()
     assert until(watch, heard, seconds=2.0)["end"]["reason"] == "lease"
     assert 1.9 < time.monotonic() - begun < 15.0
 
 
+def test_it_leaves_once_what_it_watched_has_ended_by_its_lease(attempt: Callable[..., Path]) -> None:
+    folder, left = attempt(grace_seconds=1.0), threading.Event()
+    watch = watching(folder, leave=left.set)
+    begun = time.monotonic()
+    watch.look(watch.look(None, 2.0)["clock"], 2.0)
+    assert left.wait(60.0)
+    assert time.monotonic() - begun > 2 * 2.0
+    assert watch.look(None, 2.0)["end"]["reason"] == "lease"
+
+
 def test_another_one_in_its_place_goes_on_with_the_run(attempt: Callable[..., Path]) -> None:
     folder = attempt()
-    first = DetachedWatch(str(folder))
+    first = watching(folder)
     first.look(first.look(None, 60.0)["clock"], 60.0)
     deadline = time.monotonic() + 30
     while not (folder / "stdout").exists() or not (folder / "stdout").read_text():
         time.sleep(0.05)
         assert time.monotonic() < deadline
     claimed = (folder / guard.CLAIM).read_text()
-    second = DetachedWatch(str(folder))
+    second = watching(folder)
     said = second.look(None, 60.0)
     assert not said["over"]
     assert not second.look(said["clock"], 60.0)["over"]
@@ -98,9 +114,22 @@ def test_another_one_in_its_place_goes_on_with_the_run(attempt: Callable[..., Pa
     assert first.look(None, 60.0)["over"]
 
 
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_run_is_told_the_machines_gpus_and_no_more_of_its_environment(
+    attempt: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, *, inherits: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("SECRET", "word")
+    code = "import os; print(*(os.environ.get(name) for name in ('CUDA_VISIBLE_DEVICES', 'SECRET', 'TOLD')))"
+    folder = attempt(sys.executable, "-S", "-c", code, environment={"TOLD": "yes"})
+    watch = watching(folder, inherits=inherits)
+    until(watch, watch.look(None, 60.0)["clock"], seconds=60.0)
+    assert (folder / "stdout").read_text() == f"3 {'word' if inherits else None} yes\n"
+
+
 def test_what_a_killed_watcher_leaves_behind_is_ended_before_it_is_over(attempt: Callable[..., Path]) -> None:
     folder = attempt()
-    watch = DetachedWatch(str(folder))
+    watch = watching(folder)
     heard = watch.look(None, 60.0)["clock"]
     watch.look(heard, 60.0)
     deadline = time.monotonic() + 30

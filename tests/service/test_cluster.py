@@ -20,14 +20,17 @@ from memfit.runner import guard
 from memfit.runner.machines import Machines
 from memfit.runner.runs import read_json
 from memfit.service import confine, launching
+from memfit.service.client import Client
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.hosts import MOVED
+from memfit.service.planned import Planned
 from memfit.service.service import Service, Submission
+from memfit.service.serving import local_address
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore
 from runner import ray_machines
 from runner.ray_machines import MIB, machine
-from service import conftest, killing
+from service import command, conftest, killing, small_runs
 
 LEASE = 8.0
 
@@ -164,6 +167,45 @@ def test_runs_go_on_on_their_machines_while_the_service_is_begun_anew(
     assert first.kinds(large) == ["planning", "waiting", "running", "done"]
     assert first.steps(large) == first.steps(small) == list(range(1, 41))
     until_no_actors()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_service_of_a_cluster_that_is_killed_again_and_again_begins_no_run_twice(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    for _ in range(2):
+        machine(cluster, 100, cores=1)
+    folder, words = tmp_path / "service", ("--cluster", "auto", "--lease", "60")
+    service = command.started(folder, *words)
+    here = local_address(folder) or {}
+    with Client(here["url"], here["token"]) as asking:
+        code = asking.upload(small_runs.code(tmp_path / "code"))
+        numbers = [asking.submit(small_runs.run_file(steps=60, slow=0.1), code=code)["run"] for _ in range(3)]
+    for pause in (4.0, 9.0, 3.0):
+        time.sleep(pause)
+        os.kill(service.pid, signal.SIGKILL)
+        service.wait()
+        service = command.started(folder, *words)
+    here = local_address(folder) or {}
+    try:
+        with Client(here["url"], here["token"]) as asking:
+            assert [asking.wait(number)["state"] for number in numbers] == ["done"] * 3
+            told = [asking.run(number)["events"] for number in numbers]
+            for number in numbers:
+                asking.fetch(number, tmp_path / str(number), "log.jsonl")
+                lines = (tmp_path / str(number) / "log.jsonl").read_text().splitlines()
+                assert [json.loads(line)["step"] for line in lines] == list(range(1, 61))
+                assert [each.name for each in (folder / "cluster" / "runs" / f"{number:06d}-1").iterdir()] == ["1"]
+        for events in told:
+            assert [event["kind"] for event in events] == ["planning", "waiting", "running", "done"]
+        machines = {event["text"].rpartition(" on ")[2] for events in told for event in events if event["kind"] == "running"}  # fmt: skip
+        assert len(machines) == 2
+        until_no_actors()
+    finally:
+        service.terminate()
+        assert service.wait(30) == 0
 
 
 @pytest.mark.slow
@@ -349,3 +391,46 @@ def test_what_does_not_go_with_a_cluster_is_said(
 ) -> None:
     assert main(["serve", "--folder", str(tmp_path), "--cluster", "auto", *words]) == 3
     assert told in capsys.readouterr().err
+
+
+def test_runs_of_this_computer_are_not_left_for_a_cluster(tmp_path: Path) -> None:
+    with killing.moved_by_hand(tmp_path) as made:
+        service = made()
+        config = killing.run_file(1)
+        config["model"]["args"]["gate"] = str(tmp_path / "gate")
+        number = service.submit(killing.CLIENT, Submission(config))[0].number
+        deadline = time.monotonic() + 60
+        while service.store.run(number).state != "running":
+            service.dispatcher.look(0.05)
+            assert time.monotonic() < deadline
+        (process,) = (attempt.process for attempt in service.dispatcher.runner._running.values())
+        service.dispatcher.close()
+        other = replace(service.settings, capacity=Machines(), cluster="auto")
+        with pytest.raises(InputError, match=r"run on this computer \(1\): start its service without --cluster until"):
+            Dispatcher(other, service.store)
+        service.dispatcher = Dispatcher(service.settings, service.store)
+        (tmp_path / "gate").touch()
+        while service.store.run(number).state != "done":
+            service.dispatcher.look(0.05)
+            assert time.monotonic() < deadline
+        process.wait()
+
+
+def test_a_run_takes_the_tiers_and_the_cores_that_machines_have_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    small, middle, large = ({"cpu": size * MIB, "cores": cores} for size, cores in ((50, 2), (100, 12), (200, 16)))
+    machines = Machines({"aaaa": small, "bbbb": {**middle, "disk": MIB}, "cccc": large})
+    settings = ServiceSettings(tmp_path, machines, confined=False, cluster="auto", cores=64)
+    store = ServiceStore(tmp_path)
+    run = store.add({"owner": "anna", "name": "", "digest": "", "config": {}})
+    store.close()
+    planned = Planned(60 * MIB, 60 * MIB, 90 * MIB, (60 * MIB,), {"disk": 5, "host": 7})
+    request = launching.training(settings, run, planned, 1)
+    assert request.peak_bytes == {"disk": 5, "cores": 1}, "nobody has told bytes of a host"
+    # It fits into two of them, once and three times: a third of sixteen cores is less than twelve.
+    assert request.environment["OMP_NUM_THREADS"] == "5"
+    on_gpu = launching.training(settings, run, replace(planned, device="cuda"), 1)
+    assert "OMP_NUM_THREADS" not in on_gpu.environment
+    assert machines.accounts == settings.accounts

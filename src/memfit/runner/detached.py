@@ -58,6 +58,7 @@ class _Attempt:
         spoken: when a word was last sent that may have renewed its lease, or when an earlier runner may have; None for never.
         due: when the next word is.
         stop: how it is to end; "" where it goes on.
+        since: when it was begun, or found again.
         told: whether it was said that Ray has no room.
     """
 
@@ -219,8 +220,12 @@ class DetachedRunner(Runs):
         device = next(iter(spec.get("devices", ())), f"{request.device}:")
         lease = max(self._lease, float(spec.get("lease_seconds", self._lease)))
         now = self._clock()
-        self._running[name] = _Attempt(request, row.attempt, folder, device, lease, spoken=now, since=now)
+        attempt = _Attempt(request, row.attempt, folder, device, lease, spoken=now, since=now)
+        self._running[name] = attempt
         self.ledger.promise(request, (device,))
+        left = read_json(folder / guard.END)
+        if left is not None:
+            self._ended_now(attempt, left, earlier=True)
 
     def _end_leaked(self) -> None:
         """Actors of attempts that have ended, left by a runner that died before it had ended them."""
@@ -327,11 +332,11 @@ class DetachedRunner(Runs):
                 self._joining.doubt(machine)
                 self._over(attempt, self._moved(attempt.number, why))
 
-    def _ended_now(self, attempt: _Attempt, left: Mapping[str, Any] | None) -> None:
+    def _ended_now(self, attempt: _Attempt, left: Mapping[str, Any] | None, *, earlier: bool = False) -> None:
         number = attempt.number
         lost = End("lost", reason="the process that watched it was killed", attempts=number)
         end = lost if left is None else classified(left, attempt.folder / "stderr", number)
-        if self._again(attempt.request, end):
+        if self._again(attempt.request, end, earlier=earlier):
             del self._running[attempt.request.name]
             self._kill(attempt)
         else:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -29,16 +29,21 @@ _RENEWALS: Final = 20  # in one lease, at most: each is a write into a shared fo
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
+def _end_process() -> None:
+    os._exit(0)
+
+
 class DetachedWatch:
     """An actor of Ray; each method returns at once. It leaves when nobody has spoken to it for so long that its run has ended.
 
     Args:
         folder: of the attempt, with its `spec.json`.
         inherits: whether the run gets the environment of this actor; else it gets what its request says, and which GPUs this machine has.
+        leave: called once nobody has spoken to it for so long; by default it ends this process, and Ray frees what the actor has.
     """
 
-    def __init__(self, folder: str, *, inherits: bool = False) -> None:
-        self._folder, self._inherits = Path(folder), inherits
+    def __init__(self, folder: str, *, inherits: bool = False, leave: Callable[[], None] = _end_process) -> None:
+        self._folder, self._inherits, self._gone = Path(folder), inherits, leave
         self._process: subprocess.Popen[bytes] | None = None
         self._renewed = -1e9
         self._spoken, self._seconds = guard.since_boot(), 3600.0
@@ -94,8 +99,8 @@ class DetachedWatch:
 
     def _leave(self) -> None:
         while guard.since_boot() - self._spoken < 2.5 * self._seconds:
-            time.sleep(min(30.0, self._seconds / 4))
-        os._exit(0)  # Ray frees what this actor has
+            time.sleep(min(1.0, self._seconds / 4))
+        self._gone()
 
 
 def problem(folder: str, word: str, answer: str, probe: Sequence[str], environment: Mapping[str, str]) -> str:

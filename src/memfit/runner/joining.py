@@ -107,7 +107,8 @@ class Joining:
             if not told_bytes(node):
                 if each not in self._silent:
                     self._silent.add(each)
-                    _log.warning("machine %s of the cluster has told no bytes, and gets no runs", name_of(each))
+                    why = "has told no bytes, and gets no runs: start Ray there with --resources, or leave it so"
+                    _log.warning("machine %s of the cluster %s", name_of(each), why)
                 continue
             failed = self._problems.get(each)
             if each in self._good or each in self._asked or (failed and time.monotonic() - failed[0] < _AGAIN_SECONDS):

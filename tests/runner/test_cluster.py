@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,10 +16,10 @@ from memfit.runner import RunRequest
 from memfit.runner.cluster import ClusterLedger, ClusterRunner
 from memfit.tune.results import results
 from memfit.tune.tuning import Tuning
-from runner import waiting
+from runner import ray_machines, waiting
+from runner.ray_machines import MIB, machine
 from tune import searches
 
-MIB = 1 << 20
 until_over = partial(waiting.until_over, seconds=600.0)  # Ray is slow to start what it runs
 
 
@@ -51,25 +49,8 @@ def test_without_a_cluster_it_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without bytes of its own; machines are added by the test."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    short = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    monkeypatch.setenv("RAY_TMPDIR", short)
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * MIB})
-    ray.init(address=made.address, namespace="memfit", log_to_driver=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-    shutil.rmtree(short, ignore_errors=True)
-
-
-def machine(cluster: Any, mib: int) -> Any:
-    node = cluster.add_node(num_cpus=1, object_store_memory=80 * MIB, resources={"memfit_cpu_MiB": mib})
-    cluster.wait_for_nodes()
-    return node
+    with ray_machines.cluster_of_a_head(monkeypatch) as made:
+        yield made
 
 
 def until(runner: ClusterRunner, condition: Callable[[], bool], seconds: float = 600.0) -> None:

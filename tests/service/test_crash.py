@@ -15,46 +15,19 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import InputError
-from memfit.service import confine
 from memfit.service.client import Client
 from memfit.service.database import NAME, SqliteDatabase
 from memfit.service.serving import local_address
 from memfit.service.store import ServiceStore
 from service import small_runs
+from service.command import started
 from service.conftest import ANNA, Serving
-
-
-def started(folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    """`memfit serve`, once it listens."""
-    (folder / "address.json").unlink(missing_ok=True)
-    unconfined = () if confine.available() else ("--unconfined",)
-    command = [
-        sys.executable,
-        "-m",
-        "memfit",
-        "serve",
-        "--folder",
-        str(folder),
-        "--port",
-        "0",
-        "--capacity",
-        "64MiB",
-        *unconfined,
-        *more,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while local_address(folder) is None:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
 
 
 @pytest.mark.slow  # a dozen processes that import torch
 def test_a_service_that_is_killed_again_and_again_loses_no_run_and_runs_none_twice(tmp_path: Path) -> None:
     folder = tmp_path / "service"
-    service = started(folder)
+    service = started(folder, "--capacity", "64MiB")
     here = local_address(folder) or {}
     with Client(here["url"], here["token"]) as asking:
         code = asking.upload(small_runs.code(tmp_path / "code"))
@@ -65,7 +38,7 @@ def test_a_service_that_is_killed_again_and_again_loses_no_run_and_runs_none_twi
         time.sleep(pause)
         os.kill(service.pid, signal.SIGKILL)
         service.wait()
-        service = started(folder)
+        service = started(folder, "--capacity", "64MiB")
     here = local_address(folder) or {}
     try:
         with Client(here["url"], here["token"]) as asking:

@@ -100,21 +100,21 @@ def test_fair_shares_read_each_end_once(tmp_path: Path, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(store, "ended_since", noted)
-    first = dispatcher._had([])
+    first = dispatcher._shares.had([])
     assert first["anna"] == sum(10 * 2 for n in range(295) if not n % 2)
     store.change(
         299, "done", "done", state="done", ended=time.time(), run_seconds=4.0, plan={"rank_bytes": [10], **BYTES}
     )
-    dispatcher._shares = (-1e9, {})
-    second = dispatcher._had([])
+    dispatcher._shares._found = (-1e9, {})
+    second = dispatcher._shares.had([])
     assert second == {**first, "anna": first["anna"] + 10 * 4}
     assert len(read) <= 2 * 295 + 1
     store.change(
         297, "done", "done", state="done", ended=time.time(), run_seconds=4.0, plan={"rank_bytes": [10], **BYTES}
     )
-    dispatcher._shares = (-1e9, {})
+    dispatcher._shares._found = (-1e9, {})
     read.clear()
-    assert dispatcher._had([])["anna"] == second["anna"] + 10 * 4
+    assert dispatcher._shares.had([])["anna"] == second["anna"] + 10 * 4
     assert sorted(read) == [297, 299]
     dispatcher.close()
     store.close()

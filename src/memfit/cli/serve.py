@@ -76,8 +76,13 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lease", metavar="SECONDS", type=float,
-        help="that runs go on while their host says nothing; after twice as long other hosts have them (120)",
+        help="that runs go on while their host says nothing, or on a cluster the service; after twice as long others have them (120)",
     )  # fmt: skip
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help='of a Ray cluster whose machines train: "auto" for the one of this computer',
+    )
     parser.add_argument("--unconfined", action="store_true", help="let runs read and write whatever this user may")
     parser.add_argument("--demo", action="store_true", help="serve a demonstration, in a folder that is thrown away")
     parser.add_argument(
@@ -107,8 +112,10 @@ def run(arguments: argparse.Namespace) -> Answer:
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
     folder = (arguments.folder or service_folder()).resolve()
-    if not arguments.store and (arguments.host_name or arguments.lease):
+    if not arguments.store and (arguments.host_name or (arguments.lease and not arguments.cluster)):
         raise ConfigError("--host-name and --lease are for hosts that share a store: name it with --store")
+    if arguments.cluster is not None:
+        _check_cluster(arguments)
     if arguments.store and (arguments.demo or arguments.restore):
         raise ConfigError(
             "--demo and --restore are for a store in a file: leave --store out, or restore the database with PostgreSQL's own tools"
@@ -123,6 +130,18 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _served(arguments, folder)
     with tempfile.TemporaryDirectory(prefix="memfit-demo-") as temporary:
         return _served(arguments, Path(temporary).resolve())
+
+
+def _check_cluster(arguments: argparse.Namespace) -> None:
+    """Check that what is said about a cluster goes together."""
+    if arguments.store:
+        raise ConfigError("--cluster is for one service, and --store for several hosts: give one of them")
+    if arguments.capacity or arguments.cores is not None:
+        raise ConfigError(
+            "--capacity and --cores are of this computer, and the bytes and cores of a cluster are what its machines have told Ray: leave them out"
+        )
+    if arguments.demo:
+        raise ConfigError("--demo trains on this computer: leave --cluster out")
 
 
 def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
@@ -177,6 +196,7 @@ def _bytes(name: str, text: str | None) -> int | None:
 
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.runner.cores import cores
+    from memfit.runner.machines import Machines
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving
     from memfit.service.settings import LEASE_SECONDS, ServiceSettings, own_name, planning_memory, read_capacity
@@ -186,10 +206,15 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     log = logging.getLogger("memfit.service")
     log.addHandler(handler)
     log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
-    logging.getLogger("uvicorn").addHandler(handler)
+    for name in ("uvicorn", "memfit.runner"):
+        logging.getLogger(name).addHandler(handler)
     if arguments.cores is not None and arguments.cores < 1:
         raise ConfigError(f"--cores {arguments.cores}: runs share at least one core")
-    capacity = read_capacity(tuple(arguments.capacity) or ("64MiB" if arguments.demo else DEFAULT_CAPACITY,))
+    capacity = (
+        read_capacity(tuple(arguments.capacity) or ("64MiB" if arguments.demo else DEFAULT_CAPACITY,))
+        if arguments.cluster is None
+        else Machines()  # told by them
+    )
     settings = ServiceSettings(
         folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
         confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
@@ -198,6 +223,7 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
         owner_disk_bytes=_bytes("owner-disk", arguments.owner_disk), store=arguments.store,
         host=(arguments.host_name or own_name()) if arguments.store else "",
         lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease, cores=arguments.cores or cores(),
+        cluster=arguments.cluster,
     )  # fmt: skip
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 

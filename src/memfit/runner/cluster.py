@@ -23,11 +23,11 @@ from memfit.errors import InputError
 from memfit.runner.cores import THREADS
 from memfit.runner.ends import End, classified
 from memfit.runner.ledger import Ledger
+from memfit.runner.machines import check_one_machine, check_ranks
 from memfit.runner.node_watch import NodeWatch
 from memfit.runner.request import RunRequest
 from memfit.runner.runs import Runs
 from memfit.runner.store import Row
-from memfit.units import format_bytes
 
 NAMESPACE: Final = "memfit"  # of actors: what one process leaves, the next finds
 RESOURCE: Final = "memfit_{}_MiB"
@@ -50,18 +50,8 @@ class ClusterLedger(Ledger):
         Raises:
             InputError: none does; or the run has several ranks.
         """
-        if len(request.rank_bytes) > 1:
-            raise InputError(
-                f"{request.name} has {len(request.rank_bytes)} ranks, and on a cluster a run has one: leave the cluster out to run it on this computer"
-            )
-        wanted = self.wanted(request)
-        if any(all(size <= sizes.get(kind, 0) for kind, size in wanted.items()) for sizes in self.nodes.values()):
-            return
-        asked = ", ".join(f"{format_bytes(size)} on {kind}" for kind, size in wanted.items())
-        there = ", ".join(f"{format_bytes(size)} on {name}" for name, size in self.capacity.items())
-        raise InputError(
-            f"{request.name} needs {asked}, and the machines of the cluster have {there or 'told no bytes'}: it could never start"
-        )
+        check_ranks(request)
+        check_one_machine(request.name, self.wanted(request), self.nodes)
 
     def wanted(self, request: RunRequest) -> dict[str, int]:
         """Bytes by kind of device or tier, in whole MiB; without lower tiers that no machine has told of."""
@@ -113,10 +103,7 @@ class ClusterRunner(Runs):
         self._address = address
         nodes = self._nodes()
         if not nodes:
-            raise InputError(
-                f"no machine of the Ray cluster {address!r} has told its bytes: ray start --resources='{{\"{RESOURCE.format('cuda')}\": 24576}}' on each, or "
-                f"{RESOURCE.format('cpu')}"
-            )
+            raise nothing_told(address)
         super().__init__(folder, ClusterLedger(nodes))
         self._at_once = at_once
         self._remote: dict[str, _Remote] = {}
@@ -165,15 +152,10 @@ class ClusterRunner(Runs):
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _nodes(self) -> dict[str, dict[str, int]]:
+    def _nodes(self) -> dict[str, Mapping[str, int]]:
         """Bytes by kind, of each machine that is there."""
-        found = {}
-        for node in self._ray.nodes():
-            sizes = {kind: node["Resources"].get(RESOURCE.format(kind), 0) for kind in _KINDS}
-            told = {kind: int(size) * _MIB for kind, size in sizes.items() if size}
-            if node["Alive"] and told:
-                found[node["NodeID"][:8]] = told
-        return found
+        nodes = {node["NodeID"][:8]: told_bytes(node) for node in self._ray.nodes() if node["Alive"]}
+        return {name: told for name, told in nodes.items() if told}
 
     def _start(self) -> None:
         """Hand everything to Ray that may run at a time: it finds the machine, and waits where there is none."""
@@ -288,6 +270,20 @@ class ClusterRunner(Runs):
         except ValueError:  # there is no such actor, or no longer
             return True
         return False
+
+
+def told_bytes(node: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by kind of device or tier that a machine, one of `ray.nodes()`, told when it joined; empty where it told none."""
+    told = {kind: int(node["Resources"].get(RESOURCE.format(kind), 0)) * _MIB for kind in _KINDS}
+    return {kind: size for kind, size in told.items() if size}
+
+
+def nothing_told(address: str) -> InputError:
+    """No machine of a cluster has told any."""
+    return InputError(
+        f"no machine of the Ray cluster {address!r} has told its bytes: ray start --resources='{{\"{RESOURCE.format('cuda')}\": 24576}}' on each, or "
+        f"{RESOURCE.format('cpu')}"
+    )
 
 
 def connected(address: str) -> Any:

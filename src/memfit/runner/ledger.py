@@ -89,6 +89,11 @@ class Ledger:
                 f"the ranks of {request.name} need {sizes}, each on a device of its own, and there are {there}: it could never start"
             )
 
+    @staticmethod
+    def named(request: RunRequest, devices: Sequence[str]) -> RunRequest:  # noqa: ARG004 - of one computer all is here
+        """A request whose bytes are on tiers by the names that these have here, where its ranks have these devices."""
+        return request
+
     def used(self, name: str) -> int:
         """Bytes promised on a device."""
         return sum(promise.bytes_on(name) for promise in self._promised.values())
@@ -131,8 +136,9 @@ class Ledger:
         if devices is None:
             return False
         # Bytes may be asked for by name and by ranks at once.
-        wanted = {name: Promise(request, devices).bytes_on(name) for name in {*devices, *request.peak_bytes}}
-        return all(self.used(name) + size <= self.capacity[name] for name, size in wanted.items())
+        promise = Promise(self.named(request, devices), devices)
+        wanted = {name: promise.bytes_on(name) for name in {*devices, *promise.request.peak_bytes}}
+        return all(self.used(name) + size <= self.capacity.get(name, 0) for name, size in wanted.items())
 
     def promise(self, request: RunRequest, devices: Sequence[str] | None = None) -> None:
         """Promise a run its bytes.
@@ -143,7 +149,7 @@ class Ledger:
         """
         placed = self.place(request) if devices is None else tuple(devices)
         assert placed is not None, "whoever promises has asked whether it fits"
-        self._promised[request.name] = Promise(request, placed)
+        self._promised[request.name] = Promise(self.named(request, placed), placed)
         self._passed.pop(request.name, None)
 
     def give_back(self, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -129,8 +130,16 @@ class Runs(ABC):
     def _folder(self, name: str, attempt: int) -> Path:
         return self.folder / "runs" / name / str(attempt)
 
-    def _begun(self, request: RunRequest, devices: tuple[str, ...]) -> tuple[int, Path, dict[str, Any]]:
-        """A new attempt, written down before anything starts: its number, its folder, and what its guard is told."""
+    def _begun(
+        self, request: RunRequest, devices: tuple[str, ...], told: Mapping[str, Any] | None = None
+    ) -> tuple[int, Path, dict[str, Any]]:
+        """A new attempt, written down before anything starts: its number, its folder, and what its guard is told.
+
+        Args:
+            request: of the run.
+            devices: of this computer, one for each rank.
+            told: what else is written down.
+        """
         number = self._attempts[request.name] + 1
         folder = self._folder(request.name, number)
         again = bool(request.resume_command) and Path(request.resume_if).exists()
@@ -140,6 +149,7 @@ class Runs(ABC):
             "environment": {**_visible(devices), **request.environment},
             "devices": list(devices),
             "runner": os.getpid(),
+            **(told or {}),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ the runs that it has (`memfit.service.hosts`): it claims a run before it plans o
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -15,31 +14,29 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from memfit.errors import InputError, PlanFileError
-from memfit.runner import End, Ledger, Runner, RunRequest
-from memfit.service import launching
-from memfit.service.hosts import Host
-from memfit.service.own_folder import open_inside
+from memfit.runner import End, Runner, RunRequest
+from memfit.runner.detached import MACHINE_LOST, NO_ROOM, DetachedRunner
+from memfit.runner.machines import accounts_of
+from memfit.service import executors, launching
+from memfit.service.hosts import MOVED, Host, ordinal
+from memfit.service.plan_answers import answer, read_plan
 from memfit.service.planned import Planned
 from memfit.service.progress import LogFollower, Progress
 from memfit.service.queue import Occupied, Queued, Turn, in_order, turns
 from memfit.service.settings import ServiceSettings
+from memfit.service.shares import Shares
 from memfit.service.states import CANCELLED, DONE, FAILED, PAUSED, PLANNED, REFUSED, RUNNING, WAITING
 from memfit.service.store import ServiceStore, StoredRun
 from memfit.units import format_bytes
-from memfit.values.plan import Plan
 
 _log = logging.getLogger("memfit.service")
-_SHARES_SECONDS: Final = 24 * 3600.0  # that count for fair shares
-_OVERLAP_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.5  # between looks at logs
+_GOES_ON: Final = ("asked", "lease", MACHINE_LOST, NO_ROOM)  # why a run was stopped that may go on from a snapshot
 _OVERDUE_SECONDS: Final = 5.0  # that a run which has taken longer than predicted is thought to take still
-_MOST_ANSWER: Final = 4 << 20  # bytes of `memfit plan --json`
-MOST_PLAN_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,9 @@ class Dispatcher:
 
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
-        planning = {launching.PLANNING: settings.planning_bytes * settings.planning_at_once}
-        self.runner = Runner(settings.own / "runner", {**settings.accounts, **planning})
+        self.planner: Runner
+        self.runner: Runner | DetachedRunner
+        self.planner, self.runner = executors.opened(settings)  # one and the same without a cluster
         self.host = Host(store, settings) if settings.host else None
         self.draining = False
         self.forgotten: SimpleQueue[str] = SimpleQueue()  # names of parts whose files are gone
@@ -83,30 +81,33 @@ class Dispatcher:
         self._followers: dict[int, LogFollower] = {}
         self._told: set[str] = set()  # names of parts that were sent their end signal
         self._looked = 0.0
-        self._ended_of_late: dict[int, tuple[float, str, float]] = {}  # when, whose, and bytes times seconds
-        self._shares: tuple[float, dict[str, float]] = (-1e9, {})
+        self._shares = Shares(store)
         try:
             if self.host is not None:
                 self.host.begin()
             self._end_not_ours()
         except BaseException:
-            self.runner.close(stop=False)
+            self.close()
             raise
 
     def _end_not_ours(self) -> None:
         """What runs of runs that the store does not know, as it is a copy from before they were submitted, or that other hosts have by now."""
-        for name in (*self.runner.running, *self.runner.waiting):
+        for runner, name in [(each, name) for each in self._runners for name in (*each.running, *each.waiting)]:
             number, _, part = name.partition("-")
             try:
                 run = self.store.run(int(number))
             except KeyError:
                 _log.error("%s is of no run that the store knows, and is ended", name)
-                self.runner.stop(name)
+                runner.stop(name)
                 continue
             ours = {"planning": "plan", "waiting": str(run.part + 1), "running": str(run.part)}.get(run.state)
             if self.host is not None and (run.host, ours) != (self.host.name, part):
                 _log.error("%s is not of this host any more, and is ended", name)
-                self.runner.stop(name, at_once=True)
+                runner.stop(name, at_once=True)
+
+    @property
+    def _runners(self) -> list[Runner | DetachedRunner]:
+        return [self.runner] if self.runner is self.planner else [self.planner, self.runner]
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 
@@ -136,10 +137,13 @@ class Dispatcher:
                 self.host.begin()
                 self._end_not_ours()
             self.host.look()
-        self.runner.poll(seconds)
+        for runner in self._runners:
+            runner.poll(seconds if runner is self.runner else 0.0)
         with suppress(Empty):
             while True:
-                self.runner.forget(self.forgotten.get_nowait())
+                name = self.forgotten.get_nowait()
+                for runner in self._runners:
+                    runner.forget(name)
         live = self.store.live()
         for run in live:
             self._advance(run)
@@ -147,7 +151,8 @@ class Dispatcher:
 
     def close(self) -> None:
         """Let go of the folder; what runs goes on."""
-        self.runner.close(stop=False)
+        for runner in self._runners:
+            runner.close(stop=False)
 
     # -------------------------------------------------------------------------------------------------------- each state
 
@@ -179,10 +184,10 @@ class Dispatcher:
 
     def _plan(self, run: StoredRun) -> None:
         name = launching.name_of(run.number, 0)
-        known, end = self.runner.knows(name), self.runner.end_of(name)
+        known, end = self.planner.knows(name), self.planner.end_of(name)
         if run.asked:
             if known and end is None:
-                self.runner.stop(name, at_once=True)
+                self.planner.stop(name, at_once=True)
             elif run.asked == "cancel":
                 self._over(run, CANCELLED, "cancelled while it was planned")
             return
@@ -190,12 +195,12 @@ class Dispatcher:
             if end is not None:
                 self._planned(run, end)
         elif not known or end is not None:
-            planning = [each for each in (*self.runner.running, *self.runner.waiting) if each.endswith("-plan")]
+            planning = [each for each in (*self.planner.running, *self.planner.waiting) if each.endswith("-plan")]
             starts = not self.draining and (self.host is None or self.host.lives)
             if len(planning) < self.settings.planning_at_once and starts and self._claimed(run):
                 self._forget(name)  # of a time before other hosts had it
                 launching.write(self.settings, run)
-                self.runner.submit(launching.planning(self.settings, run, self._lease))
+                self.planner.submit(launching.planning(self.settings, run, self._lease))
 
     @property
     def _lease(self) -> str:
@@ -203,26 +208,26 @@ class Dispatcher:
 
     def _forget(self, name: str) -> None:
         """A part that has ended, if it is known, is to begin anew under its name."""
-        if self.runner.knows(name):
-            shutil.rmtree(self.runner.folder / "runs" / name, ignore_errors=True)
-            self.runner.forget(name)
+        if self.planner.knows(name):
+            shutil.rmtree(self.planner.folder / "runs" / name, ignore_errors=True)
+            self.planner.forget(name)
 
     def _planned(self, run: StoredRun, end: End) -> None:
         """What `memfit plan` has answered."""
         if end.kind == "stopped" and end.reason == "lease":
             self._forget(launching.name_of(run.number, 0))  # and it is planned anew
             return
-        answer = _answer(self.runner.stdout(launching.name_of(run.number, 0)))
+        answered = answer(self.planner.stdout(launching.name_of(run.number, 0)))
         if end.kind != "done":
-            why = answer.get("message") or f"planning ended: {end.text}"
-            self._over(run, REFUSED, str(why), refusal={**answer, "end": end.text})
+            why = answered.get("message") or f"planning ended: {end.text}"
+            self._over(run, REFUSED, str(why), refusal={**answered, "end": end.text})
             return
         try:
-            plan = self._read_plan(run)
+            plan = read_plan(self.settings, run.number)
         except (PlanFileError, InputError, OSError) as error:
             self._over(run, REFUSED, f"the plan cannot be read: {error}")
             return
-        steps = answer.get("total_steps")
+        steps = answered.get("total_steps")
         planned = Planned.of(plan, total_steps=steps if isinstance(steps, int) else None, startup_seconds=end.seconds)
         try:
             self._check_somewhere(launching.training(self.settings, run, planned, 1))
@@ -236,24 +241,16 @@ class Dispatcher:
             self.store.move(run, WAITING, fits, state=WAITING, reason=fits, plan=planned.to_json(), host="")
 
     def _check_somewhere(self, request: RunRequest) -> None:
-        """Check that a run fits on some host where nothing else runs; what is told is of this one."""
+        """Check that a run fits on some host, or machine that has been here, where nothing else runs; what is told is of this host."""
         for capacity in self.host.capacities() if self.host is not None else ():
             try:
-                Ledger({**self.settings.accounts, **capacity}).check(request)
+                self.settings.ledger({**self.settings.accounts, **capacity}).check(request)
             except InputError:
                 continue
             return
-        Ledger(self.settings.accounts).check(request)
-
-    def _read_plan(self, run: StoredRun) -> Plan:
-        with open_inside(launching.folder_of(self.settings, run.number), "plan.json") as stream:
-            content = stream.read(MOST_PLAN_BYTES + 1)
-        if len(content) > MOST_PLAN_BYTES:
-            raise PlanFileError(f"the plan of run {run.number} is larger than {format_bytes(MOST_PLAN_BYTES)}")
-        try:
-            return Plan.from_json(json.loads(content))
-        except (ValueError, RecursionError) as error:
-            raise PlanFileError(f"the plan of run {run.number} is no JSON: {error}") from error
+        machines = self.settings.machines
+        accounts = self.settings.accounts if machines is None else accounts_of(machines.seen)
+        self.settings.ledger(accounts).check(request)
 
     def _adopt(self, run: StoredRun) -> None:
         """It was handed to the runner right before the service ended."""
@@ -265,6 +262,8 @@ class Dispatcher:
     def _running(self, run: StoredRun, request: RunRequest, part: int) -> None:
         text = "started" if run.started is None else "goes on from its last snapshot"
         text = text if self.host is None else f"{text}, on {self.host.name}"
+        if self.settings.cluster is not None:
+            text = f"{text}, on {', '.join(self.runner.ledger.devices(request.name)) or 'a machine of the cluster'}"
         columns = {"part": part, "reason": text, "request": request.to_json(), "started": run.started or time.time()}
         if not self.store.move(run, RUNNING, text, state=RUNNING, **columns):
             self.runner.stop(request.name, at_once=True)  # another host has it by now
@@ -285,7 +284,7 @@ class Dispatcher:
         progress = (follower or LogFollower(launching.folder_of(self.settings, run.number))).look()
         peak = max((size for size in (run.measured_peak_bytes, progress.peak_bytes) if size), default=None)
         facts: dict[str, Any] = {"run_seconds": run.run_seconds + end.seconds, "measured_peak_bytes": peak, "asked": ""}
-        told = end.reason if end.kind == "stopped" and end.reason in {"asked", "lease"} else ""
+        told = end.reason if end.kind == "stopped" and end.reason in _GOES_ON else ""
         if end.kind == "done" or (told and end.status == 0):
             self._over(run, DONE, "done", **facts)
         elif told and run.asked == "cancel":
@@ -293,18 +292,32 @@ class Dispatcher:
         elif told and run.asked == "pause":
             why = f"paused after step {progress.step}"
             self.store.move(run, PAUSED, why, state=PAUSED, reason=why, **facts)
+        elif told == MACHINE_LOST:
+            self._moved(run, end.tail, **facts)
         elif told:
-            by = (
-                "its process was told to end by somebody else"
-                if told == "asked"
-                else "its host could give no sign of life"
-            )
-            self._wait_again(run, f"{by}: it goes on from its last snapshot", **facts)
+            self._wait_again(run, f"{self._why_ended(end)}: it goes on from its last snapshot", **facts)
         else:
             self._over(run, FAILED, end.text, **facts)
 
-    def _wait_again(self, run: StoredRun, why: str, **columns: Any) -> None:
-        self.store.move(run, WAITING, why, state=WAITING, reason=why, host="", **columns)
+    def _why_ended(self, end: End) -> str:
+        if end.reason == "asked":
+            return "its process was told to end by somebody else"
+        if end.reason == "lease":
+            silent = "its host could give no sign of life"
+            return silent if self.host is not None else "its machine has heard nothing of the service"
+        return end.tail
+
+    def _moved(self, run: StoredRun, why: str, **facts: Any) -> None:
+        """It has lost its machine, and goes on with another as often as it may be started again."""
+        moves = sum(event.kind == MOVED for event in self.store.events(run.number))
+        if moves >= self.settings.restarts:
+            last = f"this is the {ordinal(moves + 1)} machine that this run has lost, and it is not started on another"
+            self._over(run, FAILED, f"{why}; {last}", **facts)
+        else:
+            self._wait_again(run, f"{why}: it goes on from its last snapshot", kind=MOVED, **facts)
+
+    def _wait_again(self, run: StoredRun, why: str, kind: str = WAITING, **columns: Any) -> None:
+        self.store.move(run, kind, why, state=WAITING, reason=why, host="", **columns)
 
     def _over(self, run: StoredRun, state: str, why: str, **columns: Any) -> None:
         columns.setdefault("asked", "")
@@ -366,7 +379,8 @@ class Dispatcher:
             planned = Planned.from_json(run.plan or {})
             request = launching.training(self.settings, run, planned, run.part + 1)
             waiting.append(Queued(request, max(planned.seconds(), 1.0), run.owner, run.priority))
-        laid_out = turns(self.settings.accounts, occupied, in_order(waiting, self._had(running)))
+        ordered = in_order(waiting, self._shares.had(running))
+        laid_out = turns(self.settings.accounts, occupied, ordered, ledger=self.settings.ledger)
         return {int(turn.name.partition("-")[0]): turn for turn in laid_out}
 
     def _remaining(self, run: StoredRun) -> float:
@@ -376,26 +390,6 @@ class Dispatcher:
         if progress.step_seconds is not None and planned.total_steps is not None:
             return max(_OVERDUE_SECONDS, (planned.total_steps - progress.step) * progress.step_seconds)
         return max(_OVERDUE_SECONDS, planned.seconds() - (time.time() - (run.started or time.time())))
-
-    def _had(self, running: list[StoredRun]) -> dict[str, float]:
-        """Bytes times seconds that each owner has had of late."""
-        now = time.time()
-        if time.monotonic() - self._shares[0] > _OVERDUE_SECONDS:
-            # What ended before the last look is known; a little more is read again, as clocks are set back.
-            newest = max((ended for ended, _, _ in self._ended_of_late.values()), default=0.0)
-            for run in self.store.ended_since(max(now - _SHARES_SECONDS, newest - _OVERLAP_SECONDS)):
-                self._ended_of_late[run.number] = (run.ended or now, run.owner, _bytes(run) * run.run_seconds)
-            found: dict[str, float] = {}
-            for number, (ended, owner, taken) in list(self._ended_of_late.items()):
-                if ended < now - _SHARES_SECONDS:
-                    del self._ended_of_late[number]
-                else:
-                    found[owner] = found.get(owner, 0.0) + taken
-            self._shares = (time.monotonic(), found)
-        had = dict(self._shares[1])
-        for run in running:
-            had[run.owner] = had.get(run.owner, 0.0) + _bytes(run) * max(0.0, now - (run.started or now))
-        return had
 
     # -------------------------------------------------------------------------------------------------------------- view
 
@@ -420,17 +414,3 @@ class Dispatcher:
             used={name: self.runner.ledger.used(name) for name in self.settings.capacity},
             made=time.time(),
         )  # fmt: skip
-
-
-def _bytes(run: StoredRun) -> int:
-    return sum(Planned.from_json(run.plan).rank_bytes) if run.plan else 0
-
-
-def _answer(file: Path) -> dict[str, Any]:
-    """What a command has answered as JSON; empty where it has not."""
-    try:
-        with file.open("rb") as stream:
-            content = json.loads(stream.read(_MOST_ANSWER))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import sysconfig
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import memfit
 from memfit.runner import RunRequest
 from memfit.runner.cores import CORES, THREADS, runs_at_once, threads
+from memfit.runner.machines import Machines
 from memfit.service import confine
 from memfit.service.planned import Planned
 from memfit.service.settings import ServiceSettings
@@ -58,7 +60,8 @@ def output_of(settings: ServiceSettings, name: str) -> Path:
 def outputs_of(settings: ServiceSettings, name: str) -> list[Path]:
     """Folders of all attempts of a part."""
     hosts = settings.folder.glob(f"hosts/*/runner/runs/{name}/[0-9]*") if settings.host else ()
-    return [*hosts, *settings.folder.glob(f"runner/runs/{name}/[0-9]*")]
+    own = (settings.folder.glob(f"{runner}/runs/{name}/[0-9]*") for runner in ("runner", "cluster"))
+    return [*hosts, *chain.from_iterable(own)]
 
 
 def _begun(attempt: Path) -> tuple[float, int]:
@@ -115,7 +118,7 @@ def training(settings: ServiceSettings, run: StoredRun, planned: Planned, part: 
     plan: tuple[str, ...] = ("--plan", str(folder / "plan.json"), "--json")
     if ranks > 1:
         plan = ("--nproc", str(ranks), *plan)
-    tiers = {name: size for name, size in planned.tiers.items() if name in settings.capacity and name in TIERS}
+    tiers = {name: size for name, size in planned.tiers.items() if name in TIERS and settings.shares_tier(name)}
     limit = max(planned.rank_bytes) * 9 // 8 + _SLACK_BYTES
     cores = {CORES: min(ranks, settings.cores)} if planned.device == "cpu" else {}
     return RunRequest(
@@ -163,22 +166,42 @@ def _share(settings: ServiceSettings, device: str, size: int, ranks: int) -> dic
     """What a run on the processor has of its cores: an equal part beside as many like it as fit; nothing is said for one that has them to itself."""
     if device != "cpu" or size <= 0:
         return {}
+    if settings.machines is not None:
+        return {} if THREADS in os.environ else {THREADS: str(_share_of_machine(settings.machines, size))}
     return threads(
         settings.cores, runs_at_once(settings.cores, ranks, fit=settings.capacity.get("cpu", 0) // size), ranks
     )
 
 
+def _share_of_machine(machines: Machines, size: int) -> int:
+    """The smallest share of cores on any machine that holds a run: the same on each, so that it is the same run wherever it goes on."""
+    fitting = [each for each in machines.by_machine.values() if each.get("cpu", 0) >= size]
+    shares = (each[CORES] // runs_at_once(each[CORES], fit=each["cpu"] // size) for each in fitting)
+    return max(1, min(shares, default=1))
+
+
 def _command(settings: ServiceSettings, run: StoredRun, words: tuple[str, ...], *, tcp: bool) -> tuple[str, ...]:
-    command = (*settings.program, *words)
+    code = () if run.code is None else (code_of(settings, run.code),)
+    write = (folder_of(settings, run.number),)
+    return confined(settings, (*settings.program, *words), read=code, write=write, tcp=tcp)
+
+
+def confined(
+    settings: ServiceSettings,
+    command: tuple[str, ...],
+    read: tuple[Path, ...] = (),
+    write: tuple[Path, ...] = (),
+    *,
+    tcp: bool,
+) -> tuple[str, ...]:
+    """A command that reads what runs may read, and writes and connects no more than is said; as it is where runs are not confined."""
     if not settings.confined:
         return command
-    folder = folder_of(settings, run.number)
-    told = {"read": _readable(settings, run), "write": [str(folder), *_devices()], "tcp": tcp}
+    told = {"read": _readable(settings, read), "write": [*map(str, write), *_devices()], "tcp": tcp}
     return (sys.executable, "-I", "-S", confine.__file__, json.dumps(told), *command)
 
 
-def _readable(settings: ServiceSettings, run: StoredRun) -> list[str]:
-    code = [] if run.code is None else [code_of(settings, run.code)]
+def _readable(settings: ServiceSettings, code: tuple[Path, ...]) -> list[str]:
     installed = {
         sys.prefix,
         sys.base_prefix,
@@ -199,14 +222,18 @@ def _python_path() -> list[str]:
     return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
+def passed_on() -> dict[str, str]:
+    """What runs get of the service's environment."""
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    path = {"PYTHONPATH": os.pathsep.join(_python_path())} if _python_path() else {}
+    return {**passed, **path}
+
+
 def _environment(settings: ServiceSettings, run: StoredRun) -> dict[str, str]:
     folder = folder_of(settings, run.number)
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     paths = {"HOME": "home", "TMPDIR": "tmp", "MEMFIT_CACHE_DIR": "cache", "XDG_CACHE_HOME": "cache"}
-    path = {"PYTHONPATH": os.pathsep.join(_python_path())} if _python_path() else {}
     return {
-        **passed,
-        **path,
+        **passed_on(),
         **{name: str(folder / inside) for name, inside in paths.items()},
         "PYTHONDONTWRITEBYTECODE": "1",
         "MEMFIT_RUN": str(run.number),

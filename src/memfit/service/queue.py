@@ -112,7 +112,11 @@ def in_order(queue: Sequence[Queued], used: Mapping[str, float] | None = None) -
 
 
 def turns(
-    capacity: Mapping[str, int], occupied: Sequence[Occupied], queue: Sequence[Queued], depth: int = DEPTH
+    capacity: Mapping[str, int],
+    occupied: Sequence[Occupied],
+    queue: Sequence[Queued],
+    depth: int = DEPTH,
+    ledger: type[Ledger] = Ledger,
 ) -> list[Turn]:
     """When each waiting run may start.
 
@@ -121,13 +125,14 @@ def turns(
         occupied: runs that have their bytes.
         queue: runs that wait, in their order.
         depth: so many of them are laid out.
+        ledger: by whose rules runs are placed.
     """
     reservations = [
-        _Reservation(each.request.name, 0.0, max(each.seconds, 0.0), _used(each.request, each.devices))
+        _Reservation(each.request.name, 0.0, max(each.seconds, 0.0), _used(ledger, each.request, each.devices))
         for each in occupied
     ]
     found: list[Turn] = []
-    empty = Ledger(capacity)
+    empty = ledger(capacity)
     for position, each in enumerate(queue):
         try:
             empty.check(each.request)
@@ -137,23 +142,25 @@ def turns(
         if position >= depth:
             found.append(Turn(each.request.name, None, (), each.seconds, f"{position} runs are ahead of it"))
             continue
-        turn = _laid_out(capacity, reservations, each)
+        turn = _laid_out(ledger, capacity, reservations, each)
         assert turn.seconds is not None
         end = turn.seconds + each.seconds
-        reservations.append(_Reservation(turn.name, turn.seconds, end, _used(each.request, turn.devices)))
+        reservations.append(_Reservation(turn.name, turn.seconds, end, _used(ledger, each.request, turn.devices)))
         found.append(turn)
     return found
 
 
-def _laid_out(capacity: Mapping[str, int], reservations: Sequence[_Reservation], each: Queued) -> Turn:
+def _laid_out(
+    kind: type[Ledger], capacity: Mapping[str, int], reservations: Sequence[_Reservation], each: Queued
+) -> Turn:
     request = each.request
     moments = sorted({0.0, *(reservation.end for reservation in reservations)})
     for moment in moments:
         free = _free(capacity, reservations, moment, moment + each.seconds)
-        ledger = Ledger(free)
+        ledger = kind(free)
         devices = ledger.place(request)
         if devices is not None and ledger.fits(request):
-            reason = "" if moment == 0.0 else _why(capacity, reservations, each)
+            reason = "" if moment == 0.0 else _why(kind, capacity, reservations, each)
             return Turn(request.name, moment, devices, each.seconds, reason)
     raise AssertionError(f"{request.name} fits into an empty machine: it was checked when it was planned")
 
@@ -172,7 +179,7 @@ def _free(
     return free
 
 
-def _why(capacity: Mapping[str, int], reservations: Sequence[_Reservation], each: Queued) -> str:
+def _why(ledger: type[Ledger], capacity: Mapping[str, int], reservations: Sequence[_Reservation], each: Queued) -> str:
     """What keeps a run from starting now."""
     now = _free(capacity, reservations, 0.0, 0.0)
     wanted: dict[str, int] = dict(each.request.peak_bytes)
@@ -181,6 +188,7 @@ def _why(capacity: Mapping[str, int], reservations: Sequence[_Reservation], each
         largest = max(
             (name for name in capacity if name.partition(":")[0] == kind), key=lambda name: now[name], default=kind
         )
+        wanted = dict(ledger.named(each.request, (largest,)).peak_bytes)
         wanted[largest] = wanted.get(largest, 0) + max(each.request.rank_bytes)
     short = [_lacks(name, size, now[name]) for name, size in wanted.items() if size > now.get(name, 0)]
     if short:
@@ -192,15 +200,15 @@ def _why(capacity: Mapping[str, int], reservations: Sequence[_Reservation], each
 
 
 def _lacks(name: str, wanted: int, free: int) -> str:
-    if name == CORES:
+    if name.partition(":")[0] == CORES:
         return f"needs {wanted} of the processor's cores, and {'no core' if free <= 0 else free} is free"
     return (
         f"needs {format_bytes(wanted)} on {name}, and {f'{format_bytes(free)} are' if free > 0 else 'nothing is'} free"
     )
 
 
-def _used(request: RunRequest, devices: Sequence[str]) -> dict[str, int]:
-    used: dict[str, int] = dict(request.peak_bytes)
+def _used(ledger: type[Ledger], request: RunRequest, devices: Sequence[str]) -> dict[str, int]:
+    used: dict[str, int] = dict(ledger.named(request, devices).peak_bytes)
     for name, size in zip(devices, request.rank_bytes, strict=True):
         used[name] = used.get(name, 0) + size
     return used

@@ -14,9 +14,11 @@ from typing import IO, Any, Final
 import yaml
 
 from memfit.errors import InputError
+from memfit.runner import RunRequest
 from memfit.service import exports, launching
-from memfit.service.dispatcher import MOST_PLAN_BYTES, Dispatcher
+from memfit.service.dispatcher import Dispatcher
 from memfit.service.own_folder import files_inside, open_inside
+from memfit.service.plan_answers import MOST_PLAN_BYTES
 from memfit.service.refusals import DrainingError, NotAllowedError, NotKnownError, NotNowError, Refusal, TooLargeError
 from memfit.service.settings import ServiceSettings
 from memfit.service.states import LIVE, OVER, PAUSED, PLANNING, RUNNING, WAITING
@@ -428,7 +430,8 @@ class Service:
             else:
                 continue
             ranks = plan.get("rank_bytes", [])
-            used: dict[str, int] = {name: size for name, size in plan.get("tiers", {}).items() if name in found}
+            tiers = self.settings.ledger.named(RunRequest("", (), peak_bytes=plan.get("tiers", {})), devices).peak_bytes
+            used: dict[str, int] = {name: size for name, size in tiers.items() if name in found}
             for name, size in zip(devices or _devices_of(run), ranks, strict=False):
                 used[name] = used.get(name, 0) + size
             for name, size in used.items():

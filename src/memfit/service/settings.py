@@ -14,6 +14,8 @@ from typing import Final
 from memfit.errors import InputError
 from memfit.runner.cores import CORES
 from memfit.runner.cores import cores as cores_here
+from memfit.runner.ledger import Ledger
+from memfit.runner.machines import MachineLedger, Machines
 from memfit.service.uploads import UploadLimits
 from memfit.units import format_bytes, parse_bytes
 
@@ -48,7 +50,9 @@ class ServiceSettings:
         owner_disk_bytes: that the files of one owner's runs may take; None for any.
         store: URL of a PostgreSQL database, which several hosts may share with the folder; None for a file in the folder, which has one host.
         host: name of this host among those that share the store; "" for the one of a store of its own.
-        lease_seconds: that runs of a host go on without a word between it and the store; after twice as long others have them.
+        lease_seconds: that runs of a host go on without a word between it and the store, and those of a cluster without one between service and machine; after
+            twice as long others have them.
+        cluster: address of the Ray cluster whose machines train; `capacity` is `Machines` then, which the service fills. None for this computer.
         cores: of the processor, which runs on it share.
         program: by which a run is planned and trained: what comes before `plan`, `train` and `resume`.
     """
@@ -77,12 +81,27 @@ class ServiceSettings:
     store: str | None = None
     host: str = ""
     lease_seconds: float = LEASE_SECONDS
+    cluster: str | None = None
     cores: int = field(default_factory=cores_here)
 
     @property
     def accounts(self) -> dict[str, int]:
         """All that runs are promised: bytes on each device and tier, and cores."""
-        return {**self.capacity, CORES: self.cores}
+        return self.machines.accounts if self.machines is not None else {**self.capacity, CORES: self.cores}
+
+    @property
+    def machines(self) -> Machines | None:
+        """Those of the cluster; None for a service of this computer."""
+        return self.capacity if isinstance(self.capacity, Machines) else None
+
+    @property
+    def ledger(self) -> type[Ledger]:
+        """By whose rules runs are placed."""
+        return Ledger if self.machines is None else MachineLedger
+
+    def shares_tier(self, name: str) -> bool:
+        """Whether bytes of a lower tier are told, so that runs are promised them."""
+        return name in self.capacity if self.machines is None else self.machines.tells(name)
 
     def check_host(self) -> None:
         """Check what is said about several hosts.

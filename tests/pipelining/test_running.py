@@ -135,6 +135,17 @@ def test_what_a_stage_hands_on_from_its_buffer_is_held_once(monkeypatch: pytest.
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str) -> None:
+    """The mean of a squared error does."""
+    model, batch, loss_fn = running.squared()
+    loss = loss_fn(model, batch)
+    assert loss.untyped_storage().nbytes() > loss.nbytes
+    plan = planned(running.squared, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4})
+    ran = compared(2, running.squared, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
 def of_calls(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
     """A menu with one plan, which makes the calls of all blocks again."""
     del plain_only

@@ -234,10 +234,12 @@ def _sharding_peaks(rows: Rows, words: Mapping[str, str]) -> Picture:
         strips.append(Strip(f"{name}{several}", marks, joined=joined))
     high = rounded_up(max(value for strip in strips for value, _, _ in strip.marks), 5)
     ends = ticks((5.0 * n for n in range(int(high // 5) + 1)), "{:.0f} MiB")
+    exact = sum(not each for each in every)
+    told = f"{exact} of {len(every)} measured peaks of ranks are the predicted ones to the byte, the worst is {max(every):,} bytes off."
     head = Head(
         "Peak of the fullest of two ranks",
         "A small GPT in gloo processes on a CPU; measured.",
-        f"{sum(not each for each in every)} of {len(every)} measured peaks of ranks are the predicted ones to the byte, the worst is {max(every):,} bytes off.",
+        told if exact < len(every) else f"All {exact} measured peaks of ranks are the predicted ones to the byte.",
         [*keys.values(), guess],
     )
     return partial(charts.rows_chart, head, strips, Axis(0, high, ends, "bytes at the peak", ends[::2]))

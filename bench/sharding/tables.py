@@ -95,9 +95,10 @@ def _peaks(rows: Rows) -> str:
         "DeepSpeed's estimate",
         "FSDPMemTracker",
     ]
+    worst = f"; the largest error is {max(off)} bytes" if max(off) else ""
     return (
-        f"Bytes of the fullest rank. Of {len(off)} peaks, of each rank and of one process alone, {exact} are predicted to the byte; "
-        f"the largest error is {max(off)} bytes.\n\n" + measuring.table(heads, lines)
+        f"Bytes of the fullest rank. Of {len(off)} peaks, of each rank and of one process alone, {exact} are predicted to the byte{worst}.\n\n"
+        + measuring.table(heads, lines)
     )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from memfit import batches
 from memfit.batches import Batch
@@ -30,7 +30,13 @@ from memfit.techniques.choices import Choices
 from memfit.values.bundle import Weighting
 from memfit.values.plan import Plan
 from memfit.values.request import Request
-from memfit.values.trace import Category, Trace
+from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
+
+LOSS_BYTES: Final = 4
+
+
+def _none(_: int) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Window:
         every_sample: all samples of the step, for the look at how their losses add up; None where the sample shows it.
         own_model: model, optimizer and batch are the user's to change; else another trainer's.
         allows: whoever asks for the plan can say `allow=`.
+        losses_held: for a number of micro-batches, how many losses whoever runs the step holds beside it, each as a number of 32 bits.
     """
 
     model: Any
@@ -66,6 +73,7 @@ class Window:
     every_sample: Batch | None = None
     own_model: bool = False
     allows: bool = True
+    losses_held: Callable[[int], int] = _none
 
 
 def of_loader(
@@ -132,13 +140,14 @@ class _WindowSource(TraceSource):
 
     Attributes:
         summed: whole batches are added up as they are.
-        released, every_sample, why_whole: as for `Window`.
+        released, every_sample, why_whole, losses_held: as for `Window`.
     """
 
     summed: bool = False
     released: bool = False
     every_sample: Batch | None = None
     why_whole: Callable[[], str] = str
+    losses_held: Callable[[int], int] = _none
 
     def weighting(self, freeze: Sequence[str]) -> Weighting:
         if self.summed:
@@ -152,7 +161,23 @@ class _WindowSource(TraceSource):
 
     def _captured(self, choices: Choices) -> Trace:
         trace = super()._captured(choices)
+        held = self.losses_held(choices.micro_batches)
+        if held:
+            each = self.machine.allocation_bytes
+            trace = _with_held(trace, held * each * -(-LOSS_BYTES // each))
         return _without_batch_in_update(trace) if self.released else trace
+
+
+def _with_held(trace: Trace, size: int) -> Trace:
+    """The trace of a step beside which so many bytes are held."""
+    held = Storage(size, Category.OTHER, "", BEFORE_STEP, len(trace.events))
+    return replace(
+        trace,
+        storages=(*trace.storages, held),
+        drawn_bytes=tuple((*sizes, size) for sizes in trace.drawn_bytes),
+        paths=tuple(_with_held(path, size) for path in trace.paths),
+        first=None if trace.first is None else _with_held(trace.first, size),
+    )
 
 
 def _without_batch_in_update(trace: Trace) -> Trace:
@@ -192,6 +217,7 @@ def plan_window(
         released=window.released,
         every_sample=window.every_sample,
         why_whole=window.why_whole,
+        losses_held=window.losses_held,
         network=network,
     )
     parted = source()

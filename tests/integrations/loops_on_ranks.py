@@ -21,12 +21,20 @@ def built() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
 
 
-def loader() -> Any:
-    """Of 8 batches of all ranks: each takes 4."""
+def loader(devices: int = 2, rank: int | None = None) -> Any:
+    """Of 8 batches, of which each of two ranks takes 4; for one device of 4 that are twice as large.
+
+    Args:
+        devices: 1 or 2.
+        rank: whose rows it deals out itself, in their order; else Lightning deals them out to two ranks, shuffled.
+    """
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8 * ROWS, WIDTH, generator=generator)
     data = torch.utils.data.TensorDataset(inputs, inputs.roll(1, 0))
-    return torch.utils.data.DataLoader(data, batch_size=ROWS)
+    sampler: Any = None
+    if rank is not None:
+        sampler = torch.utils.data.DistributedSampler(data, devices, rank, shuffle=False)
+    return torch.utils.data.DataLoader(data, batch_size=ROWS * 2 // devices, sampler=sampler)
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -42,6 +50,7 @@ class Run:
         fixed: of FitToMemory; None for Lightning alone.
         optimizer: by name.
         begin, save: checkpoints.
+        devices: of the Trainer.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +58,7 @@ class Run:
     optimizer: str = "sgd"
     begin: str | None = None
     save: str | None = None
+    devices: int = 2
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,6 @@ class Told:
         evaluated: the last loss of validation.
         weights: of the checkpoint, or of the module where none was saved.
         predicted, peaks: of this rank, and of its steps.
-        gathers: parameters are shared out, and gathered in each step.
     """
 
     losses: list[float]
@@ -70,13 +79,12 @@ class Told:
     weights: list[torch.Tensor]
     predicted: int
     peaks: list[int]
-    gathers: bool
 
 
 def by_lightning(rank: int, runs: list[Run]) -> list[Told]:
     """What happens in each."""
     warnings.simplefilter("ignore")
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GROUP_RANK": "0"}
     import lightning
 
     class Module(lightning.LightningModule):
@@ -119,18 +127,20 @@ def by_lightning(rank: int, runs: list[Run]) -> list[Told]:
         fitted = None if run.fixed is None else memfit.lightning.FitToMemory(1 << 40, meter=True, fixed=run.fixed)
         trainer = lightning.Trainer(
             accelerator="cpu",
-            devices=2,
-            strategy="ddp",
+            devices=run.devices,
+            strategy="ddp" if run.devices > 1 else "auto",
             callbacks=[fitted] if fitted else [],
             **quiet,
             **{"max_epochs": 1, **run.settings},
         )
-        trainer.fit(module, loader(), loader(), ckpt_path=run.begin)
+        data = loader(run.devices, None if run.settings.get("use_distributed_sampler", True) else rank)
+        trainer.fit(module, data, data, ckpt_path=run.begin)
         predicted, peaks = 0, []
         if fitted is not None:
             assert fitted.engine is not None
             assert not any(record.divergences for record in fitted.engine.records)
-            predicted = fitted.plan.prediction.ranks[rank].peak_bytes
+            figures = fitted.plan.prediction
+            predicted = figures.ranks[rank].peak_bytes if figures.ranks else figures.peak_bytes
             peaks = [record.peak_bytes or 0 for record in fitted.engine.records]
         weights = whole(module)
         if run.save is not None:
@@ -138,8 +148,7 @@ def by_lightning(rank: int, runs: list[Run]) -> list[Told]:
             saved = torch.load(run.save, weights_only=True)["state_dict"]
             weights = [saved[name] for name, _ in module.named_parameters()]
         evaluated = float(trainer.callback_metrics["evaluated"])
-        gathers = fitted is not None and fitted.plan.choices.sharding.startswith(("zero2", "zero3"))
-        found.append(Told(module.losses, module.rates, evaluated, weights, predicted, peaks, gathers))
+        found.append(Told(module.losses, module.rates, evaluated, weights, predicted, peaks))
     return found
 
 

@@ -513,3 +513,17 @@ def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch: pyt
 
     with pytest.raises(InputError, match=r"pip install 'memfit\[lightning\]'"):
         _ = memfit.lightning
+
+
+def test_what_a_part_of_a_batch_logs_is_held_as_a_number() -> None:
+    """The mean of a squared error lies in the storage of all elements' errors."""
+    error = nn.functional.mse_loss(torch.ones(64, requires_grad=True), torch.zeros(64))
+    assert error.untyped_storage().nbytes() > error.nbytes
+    from memfit.integrations.lightning.logged import Calls
+
+    calls = Calls()
+    calls.note("log", "error", error)
+    calls.end_part(lightning.LightningModule(), error.detach(), samples=64, share=0.5)
+    (held,) = calls._values["error"]
+    assert isinstance(held.value, torch.Tensor)
+    assert held.value.untyped_storage().nbytes() == held.value.nbytes

@@ -18,8 +18,8 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_SECONDS = 900.0  # importing Trainer takes most of it where the machine is busy
-OF_TRAINER = 16  # bytes: the running loss and the number of items, which Trainer keeps beside the step
 ORDER_OF_ADDITIONS = 1e-5
+FROM_THE_START = 8  # bytes: two losses, which are counted throughout and are there from the first backward on; a peak may be in forward
 
 
 def fixed(way: str, parts: int = 1) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def compared(folder: Path, kind: str, arguments: dict[str, Any], fits: list[dict
             for mine, expected in zip(parameters, alone[2], strict=True):
                 torch.testing.assert_close(mine, expected, rtol=near, atol=near)
             # gloo releases in a thread that the meter does not see, so a step may show a collective's buffer too much.
-            assert min(measured) == pytest.approx(predicted[rank], abs=OF_TRAINER)
+            assert 0 <= predicted[rank] - min(measured) <= FROM_THE_START
 
 
 def test_losses_are_those_of_trainers_own_ranks_and_every_peak_is_predicted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import memfit
+import small
 from memfit import batches
 from memfit.sharding.pipelined import PipelinedModel
 from parallel import stage_models
@@ -42,6 +43,10 @@ def encoder_decoder() -> steps.Built:
 
 def sequential() -> steps.Built:
     return staged("sequential")
+
+
+def squared() -> steps.Built:
+    return small.chain(2), small.rows(SAMPLES), small.squared_error
 
 
 def resnet() -> steps.Built:

@@ -124,6 +124,28 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
         assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
 
 
+def test_what_a_stage_hands_on_from_its_buffer_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third stage receives what the encoder ended with and sends it on: of that it has no bytes of its own."""
+    cut_at((2, 5, 6, 8), monkeypatch)
+    plan = planned(running.encoder_decoder, 2, "interleaved/2", "sgd", fixed={"micro_batches": 4})
+    assert plan.pipeline is not None
+    received, sent = (plan.pipeline.messages[behind] for behind in (1, 2))
+    assert {message.part for message in received} & {message.part for message in sent}
+    ran = running.together(2, running.run, [plan.to_json()], running.encoder_decoder, "sgd")
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str) -> None:
+    """The mean of a squared error does."""
+    model, batch, loss_fn = running.squared()
+    loss = loss_fn(model, batch)
+    assert loss.untyped_storage().nbytes() > loss.nbytes
+    plan = planned(running.squared, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4})
+    ran = compared(2, running.squared, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
 def of_calls(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
     """A menu with one plan, which makes the calls of all blocks again."""
     del plain_only

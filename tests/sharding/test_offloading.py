@@ -101,6 +101,30 @@ def test_plans_that_offload_are_faster_or_smaller_than_those_that_recompute(way:
     bit_equal_to_the_first(plans, 3, steps.gpt)
 
 
+@pytest.mark.parametrize("way", ["zero2", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "zero2")])
+def test_what_a_user_asks_is_offloaded_where_the_link_is_fast_and_is_not_where_it_is_slow(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `memfit.plan`, in the bytes of the smallest plan that recomputes alone."""
+    model, sample, loss_fn = half_of_gpt()
+
+    def made(budget: int, link: Link | None) -> memfit.Plan:
+        monkeypatch.setattr("memfit.lower_tiers.nearest_link", lambda *_: link)
+        host = None if link is None else "1GiB"
+        fixed = {"sharding": way, "micro_batches": 1, "state_place": "device"}
+        return memfit.plan(model, sample, loss_fn, budget, steps.adamw, devices=2, fixed=fixed, host_budget=host)
+
+    plain = made(1 << 40, None)
+    least = memfit.smallest_budget(plain)
+    recomputed = made(least, None)
+    offloaded = made(least, FAST)
+    assert offloaded.script.swaps
+    assert offloaded.prediction.step_seconds < recomputed.prediction.step_seconds
+    slow = made(least, replace(FAST, out_bandwidth=1.0, in_bandwidth=1.0))
+    assert not slow.script.swaps
+    bit_equal_to_the_first([plain, recomputed, offloaded], 3, steps.gpt)
+
+
 def test_less_fits_than_by_recomputing_alone_and_what_a_rank_needs_below_stays_in_its_budget() -> None:
     """What one block hands to the next is kept under ZeRO 3, as gathering twice would be needed to recompute it; it can be offloaded."""
     plain = planned(half_of_gpt, "adamw", setting_of("zero3", 2), 1)

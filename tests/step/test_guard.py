@@ -137,6 +137,29 @@ def test_drawing_from_an_earlier_state_leaves_the_present_one() -> None:
     assert torch.equal(torch.get_rng_state(), present)
 
 
+def test_streams_of_several_indices_differ_and_the_process_goes_on_alike_after_each() -> None:
+    before = torch.get_rng_state()
+    drawn, after = [], []
+    for index in (0, 1, 0):
+        torch.set_rng_state(before)
+        with generators.own_stream(index, CPU):
+            drawn.append(torch.rand(8).tolist())
+        after.append(torch.rand(8).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert after[0] == after[1] == after[2]
+    assert not {*drawn[0], *drawn[1]} & {*after[0]}
+    with generators.own_stream(0, CPU):
+        assert torch.rand(8).tolist() not in drawn, "the next block draws on"
+
+
+def test_a_stream_that_ends_in_an_error_leaves_the_generators_as_they_were() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="while drawing"), generators.own_stream(3, CPU):
+        torch.rand(3)
+        raise ValueError("while drawing")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_snapshot_has_every_generator_of_the_process() -> None:
     states = process_generators.generators()
     assert list(states) == ["torch", "cuda", "python", "numpy"]

@@ -206,15 +206,20 @@ class Engine:
         plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
+        drawing: AbstractContextManager[None] = nullcontext()
         if self._pipelined is not None:
             self._pipelined.prepare(batch)
-        record = self._steps.taken(
-            plan,
-            batch,
-            signature,
-            self.learner,
-            lambda plan, watch: self._recorded(partial(self._step, plan, batch, watch), batch, signature, meter=meter),
-        )
+            drawing = self._pipelined.drawing()
+        with drawing:
+            record = self._steps.taken(
+                plan,
+                batch,
+                signature,
+                self.learner,
+                lambda plan, watch: self._recorded(
+                    partial(self._step, plan, batch, watch), batch, signature, meter=meter
+                ),
+            )
         self._steps.learn_after(batch, signature, self.learner, self._transactions.before)
         return record
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.batches import Batch
 from memfit.engine.accumulation import Accumulated
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.executor import Executor
 from memfit.sharding.pipelined import PipelinedModel
+from memfit.step.device import device_of
+from memfit.step.generators import own_stream
 from memfit.values.plan import Plan
 
 
@@ -31,11 +33,21 @@ class PipelinedStep:
         """Run the same stages as another plan for them says."""
         assert plan.pipeline is not None, "a model that is divided is planned so"
         mine = plan.pipeline.stages_of(self._model.agreement.rank)
+        self._draws = plan.pipeline.draws
         self._compiled = [CompiledScript(plan.pipeline.scripts[stage]) for stage in mine]
 
     def prepare(self, batch: Batch) -> None:
         """As `PipelinedModel.prepare`."""
         self._model.prepare(batch)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """A step runs inside, where it draws random numbers those of this rank.
+
+        Ranks that were seeded alike, as they are where each makes the whole model, would drop the same elements in every stage and in every replica.
+        """
+        if not self._draws:
+            return nullcontext()
+        return own_stream(self._model.agreement.rank, device_of(self._model.model))
 
     def run(self, batch: Batch) -> Accumulated:
         """Forward and backward of the whole batch."""

@@ -187,6 +187,7 @@ class Adapter:
             one_by_one=step.one_by_one,
             why_whole=step.why_whole,
             allows=self.ALLOWS,
+            losses_held=self._losses_held,
         )
         if "sharding" in self.fixed:
             refuse_alone(str(self.fixed["sharding"]))
@@ -229,7 +230,7 @@ class Adapter:
 
     def _new_step(self) -> None:
         """Reset what was noted of the step before."""
-        self._losses: list[torch.Tensor] = []
+        self._noted: torch.Tensor | None = None
         self._micro_batches = 0
         self._divergences: list[str] = []
         self._metering = ExitStack()
@@ -268,9 +269,18 @@ class Adapter:
             # From here through contextlib and the callback to the trainer that called it.
             self._planned.tell_divergence(follower.divergence, stacklevel=6)
 
+    def _losses_held(self, micro_batches: int) -> int:
+        """How many losses are held beside a step of so many micro-batches: the sum of those that are noted."""
+        del micro_batches
+        return 1
+
     def _note_loss(self, loss: torch.Tensor) -> None:
         """A loss, of which the step's is the sum."""
-        self._losses.append(loss.detach().clone())  # some kernels return a number with a large storage
+        if self._noted is None:
+            # A copy: some kernels return a number with a large storage.
+            self._noted = loss.detach().to(torch.promote_types(loss.dtype, torch.float32), copy=True)
+        else:
+            self._noted += loss.detach()
 
     def _end_step(self, step: int, *, divided_by: int = 1) -> None:
         """Record the step, which is over and whose gradients are freed.
@@ -283,7 +293,7 @@ class Adapter:
         self._stop_meter()
         engine.steps = step
         peak = engine.reading.peak_bytes if self.meter and engine.reading is not None else None
-        loss = sum(float(loss) for loss in self._losses) / divided_by if self._losses else math.nan
+        loss = math.nan if self._noted is None else float(self._noted) / divided_by
         if engine.sharded is not None:
             loss = engine.sharded.agreement.mean(loss)
         seconds = time.perf_counter() - self._started

@@ -74,7 +74,8 @@ class StageModule(nn.Module):
                 loss_of = batches.loss_of if torch.is_grad_enabled() else batches.loss_without_gradients
                 loss = loss_of(self.model, batch, self._loss_fn)
                 run.check_end()
-                return loss
+                # A schedule holds it to the end of the step, and some kernels (of the squared error) return a number in the storage of all elements.
+                return loss.clone()
             try:
                 batches.what_the_model_gives(self.model, batch, self._loss_fn)
             except ForwardLeftError:

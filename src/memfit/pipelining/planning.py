@@ -33,6 +33,10 @@ from memfit.values.stages import Line, Schedule
 
 MOST_ROUNDS: Final = 8  # micro-batches for each stage: with as many the textbook's bubble is below an eighth
 ROUNDS: Final = 4  # of cutting anew where the ranks of a cut hold more than it has counted, or less
+OWN_NUMBERS: Final = (
+    "forward draws random numbers (dropout): each rank draws its own, also those with the same stage, so masks are not those of one device, and losses are "
+    "equal to its losses in distribution only"
+)
 TOO_MUCH: Final = 0.1  # of a budget: no cut counts so much more than its ranks hold
 
 
@@ -298,6 +302,7 @@ class PipelinePlanning:
             f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(length, number):.1f} % for "
             f"{length} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
         )
+        own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
         on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
         named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))
         return Plan(
@@ -323,7 +328,7 @@ class PipelinePlanning:
             device=source.machine.name,
             torch_version=torch.__version__,
             clip_norm=self.request.clip_norm,
-            notes=(told, *on_meta),
+            notes=(told, *own_numbers, *on_meta),
             changed_buffers=found.changed_buffers,
             device_kind=source.machine.kind,
             pipeline=pipeline,

@@ -152,6 +152,7 @@ class StagePlanner:
             recomputations,
             self.received_gradient_bytes(first),
             0 if last else self.calls.crossing_bytes(end),
+            0 if last else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
             self.buffers_bytes(first, end) + self.own_part_bytes + self.solver(first, end).trace.changed_buffer_bytes,
         )
 
@@ -200,7 +201,7 @@ class StagePlanner:
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
         sent = levels.received_gradient_bytes
-        held = sent + levels.sent_bytes
+        held = sent + levels.made_bytes
         if schedule is Schedule.GPIPE:  # what one is done with, against what it has kept until then
             held = (self.micro_batches - 1) * max(0, held - way.kept_bytes)
         elif schedule is Schedule.INTERLEAVED:  # of the other stages of its rank, too

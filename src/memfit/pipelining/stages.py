@@ -129,6 +129,7 @@ def _described(planner: StagePlanner, found: Cut, line: Line, parts: Parts) -> S
         tuple(sorted(calls.read_between)),
         tuple(_messages(calls, stage.end) for stage in found.stages[:-1]),
         tuple(scripts),
+        draws=any(operation.random for operation in planner.whole.operations),
     )
     unhurried = replace(parts, known={k: replace(c, menu=(_fastest(c),)) for k, c in (parts.known or {}).items()})
     ample = replace(line, devices=tuple(replace(device, bytes=1 << 62) for device in line.devices))

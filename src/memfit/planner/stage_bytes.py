@@ -40,6 +40,7 @@ class StageLevels:
         update_bytes: at the peak of clipping and the optimizer, gradients left out.
         received_gradient_bytes: of what backward gives for what was received.
         sent_bytes: of what forward sends; 0 for the last stage.
+        made_bytes: of that, what forward has made; the rest it has received, and hands on from the buffer in which that lies.
     """
 
     base_bytes: int
@@ -51,6 +52,7 @@ class StageLevels:
     update_bytes: int
     received_gradient_bytes: int
     sent_bytes: int
+    made_bytes: int
 
     @property
     def pass_bytes(self) -> int:
@@ -63,6 +65,7 @@ def stage_levels(
     recomputations: Recomputations,
     received_gradient_bytes: int = 0,
     sent_bytes: int = 0,
+    made_bytes: int = 0,
     buffers_bytes: int = 0,
 ) -> StageLevels:
     """The levels of a stage under a plan.
@@ -70,7 +73,7 @@ def stage_levels(
     Args:
         timeline: of its trace, in which the pass adds to gradients.
         recomputations: the plan.
-        received_gradient_bytes, sent_bytes: as in `StageLevels`.
+        received_gradient_bytes, sent_bytes, made_bytes: as in `StageLevels`.
         buffers_bytes: of buffers for messages that are not in the trace.
     """
     trace = timeline.trace
@@ -85,16 +88,19 @@ def stage_levels(
     backward = slice(forward_end + 1, pass_end + 1)
     # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
     begins = NUMBER_BYTES if sent_bytes else 0
+    forward = above[: forward_end + 1].copy()
+    forward[forward_end] -= begins
     return StageLevels(
         base + buffers_bytes,
         gradients,
         _kept(timeline, recomputations, forward_end) - begins,
-        int(above[: forward_end + 1].max(initial=0)),
+        int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
         int(above[backward].max(initial=0)) - 2 * begins,
         int(above[pass_end + 1 :].max(initial=0)),
         received_gradient_bytes,
         sent_bytes,
+        made_bytes,
     )
 
 
@@ -209,9 +215,9 @@ def rank_peak(
         for s, n in done.items():
             here += stages[s].received_gradient_bytes * (n if holds else min(n, 1))
             here += NUMBER_BYTES * n if not stages[s].sent_bytes else 0
-            here += stages[s].sent_bytes * n if holds else 0
+            here += stages[s].made_bytes * n if holds else 0
         if not holds and ahead > 1 and done[action.stage] >= ahead - 1:
-            here += levels.sent_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
+            here += levels.made_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
         if action.backward:
             here += levels.backward_bytes if done[action.stage] else levels.first_backward_bytes
             done[action.stage] += 1

@@ -90,7 +90,7 @@ def forked_generators(device: torch.device | None = None) -> Iterator[None]:
         before.put_back()
 
 
-# -- of micro-batches that do not draw from the process's own ------------------------------------------------------------------
+# -- of micro-batches and of ranks that do not draw from the process's own -----------------------------------------------------
 
 
 def derived_seed(states: States, index: int) -> int:
@@ -106,3 +106,24 @@ def seed(number: int, device: torch.device) -> None:
     """Seed the CPU's default generator and the device's, and no other device's."""
     for generator in _drawn_from(device):
         generator.manual_seed(number)
+
+
+@contextmanager
+def own_stream(index: int, device: torch.device) -> Iterator[None]:
+    """Inside, numbers are drawn from a stream of this index alone; afterwards the default generators have moved on by one number.
+
+    So processes whose generators are in one state draw different numbers inside and are in one state afterwards, too, and a state that was saved between two
+    blocks gives the next one its numbers again. After an error they are as they were.
+
+    Args:
+        index: of the stream.
+        device: the one that computes.
+    """
+    before = GeneratorStates(device)
+    seed(derived_seed(taken(device), index), device)
+    try:
+        yield
+    finally:
+        before.put_back()
+    for generator in _drawn_from(device):
+        torch.empty((), device=generator.device).uniform_(generator=generator)

@@ -42,6 +42,7 @@ class PipelinePlan:
         messages: behind each stage but the last, what crosses.
         scripts: of each stage, what its forwards drop and run again.
         replicas: pipelines beside each other, each with its own part of the batch; their gradients are summed once a step.
+        draws: forward draws random numbers (dropout); each rank draws its own.
     """
 
     cut: Cut
@@ -51,6 +52,7 @@ class PipelinePlan:
     messages: tuple[tuple[Message, ...], ...]
     scripts: tuple[Script, ...]
     replicas: int = 1
+    draws: bool = False
 
     @property
     def stages(self) -> int:
@@ -108,6 +110,7 @@ class PipelinePlan:
             "messages": [[asdict(message) for message in behind] for behind in self.messages],
             "scripts": [script.to_json() for script in self.scripts],
             "replicas": self.replicas,
+            "draws": self.draws,
         }
 
     @classmethod
@@ -125,6 +128,7 @@ class PipelinePlan:
             tuple(tuple(Message(**{**m, "shape": tuple(m["shape"])}) for m in behind) for behind in data["messages"]),
             tuple(Script.from_json(script) for script in data["scripts"]),
             int(data["replicas"]),
+            bool(data["draws"]),
         )
         ends = made.ends
         if not (len(ends) == len(made.parameters) == len(made.scripts) == len(made.messages) + 1) or made.replicas < 1:

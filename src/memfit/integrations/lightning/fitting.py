@@ -188,6 +188,10 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
 
+    def _losses_held(self, micro_batches: int) -> int:
+        """With what a module that logs its loss holds: Lightning's sum of it and two counts, and of each part of a batch the loss and what it has logged."""
+        return super()._losses_held(micro_batches) + 3 + (2 * micro_batches if micro_batches > 1 else 0)
+
     # -- in training ---------------------------------------------------------------------------------------------------------
 
     def _followed(self, trainer: Any, own_step: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -61,7 +61,8 @@ class Calls:
                 whole.append((of, args, named))  # metrics: the last call tells of all parts
                 continue
             for name, value in entries.items():
-                number = value.detach() if isinstance(value, torch.Tensor) else value
+                # A copy: some kernels (of the squared error) return a number in the storage of all elements, which would be held beside the next part.
+                number = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 told = _Value(number, samples, share if float(number) == float(loss) else None)
                 self._values.setdefault(name, []).append(told)
                 self._options[name] = given

@@ -163,6 +163,10 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             loss: torch.Tensor = self._own_loss(trainer.model, inputs, num_items_in_batch=items)
         return loss
 
+    def _losses_held(self, micro_batches: int) -> int:
+        """With Trainer's running loss, which each micro-batch makes anew."""
+        return super()._losses_held(micro_batches) + (micro_batches > 1)
+
     def _set(self, trainer: Trainer, given: int) -> None:
         args, size = trainer.args, given // self._divisor
         notes = []

@@ -79,7 +79,12 @@ def read(kind: type[T], data: object, path: str = "") -> T:
     for key, value in data.items():
         if key not in known:
             raise ConfigError(f"{_join(path, str(key))}: no such key; {nearest(str(key), known, path)}")
-        values[key] = convert(hints[key], value, _join(path, key))
+        try:
+            values[key] = convert(hints[key], value, _join(path, key))
+        except ConfigError as error:
+            if value is None and known[key].default is not MISSING:
+                raise ConfigError(f"{error}; left out it is {_shown(known[key].default)}") from None
+            raise
     for name, each in known.items():
         if name not in values and each.default is MISSING and each.default_factory is MISSING:
             raise ConfigError(f"{_join(path, name)} is missing: {described(hints[name])}")

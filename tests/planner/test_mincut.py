@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.planner import mincut, priced_network
+from memfit.planner import mincut
 from memfit.planner.mincut import minimum_cut
 from memfit.planner.priced_network import PricedNetwork
 from sweeps import each_seed
@@ -189,16 +189,20 @@ def test_blocks_that_are_alike_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> 
     network = PricedNetwork(source, sink, arcs, priced)
     asked: list[int] = []
 
-    def counted(source: list[float], *rest: object) -> mincut.Cut:
+    def counted(network: mincut.FreeNetwork, source: Any, *rest: Any) -> Any:
         asked.append(len(source))
-        return minimum_cut(source, *rest)  # type: ignore[arg-type]
+        return source_side(network, source, *rest)
 
-    monkeypatch.setattr(priced_network, "minimum_cut", counted)
+    source_side = mincut.FreeNetwork.source_side
+    monkeypatch.setattr(mincut.FreeNetwork, "source_side", counted)
     capacities = np.array([3.0 if i % 10 else 1.0 for i in range(blocks) for _ in range(2)])
     sides, value = network.cut(capacities)
     assert asked == [4]  # two free nodes, at two prices
     assert value == sum(2.0 if i % 10 else 1.0 for i in range(blocks))
     assert sides[2::3].tolist() == [bool(i % 10) for i in range(blocks)]
+    sides[:] = False  # the caller's own
+    assert network.cut(capacities)[0][2::3].tolist() == [bool(i % 10) for i in range(blocks)]
+    assert asked == [4]  # nothing is cut twice
 
 
 @pytest.mark.parametrize("price", [0.3, 3.0, 30.0, 300.0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from memfit.errors import ConfigError, InputError
 from memfit.train import run as runs
-from memfit.train.assemble import Assembly, assemble, build_model, choose_device, resolve, seed_all
+from memfit.train.assemble import Assembly, assemble, build_model, choose_device, quietly, resolve, seed_all
 from memfit.train.config import Config, from_json
 from train.fakes import Api
 
@@ -249,3 +251,17 @@ def test_to_plan_for_another_device_a_large_model_of_a_function_takes_no_memory(
     monkeypatch.setattr("memfit.train.assemble.LARGE_BYTES", 1)
     large, _ = build_model(here, weights=False)
     assert all(parameter.is_meta for parameter in large.parameters())
+
+
+def test_deepspeed_does_not_say_between_results_that_there_is_no_gpu() -> None:
+    deepspeed, heard = logging.getLogger("DeepSpeed"), BufferingHandler(10)
+    deepspeed.addHandler(heard)
+    try:
+        with quietly():
+            deepspeed.warning("Setting accelerator to CPU. If you have GPU, we were unable to detect it.")
+            deepspeed.warning("something else")
+        deepspeed.warning("Setting accelerator to CPU.")
+    finally:
+        deepspeed.removeHandler(heard)
+
+    assert [record.getMessage() for record in heard.buffer] == ["something else", "Setting accelerator to CPU."]

@@ -125,7 +125,12 @@ def test_a_misspelt_section_names_the_nearest() -> None:
         ({"train": {"epochs": 0}}, "train.epochs: 0 is less than 1"),
         ({"train": {"epochs": 1, "steps": 1}}, "not both"),
         ({"train": {"out": True}}, "train.out: expected text, found true; put it in quotes"),
-        ({"train": {"keep": None}}, "train.keep: expected a whole number, found nothing"),
+        (
+            {"train": {"eval_every": None}},
+            "train.eval_every: expected a whole number, found nothing; left out it is 0$",
+        ),
+        ({"report": {"html": None}}, "report.html: expected true or false, found nothing; left out it is true$"),
+        ({"early_stopping": {"metric": None}}, "found nothing; left out it is 'validation_loss'$"),
         ({"report": {"html": "yes"}}, "report.html: expected true or false, found 'yes'"),
         ({"fit": {"budget": "8G"}}, "fit.budget: '8G' has a unit"),
         ({"fit": {"budget": 0}}, "fit.budget: 0 is less than one byte"),

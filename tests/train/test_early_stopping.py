@@ -29,6 +29,12 @@ VALUES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.2, 1.1, 0.5]  # the best of the first seven
 class Notes(SilentDisplay):
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.may_end_early: list[bool] = []
+
+    def begin(
+        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+    ) -> None:
+        self.may_end_early.append(may_end_early)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -89,6 +95,7 @@ def test_training_ends_and_the_model_is_that_of_the_best_evaluation(tmp_path: Pa
     best = [line["step"] for line in log.read(tmp_path / "run") if line.get("best")]
     assert best == [2, 4, 8]
     assert "stopped early after step 14: no better validation loss in 3 evaluations" in notes.notes
+    assert notes.may_end_early == [True]
     assert notes.notes[-1] == "the model is that of the best evaluation: validation loss 1.0000 after step 8"
 
 

@@ -47,6 +47,13 @@ def test_at_forty_columns_all_is_there() -> None:
     assert shown[8].endswith("…")
 
 
+def test_where_training_may_end_early_the_time_left_is_at_most_so_much() -> None:
+    state = running(peak=None)
+    state.may_end_early = True
+
+    assert texts(state, 80)[0].endswith("at most 9 min 00 s left")
+
+
 def test_before_a_metered_step_the_peak_is_called_predicted() -> None:
     assert texts(running(peak=None), 80)[2].startswith("predicted peak 7.68 GiB of 8.00 GiB")
     assert not [line for line in texts(running(peak=None), 80) if line.startswith("peak")]

@@ -40,6 +40,14 @@ def test_lines_are_written_for_what_is_new_and_what_is_logged() -> None:
     )
 
 
+def test_lines_tell_that_training_may_end_early() -> None:
+    stream = io.StringIO()
+
+    PlainDisplay(stream).begin(2, 5, 2**21, 2**22, may_end_early=True)
+
+    assert stream.getvalue() == "training, step 3 to at most 5; predicted peak 2.00 MiB of 4.00 MiB\n"
+
+
 def test_a_terminal_shows_names_as_they_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

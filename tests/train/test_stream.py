@@ -97,6 +97,19 @@ def test_parts_of_ranks_make_up_the_batches_and_a_last_one_too_small_for_them_is
         StreamBatches(range(9), 2).of_rank(0, 3)
 
 
+@pytest.mark.parametrize("stream", [range(2), [5]])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stream_with_fewer_samples_than_ranks_is_refused(stream: Any, rank: int) -> None:
+    words = rf"the stream holds {len(stream)} samples? for 3 ranks, and each needs one: take fewer ranks"
+
+    with pytest.raises(InputError, match=words):
+        StreamBatches(stream, 4).of_rank(rank, 3).sample()
+    with pytest.raises(InputError, match=words):
+        taken(StreamBatches(stream, 4).of_rank(rank, 3), 1)
+    with pytest.raises(InputError, match=words):
+        taken(StreamBatches(iter(stream), 4).of_rank(rank, 3), 1)
+
+
 def test_what_is_a_stream() -> None:
     class OfTorch(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

@@ -48,6 +48,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, fsum, inf, isinf, ldexp
 from math import frexp as split_float
+from typing import Any
+
+import numpy as np
 
 Arc = tuple[int, int, float]
 """From node, to node, capacity."""
@@ -103,9 +106,9 @@ def minimum_cut(source: Sequence[float], sink: Sequence[float], arcs: Sequence[A
     ]
     # A capacity above an upper bound on the minimum is never cut, however large: twice the bound stands for all such.
     limit = 2 * min(bounds, default=1.0)
-    residual = _Residual(source, sink, arcs, forced, limit)
+    residual = _Residual.between_free_nodes(source, sink, arcs, forced, limit)
     residual.push_flow()
-    sides = residual.source_side(pinned)
+    sides = [pin or rest for pin, rest in zip(pinned, residual.source_side(), strict=True)]
     value = _cut_value(source, sink, arcs, sides)
     assert not isinf(value), "an infinite capacity was cut although a finite cut exists"
     return Cut(value, sides)
@@ -159,36 +162,44 @@ class _Residual:
 
     Attributes:
         excess: per node, flow to be pushed on (positive), or what it can still absorb (negative).
-        head: arc k leads to node head[k]; arc k ^ 1 is its reverse.
         residual: residual capacity of arc k.
+        head: arc k leads to node head[k]; arc k ^ 1 is its reverse.
         arcs: per node, the arcs that leave it.
     """
 
-    def __init__(
-        self, source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc], forced: list[int], limit: float
-    ) -> None:
-        # A power of two, so that multiplying is exact; 2**1023 is the largest there is.
-        scale = ldexp(1.0, min(53 - split_float(limit)[1], 1023))
-        self.excess = [
+    def __init__(self, excess: list[int], residual: list[int], head: list[int], arcs: list[list[int]]) -> None:
+        self.excess = excess
+        self.residual = residual
+        self.head = head
+        self.arcs = arcs
+        self.mark = [0] * len(excess)  # The last search that visited the node.
+        self.cursor = [0] * len(excess)  # How far among its arcs that search is.
+
+    @classmethod
+    def between_free_nodes(
+        cls, source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc], forced: list[int], limit: float
+    ) -> _Residual:
+        """Of a whole network; what arcs from and to nodes with a forced side carry is their neighbour's own."""
+        scale = _scale(limit)
+        excess = [
             0 if side or a == b else ceil(min(a, limit) * scale) - ceil(min(b, limit) * scale)
             for side, a, b in zip(forced, source, sink, strict=True)
         ]
-        self.head: list[int] = []
-        self.residual: list[int] = []
-        self.arcs: list[list[int]] = [[] for _ in forced]
-        self.mark = [0] * len(forced)  # The last search that visited the node.
-        self.cursor = [0] * len(forced)  # How far among its arcs that search is.
+        head: list[int] = []
+        residual: list[int] = []
+        leaving: list[list[int]] = [[] for _ in forced]
         for u, v, c in arcs:
             u_side, v_side = forced[u], forced[v]
             if u_side == v_side == FREE:
-                self.arcs[u].append(len(self.head))
-                self.arcs[v].append(len(self.head) + 1)
-                self.head += (v, u)
-                self.residual += (ceil(min(c, limit) * scale), 0)
+                leaving[u].append(len(head))
+                leaving[v].append(len(head) + 1)
+                head += (v, u)
+                residual += (ceil(min(c, limit) * scale), 0)
             elif u_side == FREE and v_side == SINK_SIDE:
-                self.excess[u] -= ceil(min(c, limit) * scale)
+                excess[u] -= ceil(min(c, limit) * scale)
             elif u_side == SOURCE_SIDE and v_side == FREE:
-                self.excess[v] += ceil(min(c, limit) * scale)
+                excess[v] += ceil(min(c, limit) * scale)
+        return cls(excess, residual, head, leaving)
 
     def push_flow(self) -> None:
         """Push excess along arcs with residual capacity until none reaches a node that can absorb it: the maximum flow."""
@@ -284,19 +295,56 @@ class _Residual:
         excess[origin] = left
         return visited
 
-    def source_side(self, pinned: list[bool]) -> list[bool]:
-        """The smallest source side: nodes pinned there, and those that remaining excess reaches in the residual network."""
-        sides = list(pinned)
-        frontier = [v for v, excess in enumerate(self.excess) if excess > 0]
-        for v in frontier:
-            sides[v] = True
-        while frontier:
-            for k in self.arcs[frontier.pop()]:
-                v = self.head[k]
-                if self.residual[k] and not sides[v]:
-                    sides[v] = True
-                    frontier.append(v)
-        return sides
+    def source_side(self) -> list[bool]:
+        """The smallest source side: the nodes that remaining excess reaches in the residual network, which are the buried ones."""
+        return [mark == _BURIED for mark in self.mark]
+
+
+class FreeNetwork:
+    """Nodes of which no infinite capacity forces one to a side, and their arcs: cut again and again at other capacities.
+
+    What does not depend on capacities is worked out once, and so is half of the time of `minimum_cut`.
+
+    Args:
+        num_nodes: how many there are.
+        arcs: (from, to) of each.
+    """
+
+    def __init__(self, num_nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
+        self._head: list[int] = []
+        self._leaving: list[list[int]] = [[] for _ in range(num_nodes)]
+        for u, v in arcs:
+            self._leaving[u].append(len(self._head))
+            self._leaving[v].append(len(self._head) + 1)
+            self._head += (v, u)
+
+    def source_side(self, source: Any, sink: Any, capacities: Any) -> Any:
+        """Of each node whether it is on the source side of the cut, the one of `minimum_cut`.
+
+        Args:
+            source, sink: of each node, as for `minimum_cut`, finite; arrays.
+            capacities: of each arc; an array.
+        """
+        # All nodes may be on one side.
+        bounds = [bound for bound in (fsum(source.tolist()), fsum(sink.tolist())) if 0 < bound < inf]
+        limit = 2 * min(bounds, default=1.0)
+        scale = _scale(limit)
+
+        def scaled(values: Any) -> Any:
+            return np.ceil(np.minimum(values, limit) * scale).astype(np.int64)
+
+        residual = np.zeros(len(self._head), dtype=np.int64)
+        residual[::2] = scaled(capacities)
+        excess = scaled(source) - scaled(sink)
+        found = _Residual(excess.tolist(), residual.tolist(), self._head, self._leaving)
+        found.push_flow()
+        return np.array(found.source_side(), dtype=bool)
+
+
+def _scale(limit: float) -> float:
+    """What capacities up to a limit are multiplied by before they are rounded up."""
+    # A power of two, so that multiplying is exact; 2**1023 is the largest there is.
+    return ldexp(1.0, min(53 - split_float(limit)[1], 1023))
 
 
 def _cut_value(source: Sequence[float], sink: Sequence[float], arcs: Sequence[Arc], sides: list[bool]) -> float:

@@ -161,7 +161,10 @@ class OffloadBudgetSearch(FrontSearch):
                     low, too_large = middle, found
             if too_large is None:
                 break
-            weights = with_peak_priced(weights, too_large)
+            more = with_peak_priced(weights, too_large)
+            if more is None:
+                break
+            weights = more
         return best
 
 

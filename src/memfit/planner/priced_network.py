@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from memfit.planner.mincut import FREE, SINK_SIDE, SOURCE_SIDE, Arc, check_network, forced_sides, minimum_cut
+from memfit.planner.mincut import FREE, SINK_SIDE, SOURCE_SIDE, Arc, FreeNetwork, check_network, forced_sides
+
+MOST_KNOWN: Final = 32  # numbers of copies of components that are kept joined
+_NOTHING: Final = np.zeros(0)
 
 
 @dataclass(slots=True)
@@ -35,6 +39,57 @@ class _Component:
     priced: list[tuple[int, int]]
     nodes: Any = field(default_factory=list)
     prices: Any = field(default_factory=list)
+
+
+class _Joined:
+    """Some copies of each of several components, which are one network of which no node's side is forced.
+
+    Args:
+        components: that the copies are of.
+        counts: of copies of each.
+    """
+
+    def __init__(self, components: Sequence[_Component], counts: Sequence[int]) -> None:
+        source: list[float] = []
+        sink: list[float] = []
+        ends: list[tuple[int, int]] = []
+        capacities: list[float] = []
+        # Of the prices, in the order of components, copies and arcs: which of them is added to which source, sink or arc.
+        places: tuple[list[tuple[int, int]], ...] = ([], [], [])
+        price = 0
+        for component, count in zip(components, counts, strict=True):
+            for _ in range(count):
+                start = len(source)
+                source += component.source
+                sink += component.sink
+                for u, v, c in component.arcs:
+                    if u < 0:
+                        source[start + v] += c
+                    elif v < 0:
+                        sink[start + u] += c
+                    else:
+                        ends.append((start + u, start + v))
+                        capacities.append(c)
+                for u, v in component.priced:
+                    if u < 0:
+                        places[0].append((start + v, price))
+                    elif v < 0:
+                        places[1].append((start + u, price))
+                    else:
+                        places[2].append((len(ends), price))
+                        ends.append((start + u, start + v))
+                        capacities.append(0.0)
+                    price += 1
+        self._amounts = [np.array(amounts, dtype=float) for amounts in (source, sink, capacities)]
+        self._places = [np.array(each, dtype=np.int64).reshape(-1, 2).T for each in places]
+        self._network = FreeNetwork(len(source), ends)
+
+    def source_side(self, prices: Any) -> Any:
+        """Of each node whether it is on the source side, at these capacities of the priced arcs."""
+        amounts = [each.copy() for each in self._amounts]
+        for each, (place, price) in zip(amounts, self._places, strict=True):
+            np.add.at(each, place, prices[price])
+        return self._network.source_side(*amounts)
 
 
 def _out_of_reach(
@@ -126,6 +181,8 @@ class PricedNetwork:
                 alike[key] = _Component(*own, inside[name], at)
             alike[key].nodes.append(nodes)
             alike[key].prices.append([k for _, _, k in told[name]])
+        self._known: dict[tuple[int, ...], _Joined] = {}
+        self._cuts: dict[bytes, tuple[Any, float]] = {}  # by a digest of the capacities
         self._components = list(alike.values())
         for each in self._components:
             each.nodes = np.array(each.nodes, dtype=np.int64)
@@ -133,10 +190,18 @@ class PricedNetwork:
 
     def cut(self, capacities: Any) -> tuple[Any, float]:
         """The sides of the nodes as `Cut.on_source_side` has them, and the value of the cut, at these capacities of the priced arcs."""
-        source: list[float] = []
-        sink: list[float] = []
-        arcs: list[Arc] = []
-        placed: list[tuple[_Component, int, int, Any]] = []
+        # A search that turns one knob often asks for the capacities that it had with another.
+        key = blake2b(np.ascontiguousarray(capacities, dtype=float).tobytes(), digest_size=16).digest()
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(capacities)
+        sides, value = self._cuts[key]
+        return sides.copy(), value
+
+    def _cut(self, capacities: Any) -> tuple[Any, float]:
+        """`cut`, of capacities that it was not asked for before."""
+        counts: list[int] = []
+        placed: list[list[int]] = []  # of each component, of each of its prices which of those that differ
+        told: list[Any] = []  # these, as arrays
         for component in self._components:
             rows = capacities[component.prices]
             # Rows alike are found by their bytes, which is faster than sorting floats.
@@ -144,24 +209,25 @@ class PricedNetwork:
             which = [seen.setdefault(row.tobytes(), len(seen)) for row in rows]
             first = np.zeros(len(seen), dtype=np.int64)
             first[which[::-1]] = np.arange(len(rows))[::-1]
-            placed.append((component, len(source), len(seen), which))
-            for row in rows[first].tolist():
-                start = len(source)
-                source += component.source
-                sink += component.sink
-                for u, v, c in (*component.arcs, *((u, v, c) for (u, v), c in zip(component.priced, row, strict=True))):
-                    if u < 0:
-                        source[start + v] += c
-                    elif v < 0:
-                        sink[start + u] += c
-                    else:
-                        arcs.append((start + u, start + v, c))
-        found = np.array(minimum_cut(source, sink, arcs).on_source_side, dtype=bool)
+            counts.append(len(seen))
+            placed.append(which)
+            told.append(rows[first].ravel())
+        found = self._joined(tuple(counts)).source_side(np.concatenate([*told, _NOTHING]))
         sides = self._pinned.copy()
-        for component, start, count, which in placed:
+        start = 0
+        for component, count, which in zip(self._components, counts, placed, strict=True):
             width = len(component.source)
             sides[component.nodes] = found[start : start + count * width].reshape(count, width)[which]
+            start += count * width
         return sides, self._value(sides, capacities)
+
+    def _joined(self, counts: tuple[int, ...]) -> _Joined:
+        """So many of each component."""
+        if counts not in self._known:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            self._known[counts] = _Joined(self._components, counts)
+        return self._known[counts]
 
     def _value(self, sides: Any, capacities: Any) -> float:
         """What it costs to put the nodes on these sides."""

@@ -49,7 +49,10 @@ class PriceSearch:
                     break
             if too_large is None:
                 break
-            weights = with_peak_priced(weights, too_large)
+            more = with_peak_priced(weights, too_large)
+            if more is None:
+                break
+            weights = more
         return found
 
     def bisect(
@@ -92,7 +95,9 @@ class PriceSearch:
         return best
 
 
-def with_peak_priced(weights: Weights, too_large: Solution) -> dict[int, float]:
-    """The weights with a price for the moment that kept a plan from fitting; if it has one, with more of it."""
+def with_peak_priced(weights: Weights, too_large: Solution) -> dict[int, float] | None:
+    """The weights with a price for the moment that kept a plan from fitting; if it has one, with more of it. None where it has all of the price already."""
     event = too_large.evaluation.peak_event
+    if weights.keys() == {event}:
+        return None
     return {**weights, event: weights.get(event, 0.0) + 0.5 * sum(weights.values())}

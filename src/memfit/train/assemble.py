@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from logging import LogRecord, getLogger
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Final
@@ -259,7 +260,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
                 raise ConfigError(
                     f"model.hf: {folder} holds no weights; to start from fresh ones, set model.init: random"
                 )
-            with without_bars():
+            with quietly():
                 model = auto.from_pretrained(str(folder), config=settings, local_files_only=True, **of_dtype)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
@@ -284,17 +285,28 @@ def _unreadable() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """While the block runs, transformers draws no progress bars of its own between ours."""
+def quietly() -> Iterator[None]:
+    """While the block runs, transformers draws no progress bars of its own between ours, and DeepSpeed does not mind that there is no GPU.
+
+    Where DeepSpeed is installed, transformers imports it to save any model (by accelerate's `extract_model_from_parallel`), and it says so on standard output,
+    which belongs to results.
+    """
     from transformers.utils import logging
 
     there = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    deepspeed = getLogger("DeepSpeed")
+    deepspeed.addFilter(_says_more_than_that_there_is_no_gpu)
     try:
         yield
     finally:
+        deepspeed.removeFilter(_says_more_than_that_there_is_no_gpu)
         if there:
             logging.enable_progress_bar()
+
+
+def _says_more_than_that_there_is_no_gpu(record: LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
 def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ class RunState:
         first, total: the step after which this process began, and the last one.
         predicted_bytes, budget_bytes: of the plan.
         clock: seconds; a test has its own.
+        may_end_early: whether evaluations may end training before the last step.
         last: the step that was taken last; None before the first.
         measured_bytes: the largest peak of a metered step; None while none was metered.
         losses: of the steps of this process.
@@ -42,6 +43,7 @@ class RunState:
     predicted_bytes: int
     budget_bytes: int
     clock: Callable[[], float] = time.monotonic
+    may_end_early: bool = False
     last: StepRecord | None = None
     learning_rate: float = 0.0
     measured_bytes: int | None = None
@@ -63,7 +65,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the beginning, evaluation and snapshots included; None before the first step."""
+        """To the last step, at the pace since the beginning, evaluation and snapshots included; None before the first step."""
         if self.last is None or self.last.step <= self.first:
             return None
         return (self.clock() - self.began) / (self.last.step - self.first) * (self.total - self.last.step)
@@ -75,8 +77,9 @@ def lines(state: RunState, width: int) -> list[Text]:
     done = state.first if state.last is None else state.last.step
     left = state.seconds_left
     steps = f"step {done:,} of {state.total:,}"
+    at_most = "at most " if state.may_end_early else ""
     shown = [
-        _ends(steps, "" if left is None else f"{format_seconds(left)} left", width),
+        _ends(steps, "" if left is None else f"{at_most}{format_seconds(left)} left", width),
         Text(bar(done / max(state.total, 1), width), "cyan"),
         *_bytes(state, width),
     ]

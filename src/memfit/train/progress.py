@@ -22,8 +22,10 @@ class Display(Protocol):
     def stage(self, text: str, share: float) -> None:
         """Something before training that takes a while, and how much of it is done (0 to 1)."""
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
-        """Training starts after `step` steps, in so many bytes."""
+    def begin(
+        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+    ) -> None:
+        """Training starts after `step` steps, in so many bytes; whether it may end before its last step."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """An optimizer step was taken; `log` when the log has a line for it."""
@@ -41,7 +43,9 @@ class SilentDisplay:
     def stage(self, text: str, share: float) -> None:
         """Nothing."""
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
+    def begin(
+        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+    ) -> None:
         """Nothing."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
@@ -69,11 +73,14 @@ class PlainDisplay:
             self._stage = text
             self.note(text)
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
+    def begin(
+        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+    ) -> None:
         """Where training starts."""
         self._total, self._predicted = total_steps, predicted_peak_bytes
+        last = f"at most {total_steps}" if may_end_early else f"{total_steps}"
         self.note(
-            f"training, step {step + 1} to {total_steps}; predicted peak {format_bytes(predicted_peak_bytes)} "
+            f"training, step {step + 1} to {last}; predicted peak {format_bytes(predicted_peak_bytes)} "
             f"of {format_bytes(budget_bytes)}"
         )
 
@@ -120,12 +127,14 @@ class LiveDisplay:
             self._stages.start()
         self._stages.update(self._task, description=text, completed=share)
 
-    def begin(self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int) -> None:
+    def begin(
+        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+    ) -> None:
         """From here on the steps are shown."""
         from rich.live import Live
 
         self.close()
-        self._state = RunState(step, total_steps, predicted_peak_bytes, budget_bytes)
+        self._state = RunState(step, total_steps, predicted_peak_bytes, budget_bytes, may_end_early=may_end_early)
         # Drawn by the loop itself, at most ten times a second: a thread that draws would take its seconds from the steps.
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()

@@ -131,7 +131,16 @@ class StreamBatches:
             samples = self._first[: self.size]
         if not samples:
             raise InputError("the data holds no samples")
+        self._check_every_rank_has_one(len(samples))
         return samples
+
+    def _check_every_rank_has_one(self, samples: int) -> None:
+        """Check the first batch of an epoch: where that is too small for the ranks, so is the epoch."""
+        if samples < self.ranks:
+            held = f"{samples} sample{'' if samples == 1 else 's'}"
+            raise InputError(
+                f"the stream holds {held} for {self.ranks} ranks, and each needs one: take fewer ranks, or more data"
+            )
 
     def _begun(self, epoch: int) -> Iterator[Any]:
         """The samples of an epoch."""
@@ -164,7 +173,7 @@ class StreamBatches:
 
         Raises:
             SnapshotError: the stream does not give what it gave before that position.
-            InputError: it has ended and cannot be begun anew.
+            InputError: it has ended and cannot be begun anew, or an epoch has fewer samples than there are ranks.
         """
         if mark is not None:
             self._mark = dict(mark)
@@ -187,6 +196,8 @@ class StreamBatches:
                 samples = self._begun(epoch)
                 continue
             first, used = used, used + len(chosen)
+            if first == 0:
+                self._check_every_rank_has_one(used)
             self._mark = {"samples": len(chosen), "digest": _digest(chosen)}
             if len(chosen) < self.ranks:
                 continue

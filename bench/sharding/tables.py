@@ -57,7 +57,7 @@ def _waiting(rows: Rows) -> str:
 def _worded(way: str) -> str:
     from memfit.techniques.sharding import SHARDING, is_pipeline
 
-    return SHARDING.words(way).partition(" on ")[0] if is_pipeline(way) else WORDS[way]
+    return SHARDING.words(way).partition(" on ")[0] if is_pipeline(way) else WORDS[way.partition("/")[0]]
 
 
 def _peaks(rows: Rows) -> str:

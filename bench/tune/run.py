@@ -391,12 +391,22 @@ def main() -> None:
         "--demo-search", action="store_true", help="ask the fifth question alone, and keep the answers to the others"
     )
     parser.add_argument(
+        "--demo-loop",
+        action="store_true",
+        help="train both settings of the fifth question, as the kept rows have them, in the demo's own loop",
+    )
+    parser.add_argument(
         "--seeds",
         type=int,
         default=1,
-        help="of the fifth question: with how many seeds both settings are trained on as much as the demo (1; 0: only the search)",
+        help="of the fifth question: with how many seeds both settings are trained (1: that of the search)",
     )
     arguments = parser.parse_args()
+    if arguments.demo_loop:
+        searched = [row for row in measuring.kept("tune") if row["part"] == "demo search"]
+        found = demo_search.in_the_demos_loop(searched, range(arguments.seeds))
+        kept_beside(found, lambda row: row["part"] != demo_search.LOOP)
+        return
     if arguments.demo_search:
         found = demo_search.measured(range(arguments.seeds))
         print(demo_search.table(found), flush=True)

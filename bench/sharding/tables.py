@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import measuring
+
 from memfit.views.drawing import counted
 
 Rows = Sequence[Mapping[str, Any]]

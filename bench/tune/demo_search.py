@@ -184,7 +184,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The tables, as Markdown: trials, both settings under `memfit train`, and both in the demo's own loop where that was asked for."""
     looped = [row for row in rows if row["part"] == LOOP]
     trials = [row for row in rows if row["part"] == "demo search"]
-    last = [row for row in rows if row["part"] == "demo judged"]
+    judged_rows = [row for row in rows if row["part"] == "demo judged"]
     keys = [key for key in trials[0] if key.startswith(("optim.", "fit."))]
     cells = [
         [
@@ -196,35 +196,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in trials
     ]
-    beside = [
-        [
-            row["setting"],
-            f"{row['trial']}",
-            f"{row['passages']:,}",
-            f"{row['seed']}",
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
-            f"{100 * row['held_out']:.1f} %",
-        ]
-        for row in last
-    ]
-    heads = [
-        "setting",
-        "of trial",
-        "passages",
-        "seed",
-        "measured peak, bytes",
-        "accuracy, the demo's held-out chapters",
-    ]
     return "\n\n".join(
         [
             measuring.table(["trial", *keys, "predicted peak, bytes", "time", "accuracy, validation"], cells),
-            measuring.table(heads, beside),
-            *([_table_of_the_loop(looped)] if looped else []),
+            _by_seed("under `memfit train`", judged_rows),
+            *([_by_seed("in the demo's own loop", looped)] if looped else []),
         ]
     )
 
 
-def _table_of_the_loop(rows: Sequence[Mapping[str, Any]]) -> str:
+def _by_seed(trained: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracy of both settings on the demo's held-out chapters, with each seed."""
     seeds = sorted({row["seed"] for row in rows})
     cells = []
     for name in SETTINGS:
@@ -233,5 +215,11 @@ def _table_of_the_loop(rows: Sequence[Mapping[str, Any]]) -> str:
         mean = fmean(row["held_out"] for row in of.values())
         peak = max(row["peak_bytes"] for row in of.values())
         cells.append([name, f"{of[seeds[0]]['trial']}", f"{peak:,}", *reached, f"{100 * mean:.1f} %"])
-    heads = ["in the demo's loop, 2,080 passages", "of trial", "measured peak, bytes", *(f"seed {seed}" for seed in seeds), "mean"]  # fmt: skip
+    heads = [
+        f"{trained}, {rows[0]['passages']:,} passages",
+        "of trial",
+        "measured peak, bytes",
+        *(f"accuracy, seed {seed}" for seed in seeds),
+        "mean",
+    ]
     return measuring.table(heads, cells)

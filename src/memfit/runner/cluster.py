@@ -121,11 +121,8 @@ class ClusterRunner(Runs):
         """Names of runs that run."""
         return tuple(name for name, each in self._remote.items() if each.node)
 
-    def stop(self, name: str, *, at_once: bool = False) -> None:
-        """As in `Runs`."""
-        if name in self._waiting:
-            self._finish(self._waiting.pop(name), End("stopped", reason="asked", attempts=self._attempts[name]))
-        elif name in self._remote and not self._remote[name].node:
+    def _stop_begun(self, name: str, *, at_once: bool) -> None:
+        if name in self._remote and not self._remote[name].node:
             remote = self._remote.pop(name)
             self._ray.kill(remote.actor)
             self._finish(remote.request, End("stopped", reason="asked", attempts=remote.number))

@@ -128,20 +128,12 @@ class DetachedRunner(Runs):
             raise
 
     @property
-    def waiting(self) -> tuple[str, ...]:
-        """Names of runs that have not started, in order."""
-        return tuple(self._waiting)
-
-    @property
     def running(self) -> tuple[str, ...]:
         """Names of runs that run, or whose machine has been asked to."""
         return tuple(self._running)
 
-    def stop(self, name: str, *, at_once: bool = False) -> None:
-        """As in `Runs`."""
-        if name in self._waiting:
-            self._finish(self._waiting.pop(name), End("stopped", reason="asked", attempts=self._attempts[name]))
-        elif name in self._running:
+    def _stop_begun(self, name: str, *, at_once: bool) -> None:
+        if name in self._running:
             attempt = self._running[name]
             attempt.stop, attempt.due = "kill" if at_once or attempt.stop == "kill" else "ask", 0.0
             if attempt.spoken is None:  # nothing of it has begun, and now nothing will

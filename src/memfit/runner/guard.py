@@ -35,9 +35,8 @@ SPEC = "spec.json"
 ATTEMPT = "MEMFIT_ATTEMPT"
 """Variable of a run's environment: the folder of the attempt that it is."""
 _END_BYTES = 1024
-_FULL_BYTES = (
-    64 << 10
-)  # free on a disk that is called full: a program whose write has failed may leave a part of a block
+# Free on a disk that is called full: a program whose write has failed may leave a part of a block.
+_FULL_BYTES = 64 << 10
 _DEATHSIG, _SUBREAPER = 1, 36  # of prctl
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -63,20 +63,12 @@ class Runner(Runs):
             self._found_again(row)
 
     @property
-    def waiting(self) -> tuple[str, ...]:
-        """Names of runs that have not started, in order."""
-        return tuple(self._waiting)
-
-    @property
     def running(self) -> tuple[str, ...]:
         """Names of runs that run."""
         return tuple(self._running)
 
-    def stop(self, name: str, *, at_once: bool = False) -> None:
-        """As in `Runs`."""
-        if name in self._waiting:
-            self._finish(self._waiting.pop(name), End("stopped", reason="asked", attempts=self._attempts[name]))
-        elif name in self._running:
+    def _stop_begun(self, name: str, *, at_once: bool) -> None:
+        if name in self._running:
             _send(self._running[name], signal.SIGUSR1 if at_once else signal.SIGTERM)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[str, End]]:

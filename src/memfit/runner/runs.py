@@ -44,9 +44,9 @@ class Runs(ABC):
     # ------------------------------------------------------------------------------------------------------- questions
 
     @property
-    @abstractmethod
     def waiting(self) -> tuple[str, ...]:
         """Names of runs that have not started, in order."""
+        return tuple(self._waiting)
 
     @property
     @abstractmethod
@@ -97,9 +97,16 @@ class Runs(ABC):
             del self._ended[name], self._attempts[name]
             self._faults.pop(name, None)
 
-    @abstractmethod
     def stop(self, name: str, *, at_once: bool = False) -> None:
         """Have a run end: by its end signal, and SIGKILL after the grace; or by SIGKILL now. One that waits never starts."""
+        if name in self._waiting:
+            self._finish(self._waiting.pop(name), End("stopped", reason="asked", attempts=self._attempts[name]))
+        else:
+            self._stop_begun(name, at_once=at_once)
+
+    @abstractmethod
+    def _stop_begun(self, name: str, *, at_once: bool) -> None:
+        """`stop`, of a run that does not wait; nothing where it has ended."""
 
     @abstractmethod
     def poll(self, seconds: float = 0.0) -> list[tuple[str, End]]:
@@ -175,12 +182,13 @@ class Runs(ABC):
             InputError: it failed for want of space, which is still not there; nothing has changed, and the next call tries again.
         """
         for_space = end.disk_full and end.kind in {"failed", "lost"}
-        if for_space and not earlier and guard.is_full(str(self.folder)):
-            raise InputError(
-                f"the disk of {self.folder} is full, and {request.name} has ended for it: free space, then start again"
-            )
-        if for_space and not earlier and guard.is_full(str(self._folder(request.name, end.attempts))):
-            return False  # a disk of its own, on which nothing can be begun
+        if for_space and not earlier:
+            if guard.is_full(str(self.folder)):
+                raise InputError(
+                    f"the disk of {self.folder} is full, and {request.name} has ended for it: free space, then start again"
+                )
+            if guard.is_full(str(self._folder(request.name, end.attempts))):
+                return False  # a disk of its own, on which nothing can be begun
         no_fault = (end.kind == "stopped" and end.reason in _WITH_RUNNER) or (for_space and earlier)
         faults = self._faults.get(request.name, 0) + (0 if no_fault else 1)
         if not no_fault and (not (for_space or end.kind in _AGAIN) or faults > request.restarts):

@@ -22,7 +22,7 @@ from memfit.runner import End, Runner, RunRequest
 from memfit.runner.detached import MACHINE_LOST, NO_ROOM, DetachedRunner
 from memfit.runner.machines import accounts_of
 from memfit.service import executors, launching
-from memfit.service.hosts import MOVED, Host, ordinal
+from memfit.service.hosts import MOVED, Host, last_of
 from memfit.service.plan_answers import answer, read_plan
 from memfit.service.planned import Planned
 from memfit.service.progress import LogFollower, Progress
@@ -311,8 +311,7 @@ class Dispatcher:
         """It has lost its machine, and goes on with another as often as it may be started again."""
         moves = sum(event.kind == MOVED for event in self.store.events(run.number))
         if moves >= self.settings.restarts:
-            last = f"this is the {ordinal(moves + 1)} machine that this run has lost, and it is not started on another"
-            self._over(run, FAILED, f"{why}; {last}", **facts)
+            self._over(run, FAILED, f"{why}; {last_of(moves + 1, 'machine')}", **facts)
         else:
             self._wait_again(run, f"{why}: it goes on from its last snapshot", kind=MOVED, **facts)
 

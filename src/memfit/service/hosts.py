@@ -217,7 +217,7 @@ class Host:
                 ).fetchone()
                 why = f"host {name} has said nothing for {2 * seconds:g} s, so what it ran has ended there"
                 if state == RUNNING and moves >= self.settings.restarts:
-                    why = f"{why}; this is the {ordinal(moves + 1)} host that this run has lost, and it is not started on another"
+                    why = f"{why}; {last_of(moves + 1, 'host')}"
                     change = "state=?, reason=?, asked='', ended=?"
                     values: tuple[Any, ...] = (FAILED, why, time.time())
                     kind = FAILED
@@ -240,6 +240,7 @@ class Host:
         return True
 
 
-def ordinal(number: int) -> str:
-    """In words: "first"."""
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+def last_of(lost: int, what: str) -> str:
+    """Why a run that has lost so many hosts, or machines, has failed."""
+    ordinal = {1: "first", 2: "second", 3: "third"}.get(lost, f"{lost}th")
+    return f"this is the {ordinal} {what} that this run has lost, and it is not started on another"

@@ -102,14 +102,14 @@ def read_passages(database: Path) -> list[Passage]:
     ]
 
 
-def split(passages: Sequence[Passage]) -> tuple[list[Passage], list[Passage]]:
-    """Passages to train on, and those of every 33rd chapter, held out whole.
+def split(passages: Sequence[Passage], every: int = HELD_OUT_EVERY) -> tuple[list[Passage], list[Passage]]:
+    """Passages to train on, and those of every 33rd chapter (or of another share), held out whole.
 
     Neighbouring verses tell one story, so single held-out verses would be judged with their context known. Passages
     to train on whose words stand in a held-out chapter too (parallel accounts) are left out.
     """
     chapters = sorted({(p.testament, p.book, p.chapter) for p in passages})
-    apart = set(chapters[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY])
+    apart = set(chapters[every // 2 :: every])
     held_out = [p for p in passages if (p.testament, p.book, p.chapter) in apart]
     known = {words(p.text) for p in held_out}
     train = [p for p in passages if (p.testament, p.book, p.chapter) not in apart and words(p.text) not in known]
@@ -141,17 +141,23 @@ def batches(tokenizer: Any, passages: Sequence[Passage]) -> Iterator[Batch]:
 
 def accuracy(model: nn.Module, data: Batch) -> float:
     """Share of passages told right, without dropout; the model is left in training."""
+    right = told_right(model, data)
+    return int(right.sum()) / len(right)
+
+
+def told_right(model: nn.Module, data: Batch) -> Tensor:
+    """Whether each passage is told right, as booleans, without dropout; the model is left in training."""
     model.eval()
     lengths = data["attention_mask"].sum(1)
-    right = 0
+    right = torch.zeros(len(lengths), dtype=torch.bool)
     with torch.inference_mode():
         for chosen in lengths.argsort().split(BATCH_SIZE):  # Of like length together: less filling to compute.
             longest = int(lengths[chosen].max())
             ids, mask = data["input_ids"][chosen, :longest], data["attention_mask"][chosen, :longest]
             answers = model(input_ids=ids, attention_mask=mask).logits.argmax(1)
-            right += int((answers == data["labels"][chosen]).sum())
+            right[chosen] = answers == data["labels"][chosen]
     model.train()
-    return right / len(lengths)
+    return right
 
 
 def majority(passages: Sequence[Passage]) -> float:

@@ -313,5 +313,5 @@ def test_a_search_never_sees_the_chapters_that_its_best_is_judged_by(
         assert not {testaments.demo.words(p.text) for p in parts[one]} & {
             testaments.demo.words(p.text) for p in parts[other]
         }
-    assert [len(parts[name]) > 400 for name in ("train", "validation", "held out")] == [True] * 3
+    assert [len(parts[name]) > 400 for name in ("train", "validation", "unseen", "held out")] == [True] * 4
     assert len(chapters["held out"]) == 36

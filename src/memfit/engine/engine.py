@@ -36,6 +36,7 @@ from memfit.sharding.pipelined import PipelinedModel
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.guard import Deciding
+from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
@@ -111,6 +112,7 @@ class Engine:
         self._history = History()
         clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
         self._transactions = Transactions(model, loss_fn, clear)
+        self._compile_watch = CompileWatch()
         self._diverged: Batch | None = (
             None  # the first of a step, or of the user's own loop, whose forward was not as planned
         )
@@ -198,9 +200,10 @@ class Engine:
         Raises:
             BatchError: another structure than planned, or larger.
             NonFiniteLossError: the loss is NaN or infinite; nothing was changed.
+            InputError: the model, its loss function or the optimizer's step was compiled by torch.compile since.
             EngineError: an update failed half way, now or before; the engine cannot be used any more.
         """
-        self._transactions.check()
+        self._check()
         batches.size(batch)  # refuses what is no batch
         signature = batches.signature(batch)
         plan = self._plans.plan_for(signature, self.plan)
@@ -243,7 +246,7 @@ class Engine:
                 backward; or it streams layers.
             NonFiniteLossError, EngineError: as for `step`.
         """
-        self._transactions.check()
+        self._check()
         self._refuse_stages("engine.accumulate")
         if self.plan.choices.micro_batches == 1:
             raise InputError(
@@ -274,6 +277,13 @@ class Engine:
         if diverged is not None:
             self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
         return record
+
+    def _check(self) -> None:
+        self._transactions.check()
+        self._refuse_compiled()
+
+    def _refuse_compiled(self) -> None:
+        self._compile_watch.check(self.model, self.loss_fn, self.optimizer, first=not self.records)
 
     def _refuse_stages(self, what: str) -> None:
         if self._pipelined is not None:
@@ -428,6 +438,7 @@ class Engine:
                 "layers are streamed, which runs forward, backward and update in an order of its own: use engine.step, or plan without streaming"
             )
         self._refuse_stages("engine.forward")
+        self._refuse_compiled()
         if self._program(self.plan).updates_in_backward:
             raise InputError(
                 "this plan updates parameters inside backward, which engine.step does and a loop of your own does not: "

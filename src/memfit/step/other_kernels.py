@@ -128,6 +128,41 @@ def refuse_other_loss(loss_fn: Any) -> None:
         raise compiled("the loss function")
 
 
+class CompileWatch:
+    """Refuses steps through code that was compiled after the step was planned, or whose stance was taken back.
+
+    The modules inside the model are looked at before the first step and after a change of stance; the model itself, the loss function and the optimizer before
+    each step.
+    """
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def check(self, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer | None, *, first: bool) -> None:
+        """Look before a step.
+
+        Args:
+            model, loss_fn, optimizer: of the step; None where there is none.
+            first: no step was taken yet, other than in a rehearsal.
+
+        Raises:
+            InputError: something that the step would run is compiled.
+        """
+        if _DYNAMO not in sys.modules:
+            return
+        if runs_as_written():
+            self._looked = False
+            return
+        for path, module in [("", model)] if self._looked and not first else modules_of(model).items():
+            if _is_compiled(module):
+                raise compiled(f"the model's {path}" if path else "the model")
+        self._looked = True
+        if _is_compiled_function(loss_fn) or (isinstance(loss_fn, nn.Module) and _is_compiled(loss_fn)):
+            raise compiled("the loss function")
+        if _is_compiled_function(getattr(optimizer, "__dict__", {}).get("step")):
+            raise compiled("the optimizer's step")
+
+
 def running_compiled() -> str:
     """Name of the compiled function that called the operation which is running; "" where none did."""
     frame = sys._getframe(1) if _DYNAMO in sys.modules else None  # noqa: SLF001 - the only way to see one's callers

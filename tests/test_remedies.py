@@ -21,7 +21,7 @@ from memfit.capture.trace_source import TraceSource
 from memfit.cli.answer import as_settings, failure
 from memfit.errors import InfeasibleError, Remedy
 from memfit.remedies import search
-from memfit.remedies.changes import adapter_targets, below_the_last_block
+from memfit.remedies.changes import Held, adapter_targets, below_the_last_block
 from memfit.techniques.registry import ALLOWED
 from memfit.train.config import override
 from models import build_gpt
@@ -144,6 +144,28 @@ def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest
     assert tried.startswith("host_budget, ")
     assert set(json.loads(words)) <= set(ALLOWED)  # as the user would write them
     assert not any(way.techniques for way in captured if not way.loss_chunks > 1)
+
+
+def test_where_every_plan_holds_more_than_the_budget_the_smallest_is_not_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[Any] = []
+    least_of = search._least_of
+
+    def noted(*given: Any) -> Any:
+        tried.append(least_of(*given))
+        return tried[-1]
+
+    monkeypatch.setattr(search, "_least_of", noted)
+    budget = int(0.6 * parameter_bytes())
+    _refused(budget)
+    assert any(least is not None and least[0] > budget and least[1] is None for least in tried)
+
+
+def test_bytes_of_weights_in_4_bits_are_not_halved_by_16() -> None:
+    held = Held(32.0, 32.0, 64.0)
+    assert held.under([(0.5, 0.5, 0.5), (0.125, 1.0, 1.0)]) == Held(4.0, 16.0, 32.0)
+    assert held.under([]) == held
 
 
 def test_no_more_is_captured_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

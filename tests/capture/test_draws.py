@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import memfit
 import small
 from memfit import dispatch
-from memfit.capture import confirmation, draws
-from memfit.capture.capture import capture
+from memfit.capture import draws
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.draws import OTHER_DRAWS
 from memfit.capture.source import StepSource
@@ -168,32 +167,63 @@ def test_an_index_of_booleans_is_sized_by_values_and_one_of_numbers_is_not() -> 
 
 
 class DrawsThenLooks(nn.Module):
-    """Python reads a number of the batch after numbers have been drawn, which decide nothing."""
+    """Python reads a number after others have been drawn, which decide nothing: of what was made of them, or of the batch alone.
 
-    def __init__(self) -> None:
+    Args:
+        looks_at: "drawn", "batch", or the way on which what was drawn gets there: "written" into a buffer, "filled" into memory made empty.
+    """
+
+    def __init__(self, looks_at: str = "drawn") -> None:
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.looks_at = looks_at
+        self.register_buffer("noted", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.dropout(self.linear(x), 0.5)
-        return h.tanh() if bool(x.isfinite().all()) else h
+        seen = h if self.looks_at == "drawn" else x
+        if self.looks_at == "written":
+            seen = self.noted.copy_(h.detach()[0, 0]) * 2
+        if self.looks_at == "filled":
+            seen = torch.empty(HIDDEN).fill_(1.0)
+        return h.tanh() if bool(seen.isfinite().all()) else h
 
 
-def test_a_forward_that_was_steady_in_one_way_is_not_drawn_for_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def further(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The draws, beside the first, for which a step is captured."""
+    made: list[Any] = []
+    drawing = draws._drawing
+
+    def noted(draw: Any) -> Any:
+        made.append(draw)
+        return drawing(draw)
+
+    monkeypatch.setattr(draws, "_drawing", noted)
+    return made
+
+
+@pytest.mark.parametrize("looks_at", ["drawn", "written", "filled"])
+def test_a_forward_that_reads_what_was_drawn_is_drawn_for_again(further: list[Any], looks_at: str) -> None:
     torch.manual_seed(0)
-    model = DrawsThenLooks()
-    captures: list[None] = []
+    trustworthy(StepSource(DrawsThenLooks(looks_at), sample(), small.squared_error, small.adamw))
+    assert further
 
-    def counted(*args: Any, **named: Any) -> Any:
-        captures.append(None)
-        return capture(*args, **named)
 
-    monkeypatch.setattr(confirmation, "capture", counted)
+def test_a_forward_that_reads_the_batch_is_not_drawn_for_again(further: list[Any]) -> None:
+    torch.manual_seed(0)
+    trustworthy(StepSource(DrawsThenLooks("batch"), sample(), small.squared_error, small.adamw))
+    assert not further
+
+
+def test_a_forward_that_was_steady_in_one_way_is_not_drawn_for_in_another(further: list[Any]) -> None:
+    torch.manual_seed(0)
+    model = DrawsThenLooks("filled")
     first = trustworthy(StepSource(model, sample(), small.squared_error, small.adamw))
     assert first.steady
-    alone = len(captures)
+    alone = len(further)
     second = trustworthy(StepSource(model, sample(), small.squared_error), others=[first])
-    assert len(captures) < 2 * alone
+    assert len(further) == alone > 0
     assert second.trace.notes == first.trace.notes
     jittered = trustworthy(StepSource(Jittered(), sample(), small.squared_error, small.adamw))
     assert not jittered.steady

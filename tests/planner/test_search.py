@@ -293,3 +293,12 @@ def test_the_smallest_plan_is_looked_for_in_every_way() -> None:
     with pytest.raises(InfeasibleError, match=r"\(8-bit optimizer state, update inside backward, "):
         everything.plan(100)
     assert everything.plan(size).choices.state_format == "8bit"
+
+
+def test_the_smallest_plan_is_looked_for_first_where_least_is_held_in_the_update() -> None:
+    made, asked = in_ways((Choices(), Choices(state_format="8bit"), Choices(precision="bf16")))
+    _, found = made.smallest()
+    assert found.candidate == Choices(state_format="8bit")
+    assert not any(
+        choices.precision == "bf16" for choices in asked
+    )  # autocast leaves the state as it is, which is more

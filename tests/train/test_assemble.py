@@ -16,7 +16,17 @@ from torch import Tensor
 
 from memfit.errors import ConfigError, InputError
 from memfit.train import run as runs
-from memfit.train.assemble import Assembly, assemble, build_model, choose_device, quietly, resolve, seed_all
+from memfit.train.assemble import (
+    CACHE_OFF,
+    Assembly,
+    assemble,
+    build_model,
+    cache_as_read,
+    choose_device,
+    quietly,
+    resolve,
+    seed_all,
+)
 from memfit.train.config import Config, from_json
 from train.fakes import Api
 
@@ -87,6 +97,35 @@ def test_language_models_learn_running_text(folder: Path, task: str) -> None:
     made = assembled(folder, model={**HF, "task": task}, data=data)
 
     assert torch.isfinite(loss(made))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 258,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+}
+
+
+def test_a_decoder_hands_out_no_keys_and_values_while_it_is_trained(folder: Path) -> None:
+    (folder / "llama").mkdir()
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    data = {"train": "text.txt", "tokenizer": "bytes", "max_length": 16}
+    encoder = assembled(folder)
+
+    made = assembled(folder, model={**HF, "hf": "llama", "task": "causal-lm"}, data=data)
+
+    assert made.model(**made.batches.sample()).past_key_values is None
+    assert CACHE_OFF in made.notes
+    assert CACHE_OFF not in encoder.notes
+    with cache_as_read(made.model, folder / "llama"):
+        made.model.save_pretrained(folder / "written")  # type: ignore[operator]
+    assert json.loads((folder / "written" / "config.json").read_text())["use_cache"] is True
+    assert made.model.config.use_cache is False  # type: ignore[union-attr]
 
 
 def test_initial_weights_depend_on_the_seed_alone(folder: Path) -> None:

@@ -29,6 +29,8 @@ LATER_FORWARDS: Final = (2, 3)
 LATER_STEPS: Final = (1, 2, 4)
 # From so many seeds is it captured as well, where random numbers may decide sizes or operations.
 OTHER_DRAWS: Final = 5
+# How the names of operations begin that make tensors without values.
+UNFILLED: Final = ("aten.empty", "aten.new_empty")
 
 
 def with_other_draws(
@@ -201,10 +203,16 @@ def _sized_by_values(trace: Trace) -> str:
 
 
 def _draws_before_it_looks(trace: Trace) -> bool:
-    """Whether forward draws random numbers before values decide sizes, or are read by Python, which may decide anything by them."""
-    drawn = False
+    """Whether values made of random numbers that forward draws decide sizes, or are read by Python, which may decide anything by them.
+
+    What Python reads of the batch alone (is any token padding?) is no such value, whatever was drawn before.
+    """
+    drawn: set[int] = set()  # storages that may hold what was made of random numbers
     for operation in (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0):
-        if drawn and (operation.by_values or operation.name == "aten._local_scalar_dense.default"):
+        tainted = operation.random or not drawn.isdisjoint(operation.reads)
+        if tainted and (operation.by_values or operation.name == "aten._local_scalar_dense.default"):
             return True
-        drawn = drawn or operation.random
+        # What is made empty may be filled by a kernel that no operation shows.
+        if tainted or (drawn and operation.name.startswith(UNFILLED)):
+            drawn.update(operation.makes, operation.writes)
     return False

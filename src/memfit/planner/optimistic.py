@@ -5,7 +5,7 @@ Each technique says its own (`Technique.bound`), from numbers that are worked ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from memfit.hardware.machine import Link
@@ -13,7 +13,7 @@ from memfit.planner.head import head_of
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import block_seconds, state_transfers
-from memfit.techniques.technique import StepFacts, StreamingFacts
+from memfit.techniques.technique import OptimisticBound, StepFacts, StreamingFacts
 from memfit.values.bundle import StreamedLayer
 from memfit.values.trace import Category, Phase, Trace
 
@@ -33,6 +33,7 @@ def step_facts(timeline: Timeline, link: Link | None = None, layers: Sequence[St
     state_bytes = trace.bytes_of(Category.OPTIMIZER_STATE)
     return StepFacts(
         micro_batches=trace.micro_batches,
+        pass_events=trace.pass_events,
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         state_bytes=state_bytes,
@@ -67,14 +68,42 @@ def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> Str
 
 def least_bytes(solver: Solver) -> int:
     """Bytes that are held when the optimizer updates, whatever is recomputed or offloaded and however the batch is split."""
-    trace, timeline = solver.trace, solver.timeline
-    floor = timeline.floor_with_offloading()[trace.pass_events :]
+    trace = solver.trace
+    floor = solver.timeline.floor_with_offloading()[trace.pass_events :]
     if not len(floor):
         return trace.bytes_before_step
+    return int(floor.max()) - _left_bytes(solver)
+
+
+def floor_left(solver: Solver, bounds: Sequence[OptimisticBound]) -> int:
+    """Bytes that every plan for a step takes at least at some moment once techniques with these bounds have been added; 0 where that is not known."""
+    everywhere = saved_together([bound for bound in bounds if bound.within is None])
+    if everywhere is None:
+        return 0
+    floor = solver.timeline.floor_with_offloading() - everywhere
+    floor[solver.trace.pass_events :] -= _left_bytes(solver)
+    for bound in bounds:
+        if bound.within is not None:
+            first, last = bound.within
+            floor[first : last + 1] -= floor[first : last + 1] if bound.saved_bytes is None else bound.saved_bytes
+    return max(0, int(floor.max()))
+
+
+def saved_together(bounds: Iterable[OptimisticBound]) -> int | None:
+    """The most that several techniques save at any moment; None where that is not known of one of them."""
+    every = list(bounds)
+    if any(bound.saved_bytes is None for bound in every):
+        return None
+    state = max((bound.saved_bytes or 0 for bound in every if bound.of_state), default=0)
+    return state + sum(bound.saved_bytes or 0 for bound in every if not bound.of_state)
+
+
+def _left_bytes(solver: Solver) -> int:
+    """Of what is there in the update, what may be less where the batch is divided or forward runs in other types."""
+    trace, timeline = solver.trace, solver.timeline
     # The batch, and what forward leaves behind (an output among attributes, say), may be smaller where the batch is divided.
-    left = sum(
+    return sum(
         storage.bytes
         for number, storage in enumerate(trace.storages)
         if storage.category not in _OF_ANY_BATCH and storage.birth < trace.pass_events <= timeline.last_end[number]
     )
-    return int(floor.max()) - left

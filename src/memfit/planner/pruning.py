@@ -12,7 +12,7 @@ from math import inf
 from typing import Final
 
 from memfit.planner.found import WORTH_MORE, Found
-from memfit.planner.optimistic import least_bytes
+from memfit.planner.optimistic import floor_left, least_bytes, saved_together
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.techniques.choices import Choices
@@ -41,10 +41,9 @@ def why_hopeless(
     held = held_bytes(solvers, candidate)
     if held > budget_bytes:
         return f"at least {format_bytes(held)} are held during the optimizer's update"
-    for other, size in needed.items():
-        saved = _saved_bytes(solvers, candidate, other)
-        if saved is not None and size - saved > budget_bytes:
-            return f"saves {format_bytes(saved)} at most of the {format_bytes(size)} that are needed without"
+    least = least_needed(solvers, candidate, needed)
+    if least > budget_bytes:
+        return f"needs about {format_bytes(least)} or more, whatever is recomputed or offloaded"
     if best is not None:
         seconds = _least_seconds(solvers, candidate, budget_bytes)
         if seconds * WORTH_MORE >= best.seconds:
@@ -54,13 +53,42 @@ def why_hopeless(
 
 def held_bytes(solvers: Solvers, candidate: Choices) -> int:
     """Bytes that are held at least during the update of a step run this way, by what was captured of those whose techniques it takes over; 0 if not known."""
+    return max([0, *(_held_beside(solvers, candidate, other) for other in _known(solvers, candidate))])
+
+
+def _held_beside(solvers: Solvers, candidate: Choices, known: Choices) -> int:
+    """The same by one of those."""
     held = [0]
+    for choices in _asked(solvers, known):
+        saved = saved_together(bound for bound in _bounds(solvers, candidate, choices) if bound.within is None)
+        if saved is not None:
+            held.append(least_bytes(solvers.asked[choices]) - saved + solvers.extra_bytes)
+    return max(held)
+
+
+def least_needed(solvers: Solvers, candidate: Choices, needed: Mapping[Choices, int]) -> int:
+    """Bytes that plans of a candidate need at least in any number of micro-batches, by what is known of those whose techniques it takes over; 0 if nothing.
+
+    Args:
+        solvers: of what was captured.
+        candidate: in question.
+        needed: as for `why_hopeless`.
+    """
+    least = [held_bytes(solvers, candidate)]
     for other in _known(solvers, candidate):
+        asked = _asked(solvers, other)
+        left = [
+            floor_left(solvers.asked[choices], _bounds(solvers, candidate, choices)) + solvers.extra_bytes
+            for choices in asked
+        ]
+        if len(asked) < len(solvers.numbers()) and not solvers.cannot_split:
+            left.append(_held_beside(solvers, candidate, other))
+        least.append(min(left))
+    for other, size in needed.items():
         saved = _saved_bytes(solvers, candidate, other)
         if saved is not None:
-            floors = [least_bytes(solver) for choices, solver in solvers.asked.items() if _in_one(choices) == other]
-            held.append(max(floors) - saved + solvers.extra_bytes)
-    return max(held)
+            least.append(size - saved)
+    return max(least)
 
 
 def _known(solvers: Solvers, candidate: Choices) -> list[Choices]:
@@ -73,12 +101,28 @@ def _in_one(choices: Choices) -> Choices:
     return replace(choices, micro_batches=1)
 
 
+def _asked(solvers: Solvers, known: Choices) -> list[Choices]:
+    """A captured candidate in the numbers of micro-batches in which it was captured, the smallest first."""
+    numbers = (choices for choices in solvers.asked if _in_one(choices) == known)
+    return sorted(numbers, key=lambda choices: choices.micro_batches)
+
+
 def _saved_bytes(solvers: Solvers, candidate: Choices, known: Choices) -> int | None:
     """The most that a candidate saves at any moment of the step of a known one; None where it does not add to that, or where it is not known."""
     if not _adds_to(known, candidate):
         return None
-    saved = [_bound(solvers, *technique).saved_bytes for technique in _added(candidate, known)]
-    return None if None in saved else sum(size or 0 for size in saved)
+    return saved_together(_bounds(solvers, candidate, _asked(solvers, known)[0]))
+
+
+def _bounds(solvers: Solvers, candidate: Choices, known: Choices) -> list[OptimisticBound]:
+    """What each technique that a candidate adds to a known step could do to that."""
+    facts = solvers.facts(known)
+    # What the update makes is not seen where it is inside backward, and where state goes through buffers their sizes add up to more than is there at once.
+    through_buffers = facts.state_bytes // 8 if known.state_place != "device" else 0
+    made = max(facts.update_temporary_bytes, solvers.baseline_facts.update_temporary_bytes) + through_buffers
+    facts = replace(facts, update_temporary_bytes=made)
+    bounds = [BY_NAME[name].bound(facts) for name, _ in _added(candidate, known)]
+    return [bound or OptimisticBound(None, -inf) for bound in bounds]
 
 
 def adds_to_any(candidate: Choices, known: Iterable[Choices]) -> bool:
@@ -134,7 +178,7 @@ def _bound(solvers: Solvers, name: str, value: object) -> OptimisticBound:
     """The best this technique can do; what it did alone, where it was tried alone."""
     bound = BY_NAME[name].bound(solvers.baseline_facts)
     alone = solvers.bundle.candidates[0].but(**{name: value}, micro_batches=solvers.baseline_number)
-    if bound is not None and name != "streamed" and alone in solvers.asked:
+    if bound is not None and bound.seconds > -inf and name != "streamed" and alone in solvers.asked:
         seconds = solvers.asked[alone].trace.plain_step_seconds - solvers.baseline.trace.plain_step_seconds
         return replace(bound, seconds=seconds)
     return bound if bound is not None else OptimisticBound(None, -inf)

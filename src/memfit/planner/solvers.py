@@ -72,6 +72,7 @@ class Solvers:
         self.asks = asks
         self.asked: dict[Choices, Solver] = {}
         self._known = {} if known is None else known
+        self._facts: dict[Choices, StepFacts] = {}
 
     def of(self, number: int, candidate: Choices | None = None) -> Solver:
         """The solver for a candidate in this many micro-batches; the baseline where none is named.
@@ -109,6 +110,12 @@ class Solvers:
     def baseline_facts(self) -> StepFacts:
         """Of the baseline, what techniques ask for."""
         return step_facts(self.baseline.timeline, self.bundle.lower_tier, self.bundle.layers)
+
+    def facts(self, choices: Choices) -> StepFacts:
+        """Of a step that was asked for, the same."""
+        if choices not in self._facts:
+            self._facts[choices] = step_facts(self.asked[choices].timeline, self.bundle.lower_tier, self.bundle.layers)
+        return self._facts[choices]
 
     @property
     def baseline_number(self) -> int:
@@ -186,6 +193,11 @@ class Solvers:
         if self.asks:
             raise MissingWeighting
         return None, f"whether the batch splits was {NOT_CAPTURED}"
+
+    @property
+    def cannot_split(self) -> bool:
+        """Whether the batch is known not to be divisible."""
+        return self.bundle.weighting is not None and self.bundle.weighting.weights is None
 
     def numbers(self) -> list[int]:
         """Of micro-batches that are weighed: powers of two and as many as there are samples, or what the user fixed."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -63,6 +64,11 @@ class Held:
     def times(self, parameters: float, gradients: float, state: float) -> Held:
         """With a share of each left."""
         return Held(self.parameters * parameters, self.gradients * gradients, self.state * state)
+
+    def under(self, shares: Sequence[tuple[float, float, float]]) -> Held:
+        """What several changes leave at least. Of parameters the smallest share: weights in 4 bits are not halved by 16."""
+        parameters = min((each[0] for each in shares), default=1.0)
+        return self.times(parameters, prod(each[1] for each in shares), prod(each[2] for each in shares))
 
 
 def _same(anything: Any) -> Any:
@@ -195,6 +201,13 @@ def resident_bytes(model: nn.Module) -> int:
     return every - found[0].own_bytes + max(sum(p.nbytes for p in own) for own in blocks)
 
 
+def keeps_cache(model: Any) -> bool:
+    """Whether a Hugging Face model hands out its keys and values with what it computes: a decoder, or one with a decoder, whose `use_cache` is on."""
+    config = getattr(model, "config", None)
+    decodes = getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False)
+    return bool(decodes) and getattr(config, "use_cache", False) is True
+
+
 @contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
     before, model.config.use_cache = model.config.use_cache, False
@@ -206,7 +219,7 @@ def _without_cache(model: Any) -> Iterator[None]:
 
 def _switches(source: TraceSource) -> Iterator[Change]:
     """Hugging Face's cache of keys and values, which nothing reads in training: it holds activations, and streamed blocks cannot have it."""
-    if getattr(getattr(source.model, "config", None), "use_cache", False) is True:
+    if keeps_cache(source.model):
         yield Change(
             "use_cache",
             Effect.SAME_NUMBERS,

@@ -110,7 +110,7 @@ class _Search:
     nothing_else: str = field(default="", init=False)
     _left_out: bool = field(default=False, init=False)  # something was not tried
     _sources: dict[tuple[str, ...], TraceSource] = field(default_factory=dict, init=False)
-    _solved: dict[Any, tuple[int, Found] | None] = field(default_factory=dict, init=False)
+    _solved: dict[Any, tuple[int, Found | None] | None] = field(default_factory=dict, init=False)
 
     def run(self) -> list[tuple[Effect, Remedy]]:
         """The ways out that were found, each with what it does to results."""
@@ -216,12 +216,12 @@ class _Search:
                 if len(self._solved) == MOST_CAPTURES:
                     self._left_out = True
                     break
-                self._solved[key] = _least_of(planning, candidate, number)
+                self._solved[key] = _least_of(planning, candidate, number, self.budget_bytes)
             solved = self._solved[key]
             if solved is None:
                 continue
             size, found = solved
-            if best is None or size < best.size:
+            if found is not None and (best is None or size < best.size):
                 used = tuple(c for c in combined if _uses(candidate, c))
                 best = _Tried(used, size, found, self._request(used))
             if size <= self.budget_bytes:
@@ -253,9 +253,7 @@ class _Search:
 
     def _least(self, combined: Sequence[Change]) -> float:
         """Bytes that are held under these changes at least; with offloading, where state or layers are elsewhere."""
-        held = self.held
-        for change in combined:
-            held = held.times(*change.shares)
+        held = self.held.under([change.shares for change in combined])
         # Of what a step works on at the smallest peak, 16 bits leave half, and backward through a part of the model perhaps half again.
         part = 0.25 if any(change.effect == Effect.LESS_IS_TRAINED for change in combined) else 0.5
         working = part * max(0.0, self.size - self.held.bytes)
@@ -265,10 +263,7 @@ class _Search:
 
     def _left(self, candidate: Choices, combined: Sequence[Change]) -> Held:
         """Bytes that are held at least where a candidate runs under these changes."""
-        held = self.held
-        for change in combined:
-            if change.name != OFFLOADING and _uses(candidate, change):
-                held = held.times(*change.shares)
+        held = self.held.under([c.shares for c in combined if c.name != OFFLOADING and _uses(candidate, c)])
         if candidate.streamed:  # one layer is there at least, and what is in none
             return Held(self.resident_bytes, 0.0, 0.0)
         return held.times(1.0, 1.0, 0.0) if candidate.state_place != "device" else held
@@ -359,10 +354,17 @@ class _Search:
         return [Remedy(text, self.size - size, found.seconds - self.plain_seconds, kind)]
 
 
-def _least_of(planning: Planning, candidate: Choices, number: int) -> tuple[int, Found] | None:
-    """The smallest plan of one candidate in so many micro-batches; None where it cannot run."""
+def _least_of(
+    planning: Planning, candidate: Choices, number: int, budget_bytes: int
+) -> tuple[int, Found | None] | None:
+    """Bytes and plan of the smallest plan of one candidate in so many micro-batches; None where it cannot run.
+
+    Where every plan holds more than the budget at some moment, that many bytes, and no plan: none is searched for.
+    """
+    alone = planning.restricted(candidate, number)
     try:
-        return planning.restricted(candidate, number).smallest()
+        held = alone.solver(number, candidate).problem.floor_bytes + alone.extra_bytes
+        return (held, None) if held > budget_bytes else alone.smallest()
     except (MemfitError, RuntimeError):  # torch itself refuses some steps in 16 bits
         return None
 

@@ -48,8 +48,9 @@ class EightBitState(Technique):
         return Offer(("8bit",)) if reason is None else Offer(why_not=reason)
 
     def bound(self, facts: StepFacts) -> OptimisticBound:
-        """All of the state, and what an update that is not in chunks holds beside it; reading and writing fewer bytes may make the step faster."""
-        return OptimisticBound(facts.state_bytes + facts.update_temporary_bytes, -facts.update_seconds)
+        """Seven eighths of the state (where its numbers have 64 bits), and what an update that is not in chunks holds beside it; fewer bytes may be faster."""
+        saved = facts.state_bytes * 7 // 8 + facts.update_temporary_bytes
+        return OptimisticBound(saved, -facts.update_seconds, of_state=True)
 
     def optimizer_settings(self, setting: str) -> Mapping[str, Any]:
         """The chunked optimizer packs its state."""

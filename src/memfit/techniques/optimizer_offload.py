@@ -55,7 +55,7 @@ class OptimizerOffload(Technique):
         if facts.state_transfer_seconds is None:
             return None
         saved = facts.state_bytes + facts.update_temporary_bytes
-        return OptimisticBound(saved, facts.state_transfer_seconds - facts.update_seconds)
+        return OptimisticBound(saved, facts.state_transfer_seconds - facts.update_seconds, of_state=True)
 
     def optimizer_settings(self, setting: str) -> Mapping[str, Any]:
         """The chunked optimizer keeps its state there."""

@@ -44,10 +44,14 @@ class OptimisticBound:
     Attributes:
         saved_bytes: the most it takes off any moment of the step; None where it does what recomputation does, and a bound for that says nothing.
         seconds: the least it adds to a step; negative where the step may become faster.
+        within: the events, first and last, between which it saves them; None for all moments. At others the step holds what it holds without.
+        of_state: whether these bytes are those of the optimizer's state and of what the update makes beside it, which no two techniques save twice.
     """
 
     saved_bytes: int | None
     seconds: float
+    within: tuple[int, int] | None = None
+    of_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class StepFacts:
 
     Attributes:
         micro_batches: in which the step was captured.
+        pass_events: events of forward and backward.
         parameter_bytes, gradient_bytes, state_bytes, activation_bytes: totals by category over the step.
         frozen_bytes: of parameters that get no gradient, at most.
         update_temporary_bytes: that the optimizer holds while it updates, beside parameters, gradients and state. A foreach update makes some for all
@@ -99,6 +104,7 @@ class StepFacts:
     """
 
     micro_batches: int = 1
+    pass_events: int = 0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     state_bytes: int = 0

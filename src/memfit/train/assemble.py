@@ -22,6 +22,7 @@ from memfit.batches import LossFunction
 from memfit.errors import ConfigError, InputError
 from memfit.hardware.machine import is_machine
 from memfit.integrations.deepspeed.training import FromDeepSpeed, from_deepspeed
+from memfit.remedies.changes import keeps_cache
 from memfit.step.other_kernels import refuse_attention
 from memfit.step.program import OptimizerFactory
 from memfit.train import deepspeed_merge, packing
@@ -35,6 +36,10 @@ from memfit.train.reading import Reader, encoder_of
 from memfit.train.stream import Stream, StreamBatches, collated, is_stream
 
 LARGE_BYTES: Final = 2 << 30  # of parameters: to plan for another device a larger model is not put into memory
+CACHE_OFF: Final = (
+    "model.hf: use_cache is off while the model is trained, since no step reads the keys and values that it would hand out; in the folder that is written it "
+    "is as it was"
+)
 _AUTO: Final = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
@@ -92,6 +97,10 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     say("reading the model", 0.0)
     seed_all(config.train.seed)
     model, loss_fn = build_model(config, weights=weights)
+    switched = config.model.hf is not None and keeps_cache(model)
+    if switched:
+        settings: Any = model.config
+        settings.use_cache = False
     if config.lora is not None:
         model = with_adapters(model, config.lora, config.model.task)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -99,6 +108,7 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     model.train()
     say("reading the data", 0.0)
     training, validation, notes = read_data(config, model, loss_fn)
+    notes = (*notes, *((CACHE_OFF,) if switched else ()))
     size = config.fit.global_batch
     deepspeed = read_deepspeed(config)
     optimizer: OptimizerFactory = partial(_optimizer, _OPTIMIZERS[config.optim.name], config.optim.settings())
@@ -275,6 +285,23 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         ) from error
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+@contextmanager
+def cache_as_read(model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """While the block runs, in which the model is written, `use_cache` says what it says in the folder that the model is from: training switches it off."""
+    import transformers
+
+    settings: Any = getattr(model, "config", None)
+    if not hasattr(settings, "use_cache"):
+        yield
+        return
+    before = settings.use_cache
+    settings.use_cache = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True).use_cache
+    try:
+        yield
+    finally:
+        settings.use_cache = before
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

@@ -34,7 +34,7 @@ class ModelConfig:
     """What to train: exactly one of `hf` and `python`.
 
     Attributes:
-        hf: folder of a Hugging Face model (config.json and weights).
+        hf: folder of a Hugging Face model (config.json and weights); its `use_cache` is off while it is trained.
         init: "weights" loads the folder's weights, "random" starts from fresh ones drawn with `train.seed`.
         python: "package.module:function"; called with `args`, returns the model, or the pair (model, loss_fn).
         args: keyword arguments for that function.

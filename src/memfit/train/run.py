@@ -20,7 +20,7 @@ from memfit.ranks import check_plan, fit_together, place
 from memfit.trackers import Tracker
 from memfit.train import alike, limit, log, ranks, snapshot_folders, snapshots
 from memfit.train.adapters import merged
-from memfit.train.assemble import Assembly, quietly, read_deepspeed
+from memfit.train.assemble import Assembly, cache_as_read, quietly, read_deepspeed
 from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in
 from memfit.train.config import Config, ScheduleConfig
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
@@ -345,11 +345,12 @@ def _save_model(config: Config, model: torch.nn.Module, whole: Mapping[str, Any]
             with waiting.open("wb") as stream:
                 snapshots.save(model.state_dict() if whole is None else whole, stream)
             return waiting.rename(out / "model.pt")
+        read_from = config.path(config.model.hf)
         if config.lora is not None and config.lora.merge and whole is None:
-            with quietly():
+            with quietly(), cache_as_read(model, read_from):
                 merged(model).save_pretrained(out / "merged")  # type: ignore[operator] # transformers' own method
         folder = out / "model"
-        with quietly():
+        with quietly(), cache_as_read(model, read_from):
             # transformers' own method
             model.save_pretrained(folder, **({} if whole is None else {"state_dict": whole}))  # type: ignore[operator]
         source = config.path(config.data.tokenizer or config.model.hf)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Any, ClassVar
 
-from memfit.techniques.technique import DialectKey, Offer, Setting, StepFacts, Subject, Technique
+from memfit.techniques.technique import DialectKey, Offer, OptimisticBound, Setting, StepFacts, Subject, Technique
 
 
 class Autocast(Technique):
@@ -56,6 +57,10 @@ class Autocast(Technique):
 
         reason = why_not_scaled(subject.model)
         return Offer(("bf16", "fp16")) if reason is None else Offer(("bf16",), why_not=reason)
+
+    def bound(self, facts: StepFacts) -> OptimisticBound:
+        """Nothing is known but that parameters, gradients and state, all that is there in the update, keep their types."""
+        return OptimisticBound(None, -inf, within=(0, facts.pass_events - 1))
 
     def region(self, model: Any, setting: str, device_type: str) -> AbstractContextManager[object]:
         """`torch.autocast`, one region for each micro-batch.

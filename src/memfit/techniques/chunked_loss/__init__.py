@@ -54,10 +54,11 @@ class ChunkedLoss(Technique):
         return None
 
     def bound(self, facts: StepFacts) -> OptimisticBound | None:
-        """All that is as large as the logits; what stays in the cache may take no time."""
-        if facts.head is None:
+        """All that is as large as the logits, while it is there; what stays in the cache may take no time."""
+        head = facts.head
+        if head is None:
             return None
-        return OptimisticBound(facts.head.bytes, -facts.micro_batches * facts.head.seconds)
+        return OptimisticBound(head.bytes, -facts.micro_batches * head.seconds, within=(head.first, head.last))
 
     def region(self, model: Any, setting: int, device_type: str) -> AbstractContextManager[object]:
         """What the model's head returns is a placeholder for the logits, and cross entropy of it takes their rows in chunks."""

@@ -16,10 +16,13 @@ import psutil
 import pytest
 import torch
 
+from memfit.units import format_seconds
 from sharding import toy_run
 
 STEPS = 40
 LIMIT_SECONDS = 300.0
+# A rank that waits for its turn on a busy computer is not to be taken for lost, which would use up the restarts.
+RANK_TIMEOUT = 15.0
 ZERO3 = ("fit.fixed.sharding=zero3",)
 # In so many micro-batches the numbers do not depend on where the model is cut, which is decided by seconds.
 STAGES = ("fit.fixed.sharding=1f1b", "fit.fixed.micro_batches=4")
@@ -49,7 +52,7 @@ class Launched:
         self._log = folder / f"{out}.txt"
         settings = [
             "model.python=ranks_toy:build_slow", "optim.name=adamw", "train.save_every=3", f"train.steps={STEPS}", "train.eval_every=0",
-            f"train.out={out}", "train.rank_timeout=5", *more,
+            f"train.out={out}", f"train.rank_timeout={RANK_TIMEOUT}", *more,
         ]  # fmt: skip
         command = [sys.executable, "-m", "memfit", "train", "run.yaml"]
         if options:
@@ -77,6 +80,11 @@ class Launched:
             assert self._process.poll() is None, self.told
             assert time.monotonic() < end, self.told
             time.sleep(0.02)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def killed(self) -> None:
         """It and all below it, at once."""
@@ -191,7 +199,10 @@ def test_ranks_that_all_loop_at_once_end_themselves_and_the_run_goes_on_bit_by_b
 
     assert run.ended() == 0, run.told
     *by_ranks, told = sentences(run.told)
-    named = {line.partition(" has done no step, evaluation or snapshot for 10.0 s")[0] for line in by_ranks}
+    named = {
+        line.partition(f" has done no step, evaluation or snapshot for {format_seconds(2 * RANK_TIMEOUT)}")[0]
+        for line in by_ranks
+    }
     assert named
     assert named <= {"memfit: rank 0", "memfit: rank 1"}, run.told  # torchrun may end one before its own time is up
     assert "going on with 2 ranks from the last snapshot" in told
@@ -206,11 +217,12 @@ def test_a_run_that_is_killed_while_a_snapshot_reaches_the_disk_goes_on_from_the
 ) -> None:
     toy_run.written(tmp_path)
     assert Launched(tmp_path, "undisturbed", *options).ended() == 0
-    beside = ("model.python=ranks_toy:build_slow_on_a_slow_disk", "train.save_async=true")
+    beside = ("model.python=ranks_toy:build_slow_on_a_disk_that_stops", "train.save_async=true")
     run = Launched(tmp_path, "out", *options, more=beside)
     under_way, before = tmp_path / "out" / ".step-000006.partial", tmp_path / "out" / "step-000003"
     end = time.monotonic() + LIMIT_SECONDS
     while not under_way.is_dir() or not list(under_way.glob("**/*")):
+        assert run.running, run.told
         assert time.monotonic() < end, run.told
         time.sleep(0.01)
     run.killed()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
@@ -182,6 +183,30 @@ def test_absent_tensors_have_a_shape_and_a_place_and_no_values() -> None:
     assert isinstance(meta.to("cpu"), Absent)
     with pytest.raises(RuntimeError, match="meta"):
         total.sum().item()
+
+
+def test_what_is_computed_with_absent_tensors_is_the_same_whenever_it_is_asked_again() -> None:
+    numbers = torch.arange(6).view(2, 3)
+    absent = Absent.like(numbers, torch.device("cpu"))
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x * 2,
+        lambda x: x * 2.0,  # equal numbers, another type
+        lambda x: x * True,
+        lambda x: x.float() * 1,
+        lambda x: x.t(),
+        lambda x: x.t() + x.t(),
+        lambda x: functional.dropout(x.double(), 0.5),
+        lambda x: torch.stack([x, x]).permute(2, 0, 1),
+        lambda x: x.split(2, dim=1)[1],
+        lambda x: x.new_zeros(4, dtype=torch.float16),
+    ]
+    for call in (*calls, *calls):
+        made, like = call(absent), call(numbers)
+        assert isinstance(made, Absent)
+        assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+    changed = absent.float()
+    assert changed.unsqueeze_(0).shape == (1, 2, 3)
+    assert absent.float().shape == (2, 3)
 
 
 def test_stages_placed_on_devices_give_the_bits_of_one_device() -> None:

@@ -13,12 +13,14 @@ import torch
 import memfit
 from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
-from memfit.pipelining.planning import settings_for
+from memfit.pipelining.planning import PipelinePlanning, settings_for
+from memfit.planning import origin_of
 from memfit.techniques.sharding import Pipelines, way_of
 from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
 from memfit.views import write_report
+from models.transformer import build_gpt
 from pipelining import running
 from sharding import steps
 
@@ -125,6 +127,22 @@ def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> No
         planned(fixed, 50_000)
     assert error.value.minimum_bytes is not None
     assert error.value.minimum_bytes > 50_000
+
+
+def test_stages_run_no_more_again_than_the_bytes_of_their_devices_ask_for() -> None:
+    """The few ways to hold activations that a cut knows are coarse: between everything kept and the next one there may be a whole block."""
+    model, sample, loss_fn = build_gpt(layers=4, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+    fixed = {"sharding": "1f1b/2", "micro_batches": 4}
+    plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=2, fixed=fixed)
+    planning = origin_of(plain)
+    assert isinstance(planning, PipelinePlanning)
+    budget = plain.prediction.peak_bytes - 1
+    coarse, less = (planning.cut_as(plain, budget, refines=refines) for refines in (False, True))
+    assert max(coarse.prediction.peak_bytes, less.prediction.peak_bytes) <= budget
+    assert plain.prediction.step_seconds < less.prediction.step_seconds < coarse.prediction.step_seconds
+    assert less.pipeline is not None
+    assert sum(script.recomputations for script in less.pipeline.scripts) == 1
+    assert memfit.Plan.from_json(less.to_json()) == less
 
 
 @pytest.mark.parametrize(

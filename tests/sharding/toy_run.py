@@ -76,16 +76,17 @@ class LoopingNet(SlowNet):
 def build_looping():
     return LoopingNet()
 
-def build_slow_on_a_slow_disk():
+def build_slow_on_a_disk_that_stops():
     from memfit.train import durable
 
     sync = durable.sync
 
-    def slow(file):
-        time.sleep(0.5)
+    def stopping(file):
+        while "step-000006" in str(file):  # until the process is killed, however long that takes
+            time.sleep(0.05)
         sync(file)
 
-    durable.sync = slow
+    durable.sync = stopping
     return SlowNet()
 """
 

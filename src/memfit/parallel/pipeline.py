@@ -234,6 +234,7 @@ class Pipeline(PipelinedModel):
         """The batch of all ranks of this pipeline, of which each hands in its part."""
         total, own = sum(self._sizes), self._sizes[self.stage]
         begins = [sum(self._sizes[:rank]) for rank in range(len(self._sizes))]
+        sent: list[dist.Work | None] = []
 
         def joined(part: Tensor) -> Tensor:
             if not part.dim() or part.shape[0] != own:
@@ -242,10 +243,15 @@ class Pipeline(PipelinedModel):
             whole[begins[self.stage] : begins[self.stage] + own].copy_(part)
             for rank, (begin, size) in enumerate(zip(begins, self._sizes, strict=True)):
                 # As bytes: backends know few types.
-                dist.broadcast(whole[begin : begin + size].view(torch.uint8), self._global(rank), group=self._pipeline)
+                part_of_rank = whole[begin : begin + size].view(torch.uint8)
+                sent.append(dist.broadcast(part_of_rank, self._global(rank), group=self._pipeline, async_op=True))
             return whole
 
-        return batches.map_tensors(joined, batch)
+        together = batches.map_tensors(joined, batch)
+        for work in sent:
+            if work is not None:
+                work.wait()
+        return together
 
     def _split(self, batch: Batch) -> list[Batch]:
         """Micro-batches of one size, no larger than planned."""
@@ -276,7 +282,9 @@ class Pipeline(PipelinedModel):
         assert running is not None, "it is prepared"
         micro_batches = self._split(self._together(batch))
         counts = [batches.counted(each, self.division.weights) for each in micro_batches]
-        total = self.agreement.total(sum(counts)) // self._pipeline.size()
+        total = sum(counts)  # of the whole pipeline, on each of its ranks
+        if self._replicas.size() > 1:
+            total = self.agreement.total(total) // self._pipeline.size()
         if not total:
             raise BatchError(
                 f"nothing in the batches of all {self.ranks} ranks counts for the loss (it is weighted by {self.division.weights}): nothing was changed"
@@ -292,29 +300,24 @@ class Pipeline(PipelinedModel):
                 raise error.__cause__ from None
             raise
         del micro_batches
-        loss = self._of_all(loss)
+        loss, seconds = self._of_all(loss, running.seconds)
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss}: no rank has taken the step, and parameters and optimizers are as before it. Look at the batch and the learning rate"
             )
         self._sum_gradients()
-        return Passed(loss, len(counts), self._waiting(running))
+        # Of the passes of all stages, which end with the last backward of the rank that is through last.
+        return Passed(loss, len(counts), max(0.0, 1 - running.busy_seconds / seconds))
 
-    def _waiting(self, running: Running) -> float:
-        """Of the passes of all stages, which end with the last backward of the rank that is through last."""
-        seconds = torch.full((), running.seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._pipeline)
-        return max(0.0, 1 - running.busy_seconds / float(seconds))
-
-    def _of_all(self, loss: float) -> float:
-        """The sum over pipelines of what the last stage of each has."""
-        word = torch.full((), loss, dtype=torch.float64, device=self.device)
-        dist.broadcast(
-            word, self._global((len(self.division.ends.ends) - 1) % self._pipeline.size()), group=self._pipeline
-        )
+    def _of_all(self, loss: float, seconds: float) -> tuple[float, float]:
+        """The sum of the losses over pipelines, of which the last stage has that of each; and the longest seconds of a rank of this one. In one message."""
+        words = torch.zeros(1 + self._pipeline.size(), dtype=torch.float64, device=self.device)
+        words[0], words[1 + self.stage] = loss, seconds
+        dist.all_reduce(words, group=self._pipeline)  # a loss is zero where the last stage is not
         if self._replicas.size() > 1:
-            dist.all_reduce(word, group=self._replicas)
-        return float(word)
+            dist.all_reduce(words[:1], group=self._replicas)
+        total, *of_ranks = words.tolist()
+        return total, max(of_ranks)
 
     def _sum_gradients(self) -> None:
         for name, ranks in sorted(self.shared.items()):

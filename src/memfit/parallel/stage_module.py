@@ -43,6 +43,7 @@ class StageModule(nn.Module):
         self._incoming = calls.crossing(first) if first else ()
         self._outgoing = () if self.is_last else calls.crossing(end)
         self._paths = [call.path for call in calls.calls]
+        self._device = device_of(model)
         self.train(model.training)
 
     @property
@@ -93,7 +94,6 @@ class _Run:
         self.known = received
         self.position = 0
         self._inside = False
-        self._device = device_of(stage.model)
 
     def called(self, path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._inside:
@@ -137,7 +137,7 @@ class _Run:
         if not isinstance(leaf, TensorMeta):
             return leaf
         if label not in self.known:
-            self.known[label] = Absent.like(leaf, self._device)
+            self.known[label] = Absent.like(leaf, self.stage._device)  # noqa: SLF001
         return self.known[label]
 
     def _note(self, position: int, leaves: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,7 +17,7 @@ from memfit.hardware.topology import Topology
 from memfit.pipelining.candidates import candidates_for_stages
 from memfit.pipelining.links import line_of, sending_seconds
 from memfit.pipelining.stage_planner import StagePlanner
-from memfit.pipelining.stages import StagesFound, find_stages, same_stages
+from memfit.pipelining.stages import StagesFound, find_stages, refined, same_stages
 from memfit.planner.schedules import check_schedule, textbook_bubble
 from memfit.planning import remember
 from memfit.progress import tell
@@ -107,8 +108,12 @@ class PipelinePlanning:
                     f"pipelines beside each other have the same stages, and devices {other % length} and {other} are not alike"
                 )
 
-    def plan(self, budget_bytes: int | None = None) -> Plan:
+    def plan(self, budget_bytes: int | None = None, *, refines: bool = True) -> Plan:
         """The fastest plan found in so many bytes on each device; in the request's where none are given.
+
+        Args:
+            budget_bytes: of each device.
+            refines: what the stages of a cut run again is chosen anew for the bytes that are left.
 
         Raises:
             InfeasibleError: no cut fits.
@@ -127,7 +132,7 @@ class PipelinePlanning:
             ):
                 continue
             try:
-                made = self._in_the_best_number(techniques, budget_bytes)
+                made = self._in_the_best_number(techniques, budget_bytes, refines=refines)
             except (InfeasibleError, InputError) as error:
                 if lacking is None or _least(error) < _least(lacking):
                     lacking = error
@@ -151,7 +156,8 @@ class PipelinePlanning:
         Raises:
             InputError: the model cannot be cut.
         """
-        return _smallest(self.plan)
+        least = _smallest(partial(self.plan, refines=False))
+        return least, self.plan(least)
 
     def as_captured(self, plan: Plan) -> AsCut:
         """For the cut of a plan of this one: in one of several ranks other stages than its own cannot be captured."""
@@ -163,7 +169,7 @@ class PipelinePlanning:
         assert self.request.budget is not None, "a budget is in the request or given"
         return self.request.budget.bytes
 
-    def _in_the_best_number(self, techniques: Choices, budget_bytes: int) -> Plan:
+    def _in_the_best_number(self, techniques: Choices, budget_bytes: int, *, refines: bool) -> Plan:
         """The fastest with these techniques: micro-batches are doubled for as long as the step gets faster.
 
         Raises:
@@ -176,7 +182,7 @@ class PipelinePlanning:
             tell(self.source.progress, f"planning for {named}, {number} micro-batches", 0.0)
             try:
                 with frozen(self.source.model, self.request.freeze):
-                    found = self._found(techniques, number, budget_bytes)
+                    found = self._found(techniques, number, budget_bytes, refines=refines)
             except (InfeasibleError, InputError) as error:
                 if lacking is None or isinstance(error, InfeasibleError):
                     lacking = error
@@ -212,7 +218,7 @@ class PipelinePlanning:
             self._planners[key] = StagePlanner(self.source, self._batch, number, techniques, sharing)
         return self._planners[key]
 
-    def _found(self, techniques: Choices, number: int, budget_bytes: int) -> StagesFound:
+    def _found(self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool) -> StagesFound:
         """The fastest cut found.
 
         Raises:
@@ -223,9 +229,14 @@ class PipelinePlanning:
         used = Schedule.GPIPE if few else Schedule(self.pipelines.schedule)
         check_schedule(used, length, number, per_rank)
         planner = self._planner(techniques, number)
-        return self._within(budget_bytes, lambda line: find_stages(planner, line, used, length, per_rank))
+        line = self._line(budget_bytes)
+        found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))
+        return refined(planner, found, line) if refines else found
 
-    def cut_as(self, made: Plan, budget_bytes: int) -> Plan:
+    def _line(self, budget_bytes: int) -> Line:
+        return line_of(self.topology, self.pipelines, max(1, budget_bytes))
+
+    def cut_as(self, made: Plan, budget_bytes: int, *, refines: bool = True) -> Plan:
         """A plan of this one in other bytes with the cut that it has: only what is run again in each stage is chosen anew, and nothing is captured.
 
         Raises:
@@ -236,16 +247,19 @@ class PipelinePlanning:
         techniques = next(one for one in self._candidates if one.techniques == _techniques_of(made.choices).techniques)
         planner = self._planner(techniques, cut.micro_batches)
         with frozen(self.source.model, self.request.freeze):
-            found = self._within(budget_bytes, lambda line: same_stages(planner, line, cut))
+            line = self._line(budget_bytes)
+            found = self._within(line, lambda line: same_stages(planner, line, cut))
+            found = refined(planner, found, line) if refines else found
         return remember(self._plan(found, techniques, budget_bytes), self)
 
-    def _within(self, budget_bytes: int, find: Callable[[Line], StagesFound]) -> StagesFound:
+    def _within(self, line: Line, find: Callable[[Line], StagesFound]) -> StagesFound:
         """Stages with which no rank takes more than its device has.
 
         Raises:
             InfeasibleError, InputError: as for `find`; or what it finds needs more.
         """
-        line = searched = line_of(self.topology, self.pipelines, max(1, budget_bytes))
+        searched = line
+        budget_bytes = max(device.bytes for device in line.devices)
         found: StagesFound | None = None
         for _ in range(ROUNDS):
             try:
@@ -351,21 +365,23 @@ class AsCut:
     def source(self) -> None:
         """Nothing is captured."""
 
-    def plan(self, budget_bytes: int | None = None) -> Plan:
+    def plan(self, budget_bytes: int | None = None, *, refines: bool = True) -> Plan:
         """As `PipelinePlanning.cut_as`."""
-        return self.planning.cut_as(self.made, self.made.budget_bytes if budget_bytes is None else budget_bytes)
+        budget_bytes = self.made.budget_bytes if budget_bytes is None else budget_bytes
+        return self.planning.cut_as(self.made, budget_bytes, refines=refines)
 
     def smallest(self) -> tuple[int, Plan]:
         """The smallest budget in which a plan was found."""
-        return _smallest(self.plan)
+        least = _smallest(partial(self.plan, refines=False))
+        return least, self.plan(least)
 
     def as_captured(self, plan: Plan) -> AsCut:
         """The same for another plan."""
         return AsCut(self.planning, plan)
 
 
-def _smallest(plan: Callable[[int], Plan]) -> tuple[int, Plan]:
-    """By halves, down to the byte; what a plan takes is tried as a budget of its own."""
+def _smallest(plan: Callable[[int], Plan]) -> int:
+    """The smallest budget in which a plan is found: by halves, down to the byte; what a plan takes is tried as a budget of its own."""
     refused, least = 0, 1 << 62
     found = plan(least)
     tried = found.prediction.peak_bytes
@@ -377,7 +393,7 @@ def _smallest(plan: Callable[[int], Plan]) -> tuple[int, Plan]:
         except InfeasibleError:
             refused = tried
             tried = min(2 * refused, (least + refused) // 2)
-    return least, found
+    return least
 
 
 def _with_more(line: Line, more: Sequence[int]) -> Line:

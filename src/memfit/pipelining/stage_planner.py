@@ -210,6 +210,11 @@ class StagePlanner:
             held += self.micro_batches * NUMBER_BYTES
         return replace(way, pass_bytes=max(way.pass_bytes + held, levels.update_bytes))
 
+    def way(self, first: int, end: int, solution: Solution, schedule: Schedule) -> Recompute:
+        """The way to hold activations that a plan of the stage is, as a cut counts it."""
+        levels = self.levels(first, end, solution.recomputations)
+        return self._with_messages(Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds), levels, schedule)
+
     def solution(self, first: int, end: int, way: Recompute) -> Solution:
         """The plan of a way to hold activations."""
         return next(

@@ -6,15 +6,19 @@ then it is cut again with what was learnt, until nothing changes. No process is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from memfit.pipelining.refinement import faster
 from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut as cut_parts
 from memfit.planner.schedules import rank_orders
 from memfit.planner.script_compiler import compile_stage
+from memfit.planner.solution import Solution
 from memfit.planner.stage_bytes import rank_peak
+from memfit.planner.timeline import Recomputations
 from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
 from memfit.values.stages import Cut, Line, Parts, Recompute, Schedule, StageCost
@@ -98,28 +102,85 @@ def same_stages(planner: StagePlanner, line: Line, cut: Cut) -> StagesFound:
     return _described(planner, found, line, exact)
 
 
-def _described(planner: StagePlanner, found: Cut, line: Line, parts: Parts) -> StagesFound:
-    """The cut with the script of each stage, and what each rank will hold."""
+def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFound:
+    """The same cut, in which stages run no more again than the bytes of their devices ask for.
+
+    Args:
+        planner: by which it was found.
+        found: stages that fit.
+        line: the devices with the bytes that they have.
+    """
+    cut = found.pipeline.cut
+    before = [planner.solution(stage.first, stage.end, stage.recompute) for stage in cut.stages]
+    if not any(solution.recomputations for solution in before):
+        return found
+
+    def fits(tried: Sequence[Solution]) -> bool:
+        peaks = _peaks(planner, cut, [one.recomputations for one in tried])
+        return all(
+            size <= line.devices[device].bytes
+            for device, of_replicas in zip(cut.devices, peaks, strict=True)
+            for size, _ in of_replicas
+        )
+
+    solutions = faster([planner.solver(s.first, s.end) for s in cut.stages], before, fits)
+    if sum(one.seconds for one in solutions) >= sum(one.seconds for one in before):
+        return found
+    known = {}
+    for stage, solution in zip(cut.stages, solutions, strict=True):
+        cost = planner.cost(stage.first, stage.end, cut, min(device.bytes for device in line.devices))
+        known[stage.first, stage.end] = replace(
+            cost, menu=(planner.way(stage.first, stage.end, solution, cut.schedule),)
+        )
+    exact = replace(planner.parts, known=known)
+    made = cost_of(exact, line, [s.end for s in cut.stages], cut.micro_batches, cut.schedule, cut.devices)
+    made = replace(made, bound_seconds=min(cut.bound_seconds, made.step_seconds))
+    return _described(planner, made, line, exact, solutions, plain_seconds=found.plain_seconds)
+
+
+def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -> list[list[tuple[int, str]]]:
+    """What each rank holds, in each of the pipelines, and in which phase, where its stages run this again."""
+    ranks = len(cut.devices)
+    orders = rank_orders(cut.schedule, ranks, cut.micro_batches, len(cut.stages) // ranks)
+    stretches = [(stage.first, stage.end) for stage in cut.stages]
+
+    def peak(rank: int, replica: int) -> tuple[int, str]:
+        mine = {
+            number: planner.levels(*stretches[number], dropped[number], replica)
+            for number in range(rank, len(stretches), ranks)
+        }
+        shared = planner.shared_bytes([stretches[number] for number in mine])
+        return rank_peak(orders[rank], cut.schedule, mine, shared)
+
+    return [[peak(rank, replica) for replica in range(planner.replicas)] for rank in range(ranks)]
+
+
+def _described(
+    planner: StagePlanner,
+    found: Cut,
+    line: Line,
+    parts: Parts,
+    solutions: Sequence[Solution] | None = None,
+    plain_seconds: float | None = None,
+) -> StagesFound:
+    """The cut with the script of each stage, and what each rank will hold.
+
+    Args:
+        planner: of its stages.
+        found, line, parts: the cut, and what it was made of.
+        solutions: the plans of its stages; None for those that the cut has chosen among.
+        plain_seconds: of a step in which nothing is dropped; None where the fastest way of each stage is the one.
+    """
     ranks = len(found.devices)
-    orders = rank_orders(found.schedule, ranks, found.micro_batches, len(found.stages) // ranks)
+    if solutions is None:
+        solutions = [planner.solution(stage.first, stage.end, stage.recompute) for stage in found.stages]
     solvers = [planner.solver(stage.first, stage.end) for stage in found.stages]
-    solutions = [planner.solution(stage.first, stage.end, stage.recompute) for stage in found.stages]
     scripts = []
     for solver, solution in zip(solvers, solutions, strict=True):
         scripts.append(compile_stage(solver.recipes, solution.recomputations))
     stretches = [(stage.first, stage.end) for stage in found.stages]
-    dropped = [solution.recomputations for solution in solutions]
-
-    def peaks(rank: int, replica: int, *, plain: bool) -> tuple[int, str]:
-        mine = {
-            number: planner.levels(*stretches[number], {} if plain else dropped[number], replica)
-            for number in range(rank, len(stretches), ranks)
-        }
-        shared = planner.shared_bytes([stretches[number] for number in mine])
-        return rank_peak(orders[rank], found.schedule, mine, shared)
-
-    of_ranks = [[peaks(rank, each, plain=False) for each in range(planner.replicas)] for rank in range(ranks)]
-    plain = [max(peaks(rank, each, plain=True)[0] for each in range(planner.replicas)) for rank in range(ranks)]
+    of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions])
+    plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [{} for _ in stretches])]
     calls, model = planner.calls, planner.source.model
     parameters = [calls.parameters(model, *stretch) for stretch in stretches]
     pipeline = PipelinePlan(
@@ -131,9 +192,12 @@ def _described(planner: StagePlanner, found: Cut, line: Line, parts: Parts) -> S
         tuple(scripts),
         draws=any(operation.random for operation in planner.whole.operations),
     )
-    unhurried = replace(parts, known={k: replace(c, menu=(_fastest(c),)) for k, c in (parts.known or {}).items()})
-    ample = replace(line, devices=tuple(replace(device, bytes=1 << 62) for device in line.devices))
-    kept = cost_of(unhurried, ample, pipeline.ends, found.micro_batches, found.schedule, found.devices)
+    if plain_seconds is None:
+        unhurried = replace(parts, known={k: replace(c, menu=(_fastest(c),)) for k, c in (parts.known or {}).items()})
+        ample = replace(line, devices=tuple(replace(device, bytes=1 << 62) for device in line.devices))
+        plain_seconds = cost_of(
+            unhurried, ample, pipeline.ends, found.micro_batches, found.schedule, found.devices
+        ).step_seconds
     of_rank = [{n: p for named in parameters[rank::ranks] for n, p in named.items()} for rank in range(ranks)]
     return StagesFound(
         pipeline,
@@ -143,7 +207,7 @@ def _described(planner: StagePlanner, found: Cut, line: Line, parts: Parts) -> S
         tuple(tuple(p.nbytes for p in named.values() if p.requires_grad) for named in of_rank),
         tuple(dict.fromkeys(_buffer_of_model(name) for solver in solvers for name in solver.trace.changed_buffers)),
         planner.whole.model,
-        kept.step_seconds,
+        plain_seconds,
         planner.whole.seconds_are,
     )
 

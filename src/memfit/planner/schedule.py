@@ -38,6 +38,8 @@ def recomputations_for(
     # What has no recipe of its own is held from forward on wherever a recomputation reads it.
     kept = ((recipes.saved - dropped) | set(kept_transients) | recipes.held_always) - offloaded.keys()
     dropped |= recipes.saved & offloaded.keys()
+    not_remade = (kept & dropped) | offloaded.keys()  # of what a recipe makes; other storages that are kept are not asked for
+    rebuilt_from: dict[int, list[int]] = {}  # recipe -> inputs that are not held from forward on
     available: set[int] = set()
     window = None
     out: dict[int, list[int]] = {}
@@ -66,10 +68,14 @@ def recomputations_for(
             if i in offloaded:
                 coming.add(i)
             elif recipe_of[i] not in needed:
-                needed.add(recipe_of[i])
-                inputs = table[recipe_of[i]].inputs
-                stack += [i for i in inputs if i not in kept and i not in available]
+                recipe = recipe_of[i]
+                needed.add(recipe)
+                inputs = rebuilt_from.get(recipe)
+                if inputs is None:
+                    inputs = rebuilt_from[recipe] = [i for i in table[recipe].inputs if i not in kept]
                 for i in inputs:
+                    if i not in available:
+                        stack.append(i)
                     if i in offloaded:
                         reads[i].append(event)
         for i in sorted(coming, key=lambda i: last_operation[recipe_of[i]]):
@@ -80,7 +86,8 @@ def recomputations_for(
             runs = sorted(needed, key=last_operation.__getitem__)
             out.setdefault(event, []).extend(runs)
             for recipe in runs:
-                available.update(i for i in table[recipe].makes if i not in kept and i not in offloaded)
+                makes = table[recipe].makes
+                available.update(makes if not_remade.isdisjoint(makes) else [i for i in makes if i not in not_remade])
     return {event: out[event] for event in sorted(out)}
 
 

@@ -119,6 +119,13 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
         (["python:os:getcwd", "--gpu", "4090"], "python:os:getcwd returned str: a model is needed"),
         (["{image}", "--gpu", "4090"], "describes a vit model, which takes more than tokens"),
         (["{broken}", "--gpu", "4090"], "is no configuration that transformers"),
+        (["{folder}", "--gpu", "4x4091"], "no device called '4091' is known; did you mean rtx4090"),
+        (["{folder}", "--gpu", "4x24GiB"], "no device called '24GiB' is known"),
+        (["{folder}", "--gpu", "{cpus}"], "machines.yaml: that names no GPU; write how many and which"),
+        (["{folder}", "--gpu", "1x4090"], "devices names one device"),
+        (["{folder}", "--gpu", "4x4090", "--method", "qlora"], "weights in 4 bits are not shared out among GPUs"),
+        (["{folder}", "--gpu", "4x4090", "--longest"], "--longest is of one GPU"),
+        (["{folder}", "--gpu", "4x4090", "--length", "4096"], "this model has positions for 128 tokens"),
     ],
 )
 def test_what_cannot_be_estimated_is_said_in_a_sentence(
@@ -129,10 +136,51 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence(
     (image / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     broken.mkdir()
     (broken / "config.json").write_text('{"hidden_size": 3}', encoding="utf-8")
-    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken}
+    cpus = folder.parent / "machines.yaml"
+    cpus.write_text("devices: [{name: small, memory: 1GiB, number: 2}]", encoding="utf-8")
+    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken, "cpus": cpus}
     ran = Ran(capsys, "estimate", *(argument.format(**named) for argument in arguments))
     assert ran.status in (2, 3)
     assert message in ran.err
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_several_gpus_are_told_way_by_way_and_their_python_runs_on_two_ranks(
+    capsys: pytest.CaptureFixture[str], folder: Path, method: str
+) -> None:
+    asked = ("estimate", folder, "--gpu", "2x4090", "--method", method, "--batch", 4, "--length", 64, "--budget")
+    data = Ran(capsys, *asked, "64MiB", "--json").data
+    best = min((each for each in data["predictions"] if each["fits"]), key=lambda each: each["step_seconds"])
+    assert {each["way"] for each in data["predictions"]} == {"data", "zero1", "zero2", "zero3"}
+    assert (data["fits"], data["ranks"], data["peak_bytes"]) == (True, 2, best["peak_bytes"])
+    assert (data["trained"] == data["parameters"]) == (method == "full")
+
+    tight = Ran(capsys, *asked, f"{data['minimum_bytes'] - 1}", "--json")
+    assert (tight.status, tight.data["fits"]) == (1, False)
+
+    script = folder.parent / "train.py"
+    code = data["python"].replace('devices="2x4090"', 'devices="2x1GiB"')
+    code = code.replace("print(engine.step(sample).loss)", 'os.write(1, f"{engine.step(sample).loss}\\n".encode())')
+    script.write_text(code, encoding="utf-8")
+    command = [*data["command"].split()[1:-1], str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = done.stdout.split()
+    assert len(losses) == 6
+    assert len(set(losses)) == 3  # of the whole batch, alike on both ranks
+
+
+def test_several_gpus_are_told_in_narrow_lines(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    ran = Ran(capsys, "estimate", folder, "--gpu", "2x8xh100@360GB/s,400GB/s", "--method", "full", "--length", 16)
+    answer, _, code = ran.out.partition("To train so")
+    assert "torchrun --nnodes 2" in code
+    assert "zero3, every block recomputed:" in answer
+    assert max(map(len, answer.splitlines())) <= 40
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

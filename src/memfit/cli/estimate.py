@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status
+from memfit.cli.way_table import RECOMPUTED, table
 from memfit.errors import BudgetError, ConfigError
 from memfit.hardware.machine import KNOWN, known_machine
 from memfit.techniques.registry import BY_NAME
@@ -15,7 +17,10 @@ from memfit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from memfit.estimating.estimate import Estimate
+    from memfit.estimating.several import SeveralEstimate
 
+_SEVERAL = re.compile(r"\s*\d+\s*[x*]\s*\S")  # "4x4090"
+_MACHINE_FILES = (".yaml", ".yml", ".json")
 METHODS = ("full", "lora", "qlora")
 TASKS = ("causal-lm", "masked-lm", "sequence-classification")
 
@@ -42,7 +47,9 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         choices=METHODS,
         help="full: all weights; lora: adapters beside frozen 16-bit weights; qlora: beside 4-bit ones. Left out: the first that has room for its weights",
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a step (1)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="samples of a step, on each of several GPUs (1)"
+    )
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens of a sample (1024, or what the model has positions for)"
     )
@@ -61,6 +68,8 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Estimate, and report the result."""
+    if _SEVERAL.match(arguments.gpu) or arguments.gpu.endswith(_MACHINE_FILES):
+        return _on_several(arguments)
     if arguments.gpu.partition(":")[0] != "cuda":
         known_machine(arguments.gpu)  # a name that is mistyped is refused before torch is imported, which takes seconds
     from memfit.estimating.estimate import estimate, gpu_of
@@ -93,6 +102,80 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         {"verb": "estimate", **found.to_json()}, told(found, shutil.get_terminal_size((100, 24)).columns), status
     )
+
+
+def _on_several(arguments: argparse.Namespace) -> Answer:
+    from memfit.estimating.models import named
+    from memfit.estimating.several import estimate_on_several, gpus_of
+    from memfit.train import progress
+
+    if arguments.longest:
+        raise ConfigError(
+            "--longest is of one GPU: name one, or ask for several lengths one after the other (--length)"
+        )
+    gpus_of(arguments.gpu)
+    display = progress.display()
+    try:
+        display.stage("reading the configuration", 0.0)
+        model = named(arguments.model, arguments.task, arguments.data)
+        found = estimate_on_several(
+            model, arguments.gpu, method=arguments.method, batch=arguments.batch, length=arguments.length or min(1024, model.longest or 1024),
+            budget=arguments.budget, progress=display.stage,
+        )  # fmt: skip
+    finally:
+        display.close()
+    status = Status.FITS if found.best is not None else Status.DOES_NOT_FIT
+    text = told_of_several(found, shutil.get_terminal_size((100, 24)).columns)
+    return Answer({"verb": "estimate", **found.to_json()}, text, status)
+
+
+def told_of_several(found: SeveralEstimate, columns: int) -> str:
+    """The answer for a person, wrapped to so many columns; table and Python are left as they are."""
+    ranks, best = len(found.topology.devices), found.best
+    trained = "" if found.trained == found.parameters else f", {_count(found.trained)} trained"
+    each = f"a batch of {found.batch}" + (f" x {found.length} tokens" if found.length else "") + " on each GPU"
+    headline = (
+        f"{found.title}: {_count(found.parameters)} parameters{trained}; {found.method.name}: {found.method.title}; AdamW; on {ranks} "
+        f"{found.topology.devices[0].name} with {format_bytes(found.topology.devices[0].memory_bytes)} each"
+    )
+    if best is None:
+        verdict = (
+            f"Does not fit: {each} needs {format_bytes(found.least.peak_bytes)} of each, {format_bytes(found.least.peak_bytes - found.budget_bytes)} more than "
+            f"the {format_bytes(found.budget_bytes)} there are, shared out by {found.least.way} with {RECOMPUTED[found.least.recompute]} recomputed. Take more "
+            "or larger GPUs, or fewer or shorter samples."
+        )
+        seconds = []
+    else:
+        verdict = (
+            f"Fits: {each} takes {format_bytes(best.peak_bytes)} of {format_bytes(found.budget_bytes)} at the peak, shared out by {best.way} with "
+            f"{RECOMPUTED[best.recompute]} recomputed, the fastest of these that fit."
+        )
+        tokens = best.samples * found.length
+        rate = (
+            f", {tokens / best.step_seconds:,.0f} to {tokens / best.overlapped_seconds:,.0f} tokens a second on all of them"
+            if tokens
+            else ""
+        )
+        pace = (
+            f"A step takes {format_seconds(best.overlapped_seconds)} (collectives beside computing) to {format_seconds(best.step_seconds)} (one after the "
+            f"other), {best.seconds_are}{rate}."
+        )
+        seconds = [pace]
+    places = f"Host memory: {format_bytes(found.weights_bytes)} for each process while it reads the weights. Disk: {format_bytes(found.disk_bytes)} of weights."
+
+    def wrapped(lines: list[str]) -> list[str]:
+        return [textwrap.fill(line, max(20, columns), break_on_hyphens=False) for line in lines]
+
+    notes = [f"Note: {note}." for note in found.notes]
+    said = [
+        *wrapped([headline, "", verdict, *seconds, ""]),
+        *table(found.predictions, found.budget_bytes, max(20, columns)),
+        "",
+    ]
+    said += wrapped([places, *notes])
+    if best is not None:
+        said += ["", f"To train so, write this into train.py and call {found.command}:", "", found.lines]
+    return "\n".join(said)
 
 
 def told(found: Estimate, columns: int) -> str:

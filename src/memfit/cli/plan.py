@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli.answer import Answer, Status, add_deepspeed, add_settings, read_config
+from memfit.cli.way_table import RECOMPUTED, table
 from memfit.errors import ConfigError, PlanFileError
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.clusters import ClusterPrediction
@@ -110,14 +111,6 @@ def run(arguments: argparse.Namespace) -> Answer:
     return _answer(plan, arguments, config, total_steps(config.train, assembly.batches))
 
 
-RECOMPUTED = {
-    "none": "nothing",
-    "selective": "blocks but attention and every second product",
-    "alternate": "every second block",
-    "blocks": "every block",
-}
-
-
 def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: int) -> Answer:
     """What a step takes on each device, way by way."""
     first = found[0]
@@ -132,23 +125,13 @@ def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: 
         f"{first.blocks} blocks on {devices}, each of which may hold {format_bytes(budget_bytes)}; {each_has}.",
         f"Seconds of a step are between those with collectives beside computing and those with nothing beside it; {computing}.",
         "",
-        f"{'shared out':<10}  {'recomputed':<45}  {'peak of each':>12}  {'fits':<4}  seconds of a step",
+        *table(found, budget_bytes, 160),
+        "",
     ]
-    rows = []
-    for each in found:
-        fits = each.peak_bytes <= budget_bytes
-        rows.append({**asdict(each), "state_bytes": each.state_bytes, "fits": fits})
-        peak = format_bytes(each.peak_bytes) if each.exact else f"~{format_bytes(each.peak_bytes)}"
-        seconds = f"{format_seconds(each.overlapped_seconds)} to {format_seconds(each.step_seconds)}"
-        lines.append(
-            f"{each.way:<10}  {RECOMPUTED[each.recompute]:<45}  {peak:>12}  {'yes' if fits else 'no':<4}  {seconds}"
-        )
-    fitting = [each for each, row in zip(found, rows, strict=True) if row["fits"]]
-    lines.append("")
-    if not all(each.exact for each in found):
-        lines.append(
-            "~ is about: blocks do not add up alike there (ZeRO 1 deals out whole parameters, data parallelism sends them in buckets)."
-        )
+    rows = [
+        {**asdict(each), "state_bytes": each.state_bytes, "fits": each.peak_bytes <= budget_bytes} for each in found
+    ]
+    fitting = [each for each in found if each.peak_bytes <= budget_bytes]
     if fitting:
         best = min(fitting, key=lambda each: each.step_seconds)
         lines.append(

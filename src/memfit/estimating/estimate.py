@@ -155,13 +155,7 @@ def estimate(
     Raises:
         InputError, CaptureError: the step cannot be made or captured.
     """
-    for name, value in (("--batch", batch), ("--length", length)):
-        if value < 1:
-            raise InputError(f"{name} {value}: a whole number of at least 1 is needed")
-    if named.has_length and named.longest is not None and length > named.longest:
-        raise InputError(
-            f"--length {length}: this model has positions for {named.longest} tokens (max_position_embeddings)"
-        )
+    check_size(named, batch, length)
     tell(progress, "building the model without its weights", 0.0)
     chosen, bare = _chosen(named, machine, method, budget)
     weights_bytes = sum(p.nbytes for p in bare.parameters())
@@ -200,6 +194,21 @@ def estimate(
         weights_bytes, named.disk_bytes or parameters * 2, own + state,
         _lines(named, chosen, plan, step.settings, batch, length, step.budget_bytes), tuple(notes),
     )  # fmt: skip
+
+
+def check_size(named: Named, batch: int, length: int) -> None:
+    """Check that a step can have so many samples of so many tokens.
+
+    Raises:
+        InputError: it cannot.
+    """
+    for name, value in (("--batch", batch), ("--length", length)):
+        if value < 1:
+            raise InputError(f"{name} {value}: a whole number of at least 1 is needed")
+    if named.has_length and named.longest is not None and length > named.longest:
+        raise InputError(
+            f"--length {length}: this model has positions for {named.longest} tokens (max_position_embeddings)"
+        )
 
 
 def physical_bytes() -> int:
@@ -342,24 +351,61 @@ def _lines(
     budget_bytes: int,
 ) -> str:
     """The Python that trains so; it runs as it stands where the GPU is."""
-    imports = ["import torch", *method.lines[:1], "import memfit"]
-    made = [line.format(dtype=f"torch.{str(method.dtype).removeprefix('torch.')}") for line in named.model_lines]
     fixed = {"micro_batches": 1, **(settings or {})} if plan is not None else {}
-    size = f"{budget_bytes >> 20}MiB" if budget_bytes >= 1 << 26 else f"{budget_bytes}B"
-    given = [f'"{size}"', "host_budget=0"] if plan is not None else ['"90%"']
-    allow = [f"allow={list(method.allow)}"] if method.allow else []
+    given = [in_words(budget_bytes), "host_budget=0"] if plan is not None else ['"90%"']
     pinned = [f"fixed={fixed}"] if fixed else []
+    return script(
+        named,
+        method,
+        ('device = "cuda" if torch.cuda.is_available() else "cpu"',),
+        batch,
+        length,
+        [*given, *allowed(method), *pinned],
+    )
+
+
+def in_words(budget_bytes: int) -> str:
+    """A budget as Python has it."""
+    return f'"{budget_bytes >> 20}MiB"' if budget_bytes >= 1 << 26 else f'"{budget_bytes}B"'
+
+
+def allowed(method: Method) -> list[str]:
+    """The argument that allows what a method needs, where it needs any."""
+    return [f"allow={list(method.allow)}"] if method.allow else []
+
+
+def script(
+    named: Named,
+    method: Method,
+    device_lines: tuple[str, ...],
+    batch: int,
+    length: int,
+    arguments: list[str],
+    imports: tuple[str, ...] = (),
+) -> str:
+    """Python that trains a model three steps.
+
+    Args:
+        named, method, batch, length: of the step.
+        device_lines: that say what `device` is.
+        arguments: of `memfit.fit`, after the loss function.
+        imports: lines before all others.
+    """
+    made = [line.format(dtype=f"torch.{str(method.dtype).removeprefix('torch.')}") for line in named.model_lines]
     return "\n".join(
         [
             *imports,
+            "import torch",
+            *method.lines[:1],
+            "import memfit",
             *made[: made.index("")],
             "",
-            'device = "cuda" if torch.cuda.is_available() else "cpu"',
+            *device_lines,
             f"batch, length = {batch}, {length}",
             *made[made.index("") + 1 :],
             *method.lines[2:],
             *named.sample_lines,
-            f"engine = memfit.fit({', '.join(['model.to(device).train()', 'sample', named.loss, *given, *allow, *pinned])})",
+            f"engine = memfit.fit({', '.join(['model.to(device).train()', 'sample', named.loss, *arguments])})",
             "for step in range(3):",
             "    print(engine.step(sample).loss)",
         ]

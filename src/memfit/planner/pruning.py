@@ -121,7 +121,12 @@ def _bounds(solvers: Solvers, candidate: Choices, known: Choices) -> list[Optimi
     through_buffers = facts.state_bytes // 8 if known.state_place != "device" else 0
     made = max(facts.update_temporary_bytes, solvers.baseline_facts.update_temporary_bytes) + through_buffers
     facts = replace(facts, update_temporary_bytes=made)
-    bounds = [BY_NAME[name].bound(facts) for name, _ in _added(candidate, known)]
+    bounds = [
+        BY_NAME[name].bound(facts)
+        if name not in known.used
+        else BY_NAME[name].bound_beyond(solvers.baseline_facts, known.used[name])
+        for name, _ in _added(candidate, known)
+    ]
     return [bound or OptimisticBound(None, -inf) for bound in bounds]
 
 
@@ -137,7 +142,10 @@ def _least_seconds(solvers: Solvers, candidate: Choices, budget_bytes: int) -> f
     """
     least = 0.0
     for other in _known(solvers, candidate):
-        added = sum(_bound(solvers, *technique).seconds for technique in _added(candidate, other))
+        added = sum(
+            _bound(solvers, name, value).seconds if name not in other.used else _further_seconds(solvers, name, other)
+            for name, value in _added(candidate, other)
+        )
         saved = _saved_bytes(solvers, candidate, other)
         seconds = [
             solver.trace.plain_step_seconds
@@ -184,12 +192,21 @@ def _bound(solvers: Solvers, name: str, value: object) -> OptimisticBound:
     return bound if bound is not None else OptimisticBound(None, -inf)
 
 
+def _further_seconds(solvers: Solvers, name: str, known: Choices) -> float:
+    """Seconds that a setting beyond a known one adds at least: an estimate, that it saves no more than the known one did."""
+    bound = BY_NAME[name].bound_beyond(solvers.baseline_facts, known.used[name])
+    return bound.seconds + min(0.0, _bound(solvers, name, known.used[name]).seconds)
+
+
 def _adds_to(known: Choices, candidate: Choices) -> bool:
-    """Whether a candidate takes over every technique of a known one."""
+    """Whether a candidate takes over every technique of a known one, or goes beyond it."""
     own = candidate.used
-    return all(own.get(name) == value for name, value in known.techniques)
+    return all(
+        name in own and (own[name] == value or BY_NAME[name].goes_beyond(own[name], value))
+        for name, value in known.techniques
+    )
 
 
 def _added(candidate: Choices, known: Choices) -> list[tuple[str, object]]:
-    """Techniques that a candidate has and a known one has not."""
+    """Techniques that a candidate has and a known one has not, or not in this setting."""
     return sorted(set(candidate.techniques) - set(known.techniques), key=str)

@@ -38,9 +38,8 @@ def recomputations_for(
     # What has no recipe of its own is held from forward on wherever a recomputation reads it.
     kept = ((recipes.saved - dropped) | set(kept_transients) | recipes.held_always) - offloaded.keys()
     dropped |= recipes.saved & offloaded.keys()
-    not_remade = (
-        kept & dropped
-    ) | offloaded.keys()  # of what a recipe makes; other storages that are kept are not asked for
+    # Of what a recipe makes, these are not counted as there; other storages that are kept are asked for by nothing.
+    not_remade = (kept & dropped) | offloaded.keys()
     rebuilt_from: dict[int, list[int]] = {}  # recipe -> inputs that are not held from forward on
     available: set[int] = set()
     window = None

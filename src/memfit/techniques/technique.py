@@ -246,6 +246,20 @@ class Technique(ABC):
         del facts
         return None
 
+    def goes_beyond(self, setting: Any, known: Any) -> bool:
+        """Whether a setting does more of what another one does, so that `bound_beyond` holds."""
+        del setting, known
+        return False
+
+    def bound_beyond(self, facts: StepFacts, known: Any) -> OptimisticBound:
+        """The most that a setting beyond a known one could still do to a step that has that; of seconds, beside what the known one did.
+
+        Args:
+            facts: of the step without it.
+            known: setting.
+        """
+        raise NotImplementedError
+
     def check(self, setting: Any) -> None:
         """Check that a pinned setting exists.
 

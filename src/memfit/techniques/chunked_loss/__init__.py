@@ -60,6 +60,15 @@ class ChunkedLoss(Technique):
             return None
         return OptimisticBound(head.bytes, -facts.micro_batches * head.seconds, within=(head.first, head.last))
 
+    def goes_beyond(self, setting: int, known: int) -> bool:
+        """More chunks go beyond fewer."""
+        return setting > known
+
+    def bound_beyond(self, facts: StepFacts, known: int) -> OptimisticBound:
+        """One chunk of so many, in a batch that is not divided."""
+        whole = 0 if facts.head is None else facts.head.bytes * facts.micro_batches
+        return OptimisticBound(-(-whole // known), 0.0)
+
     def region(self, model: Any, setting: int, device_type: str) -> AbstractContextManager[object]:
         """What the model's head returns is a placeholder for the logits, and cross entropy of it takes their rows in chunks."""
         del device_type

@@ -16,9 +16,10 @@ from memfit import batches, dispatch
 from memfit.capture.capture import capture
 from memfit.capture.source import StepSource
 from memfit.planner.head import head_of, sets_peak
+from memfit.planner.optimistic import step_facts
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices
-from memfit.techniques.chunked_loss import worth_weighing
+from memfit.techniques.chunked_loss import CHUNKED_LOSS, worth_weighing
 from memfit.techniques.chunked_loss.head import Logits, chunked_head
 from memfit.techniques.freezing.freeze import frozen
 from models import build_gpt
@@ -309,6 +310,21 @@ def test_the_peak_falls_by_the_logits_and_is_as_predicted() -> None:
     saved = plain.prediction.peak_bytes - chunked.prediction.peak_bytes
     assert saved == pytest.approx(3 * logits - 2 * logits // 8 - vocab * 64 * 4, rel=0.02)
     assert "up to the order of additions" in chunked.explain()
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(4, 16), (8, 64)])
+def test_more_chunks_save_no_more_than_their_bound(fewer: int, more: int) -> None:
+    """By which they are left out where fewer brought nothing."""
+    model, sample = llama(32000, 64, 4)
+    facts = step_facts(Timeline(capture(StepSource(model, sample, None, adamw), Choices()).trace))
+    peaks = [planned(model, sample, None, loss_chunks=number).prediction.peak_bytes for number in (fewer, more)]
+
+    bound = CHUNKED_LOSS.bound_beyond(facts, fewer)
+
+    assert CHUNKED_LOSS.goes_beyond(more, fewer)
+    assert not CHUNKED_LOSS.goes_beyond(fewer, more)
+    assert bound.saved_bytes is not None
+    assert 0 < peaks[0] - peaks[1] <= bound.saved_bytes < peaks[0] // 2
 
 
 def test_dropping_and_chunks_go_together() -> None:

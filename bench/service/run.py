@@ -237,7 +237,44 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for row in killed
         ]  # fmt: skip
         parts.append(measuring.table(heads, body))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *about_status(rows)])
+
+
+def about_status(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What `status.py` has found: a table of requests, and one of the page."""
+    status = [row for row in rows if row["part"] == "status"]
+    heads = [
+        "asked 200 times a second",
+        "runs that train",
+        "processor time of the service",
+        "where it does not sleep in between",
+        "of the client",
+        "median",
+        "99 %",
+    ]
+    heads += ["speed of training left", "beside the same client of a server that does nothing"]
+
+    def left(share: float | None) -> str:
+        return "" if share is None else f"{100 * share:.1f} %"
+
+    times = ("processor_seconds", "processor_seconds_at_once", "client_processor_seconds", "p50", "p99")
+    body = [
+        [f"`{row['path']}`", str(row["training"]), *(f"{1e3 * row[name]:.2f} ms" for name in times),
+         left(row["kept"]), left(row["kept_beside_clients_alone"])]
+        for row in status if "rate" in row
+    ]  # fmt: skip
+    found = [measuring.table(heads, body)] if body else []
+    names = ("first_paint", "paint", "slowest_paint", "first_filled", "filled")
+    body = [[str(row["stored"]), *(f"{1e3 * row[name]:.0f} ms" for name in names)] for row in status if "paint" in row]
+    heads = [
+        "stored runs",
+        "first paint of the page in a new browser",
+        "median",
+        "slowest",
+        "runs shown in a new browser",
+        "median",
+    ]
+    return [*found, measuring.table(heads, body)] if body else found
 
 
 def main() -> None:

@@ -172,7 +172,10 @@ def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(serving: Se
     before = left(serving)
     answer = answered(serving, method, path, **named)
 
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
+    found = answer.status_code, answer.headers["content-type"]
+    # httptools takes no control character; h11 does, and then it is no token.
+    by_parser = (400, "application/json") if "control characters" in name else None
+    assert found in {(status, "application/json"), by_parser}, answer.text
     assert answer.json()["message"]
     assert "Traceback" not in answer.text
     assert left(serving) == before
@@ -180,31 +183,39 @@ def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(serving: Se
         assert answer.headers[header] == HEADERS[header]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/runs HTTP/1.1\r\n\r\n",
-        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n folded: header\r\n\r\n",
-        "GET / HTTP/1.1\r\nX: " + "a" * 200_000 + "\r\n\r\n",
-        "\0\1\2\3\r\n\r\n",
-        "GET /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n",
-        "GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
-        "GET http://evil.example/healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n",
-        "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
-        "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length : 5\r\n\r\nhello",
-    ],
-)
-def test_smuggled_and_broken_requests_get_one_answer_at_most(serving: Serving, text: str) -> None:
-    before = left(serving)
+SMUGGLED = [
+    "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/runs HTTP/1.1\r\n\r\n",
+    "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n folded: header\r\n\r\n",
+    "GET / HTTP/1.1\r\nX: " + "a" * 200_000 + "\r\n\r\n",
+    "\0\1\2\3\r\n\r\n",
+    "GET /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n",
+    "GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+    "GET /healthz HTTP/1.1\r\nHost: evil.example\r\nHost: 127.0.0.1\r\n\r\n",
+    "GET http://evil.example/healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+    "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+    "POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length : 5\r\n\r\nhello",
+]
+
+
+def said_to(serving: Serving, request: bytes, *, ends: bool = True) -> bytes:
+    """All that is answered on a connection until the service closes it."""
+    answer = b""
     with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as connection:
         with suppress(OSError):  # it may have closed the connection in the middle
-            connection.sendall(text.encode("latin-1"))
-            connection.shutdown(socket.SHUT_WR)
-        answer = b""
+            connection.sendall(request)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             while chunk := connection.recv(65536):
                 answer += chunk
+    return answer
+
+
+@pytest.mark.parametrize("text", SMUGGLED)
+def test_smuggled_and_broken_requests_get_one_answer_at_most(serving: Serving, text: str) -> None:
+    before = left(serving)
+    answer = said_to(serving, text.encode("latin-1"))
     assert answer.count(b"HTTP/1.1 ") <= 1
     assert b"200 OK" not in answer
     assert left(serving) == before

@@ -24,9 +24,20 @@ from memfit.service import demo, exports
 from memfit.service.database import StoreError
 from memfit.service.guarding import UPLOADS, Guarding
 from memfit.service.housekeeping import Housekeeping
-from memfit.service.http_values import LARGEST, Answer, Known, Number, SubmissionBody, Told, attached
+from memfit.service.http_values import (
+    LARGEST,
+    MOST_LISTED,
+    USUALLY_LISTED,
+    Answer,
+    Known,
+    Number,
+    SubmissionBody,
+    Told,
+    attached,
+)
 from memfit.service.prometheus import exposition
 from memfit.service.refusals import Refusal, TooLargeError
+from memfit.service.run_answers import AskedOften, RunAnswers
 from memfit.service.service import Service, Submission
 from memfit.service.states import State
 from memfit.service.streams import RunStream, followed
@@ -66,9 +77,10 @@ def application(service: Service, studies: Studies, housekeeping: Housekeeping, 
     _open_to_all(app, service)
     _changes(app, service)
     _ends(app, service, housekeeping)
-    _questions(app, service)
+    answers = RunAnswers(service)
+    _questions(app, service, answers)
     searched(app, studies)
-    return Guarding(app, service.store, hosts, service.settings.config_bytes)
+    return Guarding(AskedOften(app, answers), service.store, hosts, service.settings.config_bytes)
 
 
 def _errors(app: FastAPI) -> None:
@@ -219,7 +231,7 @@ def _ends(app: FastAPI, service: Service, housekeeping: Housekeeping) -> None:
         return Answer({"draining": on, "running": service.drain(caller, on=on)})
 
 
-def _questions(app: FastAPI, service: Service) -> None:
+def _questions(app: FastAPI, service: Service, answers: RunAnswers) -> None:
     @app.get("/v1/me", tags=["operations"])
     def me(caller: Known) -> Response:
         """Whose token this is, what it may do, and a run file to begin with, where the service has one."""
@@ -240,17 +252,15 @@ def _questions(app: FastAPI, service: Service) -> None:
         caller: Known,
         state: Annotated[list[State] | None, Query()] = None,
         before: Annotated[int | None, Query(ge=1, le=LARGEST)] = None,
-        limit: Annotated[int, Query(ge=1, le=500)] = 100,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = USUALLY_LISTED,
     ) -> Response:
         """Runs, the newest first."""
-        return Answer([service.described(run) for run in service.runs(caller, state or (), before, limit)])
+        return Response(answers.newest(caller, state or (), before, limit), media_type="application/json")
 
     @app.get("/v1/runs/{number}", tags=["runs"])
     async def run(number: Number, caller: Known) -> Response:
         """One run, with its run file and what happened to it."""
-        found = service.run(caller, number)
-        events = [asdict(event) for event in service.store.events(number)]
-        return Answer({**service.described(found), "config": found.config, "events": events})
+        return Response(answers.one(caller, number), media_type="application/json")
 
     @app.get("/v1/runs/{number}/plan", tags=["runs"])
     def plan(number: Number, caller: Known) -> Response:

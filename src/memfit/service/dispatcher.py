@@ -61,6 +61,10 @@ class View:
     made: float = 0.0
     error: str = ""
 
+    def knows(self, number: int) -> bool:
+        """Whether it tells anything of a run."""
+        return number in self.turns or number in self.progress or number in self.remaining
+
 
 class Dispatcher:
     """One host's; of a folder, or of a host's part of one, there is one at a time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +25,9 @@ HEADERS: Final = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "cache-control": "no-store",
 }
+_HEADERS: Final = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 UPLOADS: Final = "/v1/uploads"
+_JUDGED: Final = {b"host", b"origin", b"content-length", b"transfer-encoding"}  # headers that are looked at here
 
 
 class Guarding:
@@ -52,10 +54,8 @@ class Guarding:
         async def answering(message: Message) -> None:
             if message["type"] == "http.response.start":
                 told["status"] = message["status"]
-                there = [name.lower() for name, _ in message["headers"]]
-                extra = [
-                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in there
-                ]
+                there = {name.lower() for name, _ in message["headers"]}
+                extra = [each for each in _HEADERS if each[0] not in there]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -75,6 +75,8 @@ class Guarding:
 
     def _refused(self, scope: Scope) -> tuple[int, str, str] | None:
         headers = _headers(scope)
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # parsers differ in whether they let this through
+            return 400, "Refusal", "a request names its host once, in one Host header"
         host = _name(headers.get("host", ""))
         if host not in self.hosts:
             return 421, "Refusal", "this service is not known by that name: start it with --name to add one"
@@ -119,14 +121,16 @@ class Guarding:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         who = scope["state"].get("caller", "")
         address = (scope.get("client") or ("",))[0]
-        told = {
-            "method": scope["method"],
-            "path": scope["path"][:300],
-            "status": status,
-            "seconds": round(seconds, 4),
-            "caller": who,
-        }
-        _log.info(json.dumps({**told, "address": address}))
+        if _log.isEnabledFor(logging.INFO):
+            told = RequestNote(
+                method=scope["method"],
+                path=scope["path"][:300],
+                status=status,
+                seconds=round(seconds, 4),
+                caller=who,
+                address=address,
+            )
+            _log.info("%s", told)
         if scope["method"] in {"GET", "HEAD"} and status not in {401, 403}:
             return
         try:
@@ -146,8 +150,16 @@ class Guarding:
             _log.error("the audit log cannot be written: %s", error)
 
 
-def _headers(scope: Scope) -> MutableMapping[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+class RequestNote(dict[str, Any]):
+    """A request, for the log: JSON as a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """Those that are looked at here; servers of ASGI give their names in small letters."""
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _JUDGED}
 
 
 def _name(host: str) -> str:

@@ -17,6 +17,8 @@ from memfit.service.tokens import Caller
 
 _CHUNK: Final = 1 << 20
 LARGEST: Final = 2**62  # a number of a run; SQLite's are below 2**63
+MOST_LISTED: Final = 500  # runs in one answer
+USUALLY_LISTED: Final = 100
 
 Number = Annotated[int, InPath(ge=1, le=LARGEST, description="of the run")]
 

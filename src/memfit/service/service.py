@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -32,6 +32,7 @@ from memfit.values.plan import Plan
 _STRIP_SECONDS: Final = 1800.0  # of the past that the strip of a device shows
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MOST_NAME: Final = 80
+_COLUMNS: Final = tuple(each.name for each in fields(StoredRun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +216,19 @@ class Service:
         Raises:
             NotKnownError: there is none, or they may not see it.
         """
+        return StoredRun.of_row(self.row(caller, number))
+
+    def row(self, caller: Caller, number: int) -> Any:
+        """One run, as the store has it.
+
+        Raises:
+            NotKnownError: as for `run`.
+        """
         try:
-            found = self.store.run(number)
+            found = self.store.row(number)
         except (KeyError, OverflowError):
             raise NotKnownError(f"there is no run {number}") from None
-        if caller.sees not in {None, found.owner}:
+        if caller.sees not in {None, found["owner"]}:
             raise NotKnownError(f"there is no run {number}")
         return found
 
@@ -231,10 +240,20 @@ class Service:
         Raises:
             Refusal: there is no such state.
         """
+        return [StoredRun.of_row(row) for row in self.rows(caller, states, before, limit)]
+
+    def rows(
+        self, caller: Caller, states: Sequence[str] = (), before: int | None = None, limit: int = 100
+    ) -> list[Any]:
+        """The same, as the store has them.
+
+        Raises:
+            Refusal: as for `runs`.
+        """
         unknown = [state for state in states if state not in (*LIVE, *OVER)]
         if unknown:
             raise Refusal(f"there is no state {unknown[0]!r}; there are {', '.join((*LIVE, *OVER))}")
-        return self.store.listed(owner=caller.sees, states=states, before=before, limit=limit)
+        return self.store.newest("runs", caller.sees, states, before, limit)
 
     def events(self, caller: Caller, number: int, after: int = 0) -> list[Event]:
         """What happened to a run, with reasons.
@@ -368,43 +387,47 @@ class Service:
 
     def described(self, run: StoredRun) -> dict[str, Any]:
         """A run as plain data, with how it stands now."""
-        view = self.dispatcher.view
-        turn, progress = view.turns.get(run.number), view.progress.get(run.number)
-        waits = run.state == WAITING and turn is not None
+        return self.described_columns({name: getattr(run, name) for name in _COLUMNS})
+
+    def described_columns(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """The same of the columns of its row; of those that hold JSON, `plan` and `refusal` are read."""
+        view, number = self.dispatcher.view, run["number"]
+        turn, progress = view.turns.get(number), view.progress.get(number)
+        waits = run["state"] == WAITING and turn is not None
         expected = view.made + turn.seconds if waits and turn is not None and turn.seconds is not None else None
-        remaining = view.remaining.get(run.number) if run.state == RUNNING else None
+        remaining = view.remaining.get(number) if run["state"] == RUNNING else None
         return {
-            "run": run.number,
-            "name": run.name or f"run {run.number}",
-            "owner": run.owner,
-            "state": run.state,
-            "asked": run.asked,
+            "run": number,
+            "name": run["name"] or f"run {number}",
+            "owner": run["owner"],
+            "state": run["state"],
+            "asked": run["asked"],
             "reason": turn.reason
             if waits and turn is not None and turn.reason
-            else run.reason or "whether it fits is being found out",
-            "priority": run.priority,
-            "plan_only": run.plan_only,
-            "submitted": run.submitted,
-            "started": run.started,
-            "ended": run.ended,
+            else run["reason"] or "whether it fits is being found out",
+            "priority": run["priority"],
+            "plan_only": bool(run["plan_only"]),
+            "submitted": run["submitted"],
+            "started": run["started"],
+            "ended": run["ended"],
             "expected_start": expected,
             "expected_end": None if remaining is None else view.made + remaining,
-            "plan": run.plan,
-            "refusal": run.refusal,
-            "measured_peak_bytes": run.measured_peak_bytes,
+            "plan": run["plan"],
+            "refusal": run["refusal"],
+            "measured_peak_bytes": run["measured_peak_bytes"],
             "step": None if progress is None else progress.step,
             "loss": None if progress is None else progress.loss,
-            "parts": run.part,
-            "host": run.host,
-            "study": run.study,
-            "disk_bytes": run.disk_bytes,
-            "removed": run.removed,
-            "kept_until": self._kept_until(run),
+            "parts": run["part"],
+            "host": run["host"],
+            "study": run["study"],
+            "disk_bytes": run["disk_bytes"],
+            "removed": run["removed"],
+            "kept_until": self._kept_until(run["ended"], run["removed"]),
         }
 
-    def _kept_until(self, run: StoredRun) -> float | None:
+    def _kept_until(self, ended: float | None, removed: float | None) -> float | None:
         days = self.settings.keep_days
-        return None if days is None or run.ended is None or run.removed is not None else run.ended + days * 86400
+        return None if days is None or ended is None or removed is not None else ended + days * 86400
 
     def devices(self, caller: Caller) -> list[dict[str, Any]]:
         """Each device and tier, with the runs on it over time: those that ended of late, those that run, those that wait for their turn.

@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
-
 from memfit.errors import InputError
 from memfit.runner import guard
-from memfit.service import confine
+from memfit.service import confine, http_server
 from memfit.service.app import application
 from memfit.service.dispatcher import Dispatcher
+from memfit.service.guarding import RequestNote
 from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service
 from memfit.service.settings import ServiceSettings
@@ -63,17 +62,7 @@ class Serving:
         self.studies = Studies(self.service)
         self.housekeeping = Housekeeping(self.service)
         app = application(self.service, self.studies, self.housekeeping, {*LOCAL, host, *names})
-        config = uvicorn.Config(
-            app,
-            host,
-            port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=3,
-            limit_concurrency=500,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = http_server.server(app, host, port)
         self._stopping = threading.Event()
         self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
         self._searching = threading.Thread(target=self.studies.serve, args=(self._stopping,), name="memfit-studies")
@@ -113,8 +102,11 @@ class Serving:
         self._keeping.start()
         self._beating.start()
         try:
-            with _outlived(signal.SIGTERM, signal.SIGINT):
-                asyncio.run(serve())
+            with (
+                _outlived(signal.SIGTERM, signal.SIGINT),
+                asyncio.Runner(loop_factory=http_server.loop_factory()) as runner,
+            ):
+                runner.run(serve())
         finally:
             self.close()
 
@@ -197,11 +189,10 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "from": record.name,
         }
-        text = record.getMessage()
-        if record.name == "memfit.service.requests" and text.startswith("{"):
-            told |= json.loads(text)
+        if isinstance(record.args, RequestNote):
+            told |= record.args
         else:
-            told["message"] = text
+            told["message"] = record.getMessage()
         if record.exc_info:
             told["traceback"] = self.formatException(record.exc_info)
         return json.dumps(told)

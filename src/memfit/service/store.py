@@ -76,6 +76,15 @@ class StoredRun:
     removed: float | None = None
     host: str = ""
 
+    @classmethod
+    def of_row(cls, row: Any) -> StoredRun:
+        """The run of a row of the table."""
+        columns = dict(row)
+        for name in _PARTS:
+            columns[name] = None if columns[name] is None else json.loads(columns[name])
+        columns["plan_only"] = bool(columns["plan_only"])
+        return cls(**columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -110,7 +119,7 @@ class ServiceStore:
     def __init__(self, folder: Path, url: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.database = opened(folder, url)
-        self.read, self.writing = self.database.read, self.database.writing
+        self.read, self.writing, self.version = self.database.read, self.database.writing, self.database.version
         self.backup, self.close = self.database.backup, self.database.close
         self.database.give_no_number_again({name: _largest(folder / name) for name in ("runs", "studies")})
 
@@ -169,20 +178,28 @@ class ServiceStore:
         Raises:
             KeyError: there is none.
         """
+        return StoredRun.of_row(self.row(number))
+
+    def row(self, number: int) -> Any:
+        """The row of one run.
+
+        Raises:
+            KeyError: there is none.
+        """
         rows = self.read("SELECT * FROM runs WHERE number=?", (number,)) if number <= _LARGEST else []
         if not rows:
             raise KeyError(number)
-        return _run(rows[0])
+        return rows[0]
 
     def by_key(self, owner: str, key: str) -> StoredRun | None:
         """The run that an owner has submitted under a key."""
         rows = self.read("SELECT * FROM runs WHERE owner=? AND key=?", (owner, key))
-        return _run(rows[0]) if rows else None
+        return StoredRun.of_row(rows[0]) if rows else None
 
     def of_study(self, study: int) -> list[StoredRun]:
         """The trials of a study, in the order in which they came."""
         rows = self.read("SELECT * FROM runs WHERE study=? ORDER BY number", (study,))
-        return [_run(row) for row in rows]
+        return [StoredRun.of_row(row) for row in rows]
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -190,7 +207,7 @@ class ServiceStore:
         """Runs that may have written since their files were last measured: those that are not over, that ended of late, or that were never measured."""
         marks = ", ".join("?" * len(live))
         query = f"SELECT * FROM runs WHERE removed IS NULL AND (state IN ({marks}) OR disk_bytes=0 OR ended>?) ORDER BY number"  # noqa: S608 - as above
-        return [_run(row) for row in self.read(query, (*live, time.time() - _LATE_SECONDS))]
+        return [StoredRun.of_row(row) for row in self.read(query, (*live, time.time() - _LATE_SECONDS))]
 
     def has_on_disk(self, number: int, size: int) -> None:
         """What the files of a run take: no event."""
@@ -209,12 +226,12 @@ class ServiceStore:
             f"SELECT * FROM runs WHERE removed IS NULL AND state IN ({marks}) AND ended<? "  # noqa: S608 - as above
             "AND (study IS NULL OR study NOT IN (SELECT number FROM studies WHERE state='running')) ORDER BY ended"
         )
-        return [_run(row) for row in self.read(query, (*over, ended_before))]
+        return [StoredRun.of_row(row) for row in self.read(query, (*over, ended_before))]
 
     def half_removed(self) -> list[StoredRun]:
         """Runs whose files were to be removed, and were not all."""
         return [
-            _run(row)
+            StoredRun.of_row(row)
             for row in self.read("SELECT * FROM runs WHERE removed IS NOT NULL AND disk_bytes>0 ORDER BY number")
         ]
 
@@ -245,7 +262,7 @@ class ServiceStore:
         """Runs that are not over, in the order in which they came."""
         marks = ", ".join("?" * len(LIVE))
         rows = self.read(f"SELECT * FROM runs WHERE state IN ({marks}) ORDER BY number", LIVE)  # noqa: S608 - as above
-        return [_run(row) for row in rows]
+        return [StoredRun.of_row(row) for row in rows]
 
     def listed(
         self, *, owner: str | None, states: Sequence[str] = (), before: int | None = None, limit: int = 100
@@ -258,7 +275,7 @@ class ServiceStore:
             before: only those with a smaller number.
             limit: so many at most.
         """
-        return [_run(row) for row in self.newest("runs", owner, states, before, limit)]
+        return [StoredRun.of_row(row) for row in self.newest("runs", owner, states, before, limit)]
 
     def newest(self, table: str, owner: str | None, states: Sequence[str], before: int | None, limit: int) -> list[Any]:
         """Rows of one of its tables that have owner, state and number, as `listed` says."""
@@ -280,7 +297,7 @@ class ServiceStore:
     def ended_since(self, moment: float) -> list[StoredRun]:
         """Runs that have run and ended after a moment."""
         rows = self.read("SELECT * FROM runs WHERE ended>? AND started IS NOT NULL ORDER BY ended", (moment,))
-        return [_run(row) for row in rows]
+        return [StoredRun.of_row(row) for row in rows]
 
     def numbers_by_state(self) -> dict[str, int]:
         """How many runs there are in each state."""
@@ -293,10 +310,12 @@ class ServiceStore:
 
     def events(self, number: int, after: int = 0) -> list[Event]:
         """What happened to a run, from the beginning or after an event."""
-        rows = self.read(
-            "SELECT number, run, time, kind, text FROM events WHERE run=? AND number>? ORDER BY number", (number, after)
-        )
-        return [Event(*row) for row in rows]
+        return [Event(*row) for row in self.event_rows(number, after)]
+
+    def event_rows(self, number: int, after: int = 0) -> list[Any]:
+        """The same, as rows with the columns of an event."""
+        query = "SELECT number, run, time, kind, text FROM events WHERE run=? AND number>? ORDER BY number"
+        return self.read(query, (number, after))
 
 
 def add_event(connection: Connection, number: int, kind: str, text: str) -> None:
@@ -325,11 +344,3 @@ def _marks(columns: Sequence[Any] | Mapping[str, Any]) -> str:
 def _largest(folder: Path) -> int:
     """Number of the last run, or study, that has a folder."""
     return max((int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), default=0)
-
-
-def _run(row: Any) -> StoredRun:
-    columns = dict(row)
-    for name in _PARTS:
-        columns[name] = None if columns[name] is None else json.loads(columns[name])
-    columns["plan_only"] = bool(columns["plan_only"])
-    return StoredRun(**columns)

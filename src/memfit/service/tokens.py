@@ -15,6 +15,7 @@ from memfit.service.store import ServiceStore
 
 Role = Literal["read", "submit", "admin"]
 ROLES: Final = get_args(Role)
+_REMEMBERED: Final = 1000  # tokens
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
 
 
@@ -54,6 +55,8 @@ class Tokens:
 
     def __init__(self, store: ServiceStore) -> None:
         self._store = store
+        # By digest: whose it is, until when, and the version of the store that said so.
+        self._found: dict[str, tuple[Caller, float | None, object]] = {}
 
     def make(self, name: str, role: str, days: float | None = None) -> str:
         """A new token; it is told here and never again.
@@ -79,12 +82,26 @@ class Tokens:
             )
         return token
 
-    def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None where it is none of ours, or has expired."""
-        rows = self._store.read("SELECT owner, role, expires FROM tokens WHERE digest=?", (_digest(token),))
-        if not rows or (rows[0]["expires"] is not None and rows[0]["expires"] < time.time()):
-            return None
-        return Caller(rows[0]["owner"], rows[0]["role"])
+    def caller(self, token: str, version: object | None = None) -> Caller | None:
+        """Whose token it is; None where it is none of ours, or has expired.
+
+        Args:
+            token: as it was sent.
+            version: of the store, as it is now: what it said at the same version is not asked again. None to ask in any case.
+        """
+        digest = _digest(token)
+        found = self._found.get(digest) if version is not None else None
+        if found is None or found[2] != version:
+            rows = self._store.read("SELECT owner, role, expires FROM tokens WHERE digest=?", (digest,))
+            if not rows:
+                return None
+            found = Caller(rows[0]["owner"], rows[0]["role"]), rows[0]["expires"], version
+            if version is not None:
+                if len(self._found) >= _REMEMBERED:
+                    self._found.clear()
+                self._found[digest] = found
+        caller, expires, _ = found
+        return None if expires is not None and expires < time.time() else caller
 
     def take_back(self, name: str) -> int:
         """All tokens of somebody are good for nothing any more; how many there were."""

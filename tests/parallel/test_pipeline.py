@@ -229,7 +229,8 @@ def _silent(said: str) -> str:
 def test_a_rank_waits_for_messages_of_another_stage_as_long_as_it_was_told(tmp_path: Path) -> None:
     silent, waited = run_ranks(_silent, 2, str(tmp_path / "said"), together=False)
     assert silent == "the other rank has given up"
-    assert "Timed out" in waited
+    # gloo's words for it: of the message that waited longest, or of another one on the same pair of ranks, which it closes.
+    assert "Timed out" in waited or "Application timeout" in waited
 
 
 def test_a_cut_for_other_ranks_or_places_is_refused() -> None:

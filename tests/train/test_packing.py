@@ -281,10 +281,10 @@ def test_a_run_file_packs_its_texts_and_says_how(folder: Path) -> None:
     made = assemble(configured(folder))
 
     assert isinstance(made.batches.samples, PackedSamples)
-    assert made.notes == (
-        "data.train: 4 of 12 texts are longer than 23 tokens and were cut",
-        "data.train: 12 samples are packed into 8 rows of 24 tokens, 94 % filled",
-    )
+    cut, packed, cache = made.notes
+    assert cut == "data.train: 4 of 12 texts are longer than 23 tokens and were cut"
+    assert packed == "data.train: 12 samples are packed into 8 rows of 24 tokens, 94 % filled"
+    assert cache.startswith("model.hf: use_cache is off while the model is trained")
     batch = made.batches.sample()
     assert {
         name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)

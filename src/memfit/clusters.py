@@ -180,6 +180,12 @@ def predict_cluster(
     return tuple(found)
 
 
+def fastest(found: Sequence[ClusterPrediction], budget_bytes: int) -> ClusterPrediction | None:
+    """Of the steps that fit into so many bytes of each device, the one that takes least time; None where none does."""
+    fitting = [each for each in found if each.peak_bytes <= budget_bytes]
+    return min(fitting, key=lambda each: each.step_seconds, default=None)
+
+
 def _counts(total: int, period: int) -> range:
     """Numbers of blocks to capture, one after the other; all of a model that has no more than the last of them."""
     first = FEWEST + (total - FEWEST) % period

@@ -106,14 +106,13 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _on_several(arguments: argparse.Namespace) -> Answer:
     from memfit.estimating.models import named
-    from memfit.estimating.several import estimate_on_several, gpus_of
+    from memfit.estimating.several import estimate_on_several
     from memfit.train import progress
 
     if arguments.longest:
         raise ConfigError(
             "--longest is of one GPU: name one, or ask for several lengths one after the other (--length)"
         )
-    gpus_of(arguments.gpu)
     display = progress.display()
     try:
         display.stage("reading the configuration", 0.0)

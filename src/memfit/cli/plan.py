@@ -113,6 +113,8 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: int) -> Answer:
     """What a step takes on each device, way by way."""
+    from memfit.clusters import fastest
+
     first = found[0]
     split = f", in {first.micro_batches} micro-batches" if first.micro_batches > 1 else ""
     computing = (
@@ -131,9 +133,8 @@ def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: 
     rows = [
         {**asdict(each), "state_bytes": each.state_bytes, "fits": each.peak_bytes <= budget_bytes} for each in found
     ]
-    fitting = [each for each in found if each.peak_bytes <= budget_bytes]
-    if fitting:
-        best = min(fitting, key=lambda each: each.step_seconds)
+    best = fastest(found, budget_bytes)
+    if best is not None:
         lines.append(
             f"Fastest that fits: {best.way}, {RECOMPUTED[best.recompute]} recomputed: {format_bytes(best.peak_bytes)} on each device, "
             f"{best.samples / best.step_seconds:.3g} to {best.samples / best.overlapped_seconds:.3g} samples a second on all of them."
@@ -145,9 +146,9 @@ def _few_blocks(found: Sequence[ClusterPrediction], devices: str, budget_bytes: 
             "Take more or larger devices, fewer samples on each (fit.global_batch), or more micro-batches (fit.fixed.micro_batches)."
         )
     return Answer(
-        {"verb": "plan", "fits": bool(fitting), "budget_bytes": budget_bytes, "predictions": rows},
+        {"verb": "plan", "fits": best is not None, "budget_bytes": budget_bytes, "predictions": rows},
         "\n".join(lines),
-        Status.FITS if fitting else Status.DOES_NOT_FIT,
+        Status.FITS if best is not None else Status.DOES_NOT_FIT,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memfit.capture.trace_source import machine_of
-from memfit.clusters import RECOMPUTED, ClusterPrediction, predict_cluster
+from memfit.clusters import RECOMPUTED, ClusterPrediction, fastest, predict_cluster
 from memfit.devices import several_devices, share_of
 from memfit.errors import InputError
 from memfit.estimating.estimate import SHARE, allowed, check_size, in_words, script
@@ -98,12 +98,6 @@ class SeveralEstimate:
             "command": self.command,
             "notes": list(self.notes),
         }
-
-
-def fastest(found: tuple[ClusterPrediction, ...], budget_bytes: int) -> ClusterPrediction | None:
-    """Of the steps that fit, the one that takes least time; None where none does."""
-    fitting = [each for each in found if each.peak_bytes <= budget_bytes]
-    return min(fitting, key=lambda each: each.step_seconds, default=None)
 
 
 def gpus_of(gpus: str) -> Topology:

@@ -151,10 +151,10 @@ def test_nothing_is_streamed_where_the_room_below_is_too_small() -> None:
 def test_a_way_that_cannot_be_captured_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = TraceSource.trace_of
 
-    def trace_of(self: TraceSource, choices: Choices) -> Any:
+    def trace_of(self: TraceSource, choices: Choices, ahead: str = "") -> Any:
         if choices.precision == "bf16":
             raise memfit.CaptureError("no kernel for it")
-        return captured(self, choices)
+        return captured(self, choices, ahead)
 
     monkeypatch.setattr(TraceSource, "trace_of", trace_of)
     search, _ = searched(source=source_of, allow=["bf16"], fixed={"micro_batches": 1})

@@ -12,6 +12,7 @@ from memfit import lower_tiers
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InputError, SplitError
+from memfit.garbage import uncollected
 from memfit.hardware.machine import Link
 from memfit.hardware.topology import Topology
 from memfit.planner.by_hand import RecomputePlacement
@@ -94,7 +95,8 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
     below = lower_tiers.opened(topology, request)
     choices = Choices(**{**converted, "micro_batches": micro_batches or 1, "frozen": tuple(freeze)})
     plain = source.trace_of(choices)
-    timeline = Timeline(plain)
+    with uncollected():
+        timeline = Timeline(plain)
     head = head_of(timeline)
     state = plain.bytes_of(Category.OPTIMIZER_STATE)
     layers = _streamable(source, below, freeze, fixed.get("streamed"))

@@ -6,6 +6,7 @@ in this process is remembered for `memfit.apply` and `memfit.replan`; the plan i
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from memfit.planner.solvers import (
 )
 from memfit.progress import Progress, tell
 from memfit.techniques.choices import Choices
-from memfit.units import format_bytes, parse_bytes
+from memfit.units import format_bytes, format_seconds, parse_bytes
 from memfit.values.bundle import Refusal, TraceBundle, Weighting
 from memfit.values.plan import Plan
 from memfit.values.request import Budget, Request
@@ -51,8 +52,8 @@ class Source(Protocol):
     loss_fn: Any
     optimizer: Any
 
-    def trace_of(self, choices: Choices) -> Trace:
-        """The trace of the step with these choices."""
+    def trace_of(self, choices: Choices, ahead: str = "") -> Trace:
+        """The trace of the step with these choices; `ahead` is told beside its progress."""
 
     def weighting(self, freeze: Sequence[str]) -> Weighting:
         """How the losses of micro-batches add up to the batch's."""
@@ -97,6 +98,8 @@ class Planning:
         self.plain: Planning | None = None
         self._solvers: dict[Choices, Solver] = {}
         self._errors: dict[Choices, Exception] = {}  # as they were raised, for whoever asks in this process
+        self._begun = time.monotonic()
+        self._captures = 0
 
     @property
     def request(self) -> Request:
@@ -320,17 +323,22 @@ class Planning:
             try:
                 return question(solvers)
             except MissingTrace as missing:
-                self._capture(missing.choices)
+                self._capture(missing.choices, missing.further)
             except MissingWeighting:
                 assert self.source is not None, "without a source, missing traces are refused"
                 self.bundle = replace(self.bundle, weighting=self.source.weighting(self.request.freeze))
             except RefusedError as refused:
                 raise self._error(refused) from None
 
-    def _capture(self, choices: Choices) -> None:
+    def _capture(self, choices: Choices, further: int | None) -> None:
         assert self.source is not None, "without a source, missing traces are refused"
+        ahead = ""
+        if further and self._captures:
+            each = (time.monotonic() - self._begun) / self._captures
+            ahead = f"; at most {further} more after it, about {format_seconds((further + 1) * each)} or less"
+        self._captures += 1
         try:
-            self.bundle = self.bundle.with_trace(choices, self.source.trace_of(choices))
+            self.bundle = self.bundle.with_trace(choices, self.source.trace_of(choices, ahead))
         except CANNOT_RUN as error:
             self._errors[choices] = error
             self.bundle = self.bundle.with_refusal(choices, Refusal(type(error).__name__, str(error)))

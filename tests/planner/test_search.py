@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -51,8 +52,13 @@ class Captured:
     loss_fn = optimizer = None
 
     def __init__(self, trace_of: Callable[[Choices], Trace], weighting: Weighting) -> None:
-        self.trace_of = trace_of
+        self._trace_of = trace_of
         self._weighting = weighting
+        self.told: list[str] = []  # what was said to be ahead, at each capture
+
+    def trace_of(self, choices: Choices, ahead: str = "") -> Trace:
+        self.told.append(ahead)
+        return self._trace_of(choices)
 
     def weighting(self, freeze: Sequence[str]) -> Weighting:
         return self._weighting
@@ -266,6 +272,24 @@ def test_a_bound_rules_a_way_out_before_it_is_captured() -> None:
     assert plan.choices.update == "in_backward"
     assert plan.script.plain
     assert Choices(update="in_backward", state_format="8bit") not in asked
+
+
+def test_each_capture_tells_how_many_others_may_follow_and_how_long_they_take() -> None:
+    made, asked = in_ways(WAYS)
+    assert made.source is not None
+    told = made.source.told  # type: ignore[attr-defined]
+    made.plan(made.plain_peak() * 9 // 10)
+    further = [
+        0 if not text else int(re.fullmatch(r"; at most (\d+) more after it, about .+ or less", text)[1])
+        for text in told
+    ]
+    assert told[0] == "", "how long one takes is not known yet"
+    tried = [choices.used for choices in asked]
+    assert any(further)
+    for number, count in enumerate(further):
+        if count:  # as many as were said, or fewer, came after it
+            others = {str(used) for used in tried[number + 1 :]} - {str(tried[number])}
+            assert len(others) <= count < len(WAYS)
 
 
 def test_more_allowed_or_more_bytes_never_give_a_slower_plan() -> None:

@@ -106,8 +106,12 @@ class TraceSource:
         """In the batch of a step."""
         return batches.size(self.sample) * self.loader_batches
 
-    def trace_of(self, choices: Choices) -> Trace:
+    def trace_of(self, choices: Choices, ahead: str = "") -> Trace:
         """The step with these choices, nothing dropped; transfers of offloaded state and streamed layers are not included.
+
+        Args:
+            choices: of the step.
+            ahead: told after what is being captured: how much is left to do.
 
         Raises:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
@@ -115,8 +119,15 @@ class TraceSource:
         if choices not in self._traces:
             run = self._runnable_here(choices)
             if run != choices:
-                self._traces[choices] = _told_as(self.trace_of(run), choices)
+                self._traces[choices] = _told_as(self.trace_of(run, ahead), choices)
             else:
+                named, number = in_words(choices), choices.micro_batches
+                of = f"{named}, " if named else ""
+                tell(
+                    self.progress,
+                    f"capturing a step ({of}{number} micro-batch{'es' if number > 1 else ''}){ahead}",
+                    0.1,
+                )
                 with outside_torch_kept():
                     self._traces[choices] = self._captured(choices)
         return self._traces[choices]
@@ -131,10 +142,8 @@ class TraceSource:
         return choices.but(state_place="disk") if elsewhere and choices.state_place == "host" else choices
 
     def _captured(self, choices: Choices) -> Trace:
-        number, way = choices.micro_batches, replace(choices, micro_batches=1)
-        named = f"{in_words(choices)}, " if in_words(choices) else ""
+        way = replace(choices, micro_batches=1)
         for _ in range(LAYOUT_ROUNDS):
-            tell(self.progress, f"capturing a step ({named}{number} micro-batch{'es' if number > 1 else ''})", 0.1)
             with frozen(self.model, choices.frozen):
                 captured = self._captured_as(choices, self._believed.get(way))
             self._believed.setdefault(way, captured)

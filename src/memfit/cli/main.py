@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import json
 import os
 import re
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     # What a user's own model or data prints must not end up in the JSON.
     aside = contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext()
+    # A process that ends looks through all objects once more, which takes seconds after a large model was planned for.
+    atexit.register(gc.freeze)
     error: BaseException | None = None
     try:
         with aside:

@@ -79,9 +79,11 @@ class BudgetSearch(FrontSearch):
         """The layouts in which a plan can fit, the best first: a few prices tell which suit this budget."""
         self.front.update(tight for tight, _ in self.problem.tightest)
         promising: list[tuple[float, int, WindowLayout]] = []
+        near: int | None = None
         for tight, layout in self.problem.tightest:
             if tight.peak <= self._budget:
-                fitting, too_large = self._prices.bisect(layout, self._prices.at_peak, self._budget, GLANCES)
+                at_peak = self._prices.at_peak
+                fitting, too_large, near = self._prices.bracket(layout, at_peak, self._budget, GLANCES, near)
                 promising.append((_between(fitting or tight, too_large, self._budget), layout.cells, layout))
         return [layout for _, _, layout in sorted(promising, key=lambda p: p[:2])]
 

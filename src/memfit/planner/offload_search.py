@@ -20,7 +20,7 @@ from memfit.planner.offload_bound import OffloadBound
 from memfit.planner.offload_cuts import Decision, LinkUse, OffloadCuts
 from memfit.planner.offload_graph import OffloadGraph
 from memfit.planner.priced_cuts import Weights, spread
-from memfit.planner.prices import BISECTIONS, PRICE_RANGE, ROUNDS, with_peak_priced
+from memfit.planner.prices import BISECTIONS, ROUNDS, bracket, with_peak_priced
 from memfit.planner.problem import Problem
 from memfit.planner.recipes import PREFETCH_DISTANCES
 from memfit.planner.smallest import SmallestSearch
@@ -120,14 +120,16 @@ class OffloadBudgetSearch(FrontSearch):
         if best is not None and best.seconds <= target:
             return self.front
         promising: list[tuple[float, int, WindowLayout]] = []
+        near: list[int] = []
         for number, layout in enumerate(problem.layouts):
-            fitting = self._at_prices(layout, GLANCE, GLANCES)
+            fitting = self._at_prices(layout, GLANCE, GLANCES, near)
             if fitting is not None:
                 promising.append((fitting.seconds, number, layout))
         starts: list[Solution] = []
         for _, _, layout in sorted(promising, key=lambda p: p[:2])[:CLOSELY]:
+            near = []
             found = [
-                self._at_prices(layout, LinkUse(price, distance, keeps_up), BISECTIONS)
+                self._at_prices(layout, LinkUse(price, distance, keeps_up), BISECTIONS, near)
                 for price in LINK_PRICES
                 for distance in range(len(PREFETCH_DISTANCES))
                 for keeps_up in (False, True)
@@ -141,24 +143,30 @@ class OffloadBudgetSearch(FrontSearch):
         self.improve(budget, starts)
         return self.front
 
-    def _at_prices(self, layout: WindowLayout, link: LinkUse, steps: int) -> Solution | None:
-        """The fastest plan that fits found on the way to the lowest price of memory at which plans fit; then the same with a price for what was too full."""
+    def _at_prices(self, layout: WindowLayout, link: LinkUse, steps: int, near: list[int]) -> Solution | None:
+        """The fastest plan that fits found on the way to the lowest price of memory at which plans fit; then the same with a price for what was too full.
+
+        Args:
+            layout, link: what the plans have in common.
+            steps: of the search for the lowest price.
+            near: of each round, where plans began to fit in the searches before: looked at first, and replaced.
+        """
         problem = self.problem
         weights: Weights = {problem.baseline.evaluation.peak_event: 1.0}
         best: Solution | None = None
-        for _ in range(ROUNDS):
-            low, high = (bound * problem.graph.price_scale for bound in PRICE_RANGE)
-            too_large: Solution | None = None
-            for _ in range(steps):
-                middle = (low * high) ** 0.5
-                prices = spread(problem.timeline.events + 1, weights, middle)
-                found = self.remember(problem.offload_cuts.cut(layout, prices, link))
-                if found.peak <= self._budget:
-                    high = middle
-                    if best is None or found.seconds < best.seconds:
-                        best = found
-                else:
-                    low, too_large = middle, found
+
+        def plan_at(price: float) -> Solution:
+            nonlocal best
+            prices = spread(problem.timeline.events + 1, weights, price)
+            found = self.remember(problem.offload_cuts.cut(layout, prices, link))
+            if found.peak <= self._budget and (best is None or found.seconds < best.seconds):
+                best = found
+            return found
+
+        for number in range(ROUNDS):
+            guess = near[number] if number < len(near) else None
+            _, too_large, point = bracket(plan_at, self._budget, problem.graph.price_scale, steps, guess)
+            near[number : number + 1] = [point]
             if too_large is None:
                 break
             more = with_peak_priced(weights, too_large)

@@ -9,8 +9,9 @@ bytes, not the peak, and takes no budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from memfit.planner.front_search import MOST_SHAKEN, FrontSearch
 from memfit.planner.priced_cuts import Weights
@@ -21,6 +22,55 @@ BISECTIONS: Final = 9
 ROUNDS: Final = 2
 MIXINGS: Final = 7
 PRICE_RANGE: Final = (1e-4, 1e4)  # in units of the graph's scale of prices
+
+
+class Bracket(NamedTuple):
+    """Where plans begin to fit, as the price rises.
+
+    Attributes:
+        fitting: the plan at the lowest price at which plans were found to fit; None where none does.
+        too_large: the plan at the highest price below it; None where all fit.
+        point: which of the prices that of `fitting` is.
+    """
+
+    fitting: Solution | None
+    too_large: Solution | None
+    point: int
+
+
+def bracket(
+    plan_at: Callable[[float], Solution], budget_bytes: int, scale: float, steps: int, near: int | None = None
+) -> Bracket:
+    """Where among 2**steps prices, each the same multiple of the one before, plans begin to fit.
+
+    By bisection; or from a point near which it is taken to be, in steps that double until a plan fits and another does not. A right guess takes two plans in
+    the place of `steps`.
+
+    Args:
+        plan_at: the plan at a price.
+        budget_bytes: what plans have to fit into.
+        scale: unit of the prices.
+        steps: of the bisection.
+        near: the `point` of a bracket that is likely to be near.
+    """
+    lowest, highest = PRICE_RANGE
+    low, high = 0, 1 << steps
+    fitting: Solution | None = None
+    too_large: Solution | None = None
+    at, stride = (low + high) // 2 if near is None else near, 1
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        found = plan_at(scale * lowest * (highest / lowest) ** (at / (1 << steps)))
+        if found.peak <= budget_bytes:
+            high, fitting = at, found
+        else:
+            low, too_large = at, found
+        if near is None or (fitting is not None and too_large is not None):
+            at = (low + high) // 2
+        else:
+            at += stride if fitting is None else -stride
+            stride *= 2
+    return Bracket(fitting, too_large, high)
 
 
 class PriceSearch:
@@ -37,7 +87,7 @@ class PriceSearch:
         before: Solution | None = None
         found: list[Solution] = []
         for _ in range(ROUNDS):
-            fitting, too_large = self.bisect(layout, weights, budget_bytes, BISECTIONS)
+            fitting, too_large, _ = self.bracket(layout, weights, budget_bytes, BISECTIONS)
             if fitting is not None:
                 if fitting is before:
                     break
@@ -55,22 +105,17 @@ class PriceSearch:
             weights = more
         return found
 
-    def bisect(
-        self, layout: WindowLayout, weights: Weights, budget_bytes: int, steps: int
-    ) -> tuple[Solution | None, Solution | None]:
-        """The plans at the lowest price at which they fit and at the highest at which they do not, after so many steps."""
-        low, high = (bound * self._problem.graph.price_scale for bound in PRICE_RANGE)
-        too_large: Solution | None = None
-        fitting: Solution | None = None
-        for _ in range(steps):
-            middle = (low * high) ** 0.5
-            found = self._problem.cuts.at_price(layout, weights, middle)
+    def bracket(
+        self, layout: WindowLayout, weights: Weights, budget_bytes: int, steps: int, near: int | None = None
+    ) -> Bracket:
+        """`bracket` of the plans of one layout."""
+
+        def plan_at(price: float) -> Solution:
+            found = self._problem.cuts.at_price(layout, weights, price)
             self._search.front.add(found)
-            if found.peak <= budget_bytes:
-                high, fitting = middle, found
-            else:
-                low, too_large = middle, found
-        return fitting, too_large
+            return found
+
+        return bracket(plan_at, budget_bytes, self._problem.graph.price_scale, steps, near)
 
     def _mixed(self, layout: WindowLayout, fitting: Solution, larger: Solution, budget_bytes: int) -> Solution:
         """Of a plan that fits and a larger one: the first's decisions in the first part of forward, the other's in the rest.

@@ -18,7 +18,7 @@ from memfit.planner.offloading import why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
 from memfit.planner.savings import savings, slower_notes
-from memfit.planner.solvers import SLACK_BYTES, RefusedError, Solvers
+from memfit.planner.solvers import SLACK_BYTES, MissingTrace, RefusedError, Solvers
 from memfit.techniques.choices import Choices, in_words
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
@@ -55,7 +55,7 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
     rejected += _nothing_to_offload(solvers)
     hopeless: list[Choices] = []
     needed: dict[Choices, int] = {}
-    for candidate in bundle.candidates:
+    for number, candidate in enumerate(bundle.candidates):
         reason = why_hopeless(solvers, candidate, budget_bytes, best, needed)
         if reason is not None:
             if not adds_to_any(candidate, hopeless):  # else it need not be named
@@ -68,6 +68,10 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
             if len(bundle.candidates) == 1:
                 raise
             rejected.append(Rejection(in_words(candidate), Reason.CANNOT_RUN, error.refusal.text))
+        except MissingTrace as missing:
+            later = bundle.candidates[number + 1 :]
+            missing.further = sum(why_hopeless(solvers, each, budget_bytes, best, needed) is None for each in later)
+            raise
     return best, rejected
 
 

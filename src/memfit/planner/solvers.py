@@ -33,11 +33,17 @@ NOT_CAPTURED: Final = "not captured in this bundle"
 
 
 class MissingTrace(Exception):  # noqa: N818 - a question to whoever captures, not an error
-    """A trace is needed that the bundle does not have yet."""
+    """A trace is needed that the bundle does not have yet.
+
+    Attributes:
+        choices: it is of these.
+        further: how many other candidates may be asked for after it; None where that was not counted.
+    """
 
     def __init__(self, choices: Choices) -> None:
         super().__init__(str(choices))
         self.choices = choices
+        self.further: int | None = None
 
 
 class MissingWeighting(Exception):  # noqa: N818 - as above

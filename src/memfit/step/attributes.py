@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit.garbage import uncollected
 from memfit.step.modules import every_module
 
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
@@ -39,6 +40,7 @@ class Attributes:
         containers: every mutable container that was found, the modules' own tables among them.
     """
 
+    @uncollected()
     def __init__(self, roots: Sequence[Any]) -> None:
         self.modules: list[nn.Module] = []
         self.containers: list[Container] = []

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -173,7 +174,7 @@ class ModuleCall:
     repeatable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: the sums over its operations are worked out once
 class Trace:
     """One micro-batch's forward and backward, followed by clipping and the optimizer.
 
@@ -238,7 +239,7 @@ class Trace:
     before: tuple[tuple[str, str], ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
-    @property
+    @cached_property
     def sized_by_values(self) -> bool:
         """Whether sizes may differ from one batch, or one draw of random numbers, to the next."""
         return bool(self.drawn_bytes) or any(operation.by_values for operation in self.operations)
@@ -248,18 +249,18 @@ class Trace:
         """How often the pass runs in a step."""
         return self.choices.micro_batches
 
-    @property
+    @cached_property
     def pass_seconds(self) -> float:
         """Seconds of one micro-batch's forward and backward with nothing dropped."""
         operations = (self.operations[e] for e in self.events[: self.pass_events] if e >= 0)
         return sum(operation.seconds for operation in operations if operation.phase is not Phase.OPTIMIZER)
 
-    @property
+    @cached_property
     def bytes_before_step(self) -> int:
         """Bytes of the storages that exist before the step: no plan can drop them."""
         return sum(s.bytes for s in self.storages if s.birth == BEFORE_STEP)
 
-    @property
+    @cached_property
     def plain_step_seconds(self) -> float:
         """Seconds of one optimizer step in which nothing is dropped."""
         # An update inside backward happens in the last pass only, and so does what synchronises gradients.
@@ -267,7 +268,7 @@ class Trace:
         once = sum(self.operations[number].seconds for number in self.synchronising) if self.micro_batches > 1 else 0.0
         return every + (self.pass_seconds - once) * (self.micro_batches - 1) + self.waited_seconds
 
-    @property
+    @cached_property
     def synchronising(self) -> frozenset[int]:
         """Operations of backward that reduce gradients over all ranks, with what fills and reads their buffers: the last micro-batch alone runs them."""
         found: set[int] = set()
@@ -291,7 +292,7 @@ class Trace:
         """Bytes of all storages of these categories, whenever they are alive."""
         return sum(s.bytes for s in self.storages if s.category in categories)
 
-    @property
+    @cached_property
     def forward_operations(self) -> int:
         """Number of operations in forward and loss; the engine counts these."""
         return sum(1 for e in self.events[: self.forward_events] if e >= 0)

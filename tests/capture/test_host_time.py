@@ -25,7 +25,9 @@ pytestmark = pytest.mark.measured_seconds
 CPU = torch.device("cpu")
 NOTHING = HostTime.same_after_all(0.0)
 KNOWN = HostTime(
-    (7e-6, 8e-6, 9e-6, 12e-6, 20e-6, 21e-6), (0.0, 1e-6, 3e-6, 9e-6, 20e-6, 60e-6), (0.0, 0.0, 1e-6, 2e-6, 3e-6, 4e-6)
+    (7e-6, 8e-6, 9e-6, 12e-6, 20e-6, 20e-6, 20e-6, 21e-6),
+    (0.0, 1e-6, 3e-6, 9e-6, 20e-6, 30e-6, 40e-6, 60e-6),
+    (0.0, 0.0, 1e-6, 2e-6, 3e-6, 3e-6, 3e-6, 4e-6),
 )
 
 
@@ -83,11 +85,11 @@ def test_what_follows_a_large_kernel_takes_longer(tmp_path: Path, monkeypatch: p
         added = [b.seconds - a.seconds for a, b in zip(alone.operations, beside.operations, strict=True)]
         # Operations are short here, so each is timed with warm caches; or long, and then with cold ones, too.
         assert all(
-            seconds in (0.0, pytest.approx(KNOWN.added_after(before, operation)))
-            for seconds, before, operation in zip(added, touched, beside.operations, strict=True)
+            seconds in (0.0, pytest.approx(KNOWN.added_after(since, operation)))
+            for seconds, (_, since), operation in zip(added, touched, beside.operations, strict=True)
         )
         factors = [op.host_factor for op in beside.operations]
-        assert factors == [KNOWN.factor_after(before) for before in touched]
+        assert factors == [KNOWN.factor_after(before) for before, _ in touched]
         if width == 64:
             assert max(factors) < 1.02
         else:
@@ -100,8 +102,17 @@ def test_a_view_leaves_the_caches_as_they_are(tmp_path: Path) -> None:
     before = touched_before(trace)
     views = [n for n, op in enumerate(trace.operations[:-1]) if not op.makes and not op.writes]
     assert views
-    assert all(before[n + 1] == before[n] for n in views)
+    assert all(before[n + 1][0] == before[n][0] for n in views)
     # What the first product reads and makes: rows of 64 numbers, 64 x width weights, and as many results.
     product = next(n for n, op in enumerate(trace.operations) if op.name == "aten.addmm.default")
     touched = 4 * (64 * 64 + 64 * (1 << 15) + (1 << 15) + 64 * (1 << 15))
-    assert before[product + 1] == pytest.approx(touched, rel=0.01)
+    assert before[product + 1][0] == pytest.approx(touched, rel=0.01)
+
+
+def test_code_is_in_the_caches_where_an_operation_like_it_ran_a_moment_ago(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    captured = capture(StepSource(model, torch.ones(64, 64), lambda m, x: m(x).sum(), None), BASELINE)
+    products = [n for n, op in enumerate(captured.trace.operations) if op.name == "aten.addmm.default"]
+    since = [touched_before(captured.trace)[n][1] for n in products]
+    # Before the first of its kind a whole step went by; then one product, which reads 64 x 64 numbers, as many weights and a bias, and makes as many.
+    assert since == [TOUCHED[-1], *[pytest.approx(4 * (3 * 64 * 64 + 64), rel=0.05)] * 2]

@@ -259,7 +259,7 @@ def test_a_stretch_goes_over_many_small_calls_and_ends_with_the_right_call_of_a_
 def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:
     model, batch, engine = planned()
     forward_once(engine, batch)
-    (stretch,) = engine.plan.script.kept_stretches
+    *_, stretch = engine.plan.script.kept_stretches
     assert stretch.ends == ""
     with engine.forward() as follower:  # without the model's own call, which would end it
         x = batch

@@ -100,7 +100,9 @@ class _KnownCosts:
 
 # In the places of digests.
 _HOST: Final = tuple(
-    f"{what} after {touched} bytes" for what in ("a dispatch mode", "an operation", "a view") for touched in TOUCHED
+    f"{what} among others after {touched} bytes"
+    for what in ("a dispatch mode", "an operation", "a view")
+    for touched in TOUCHED
 )
 _REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file

@@ -73,7 +73,7 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
-    for op, touched in zip(trace.operations, touched_before(trace), strict=True):
+    for op, (touched, since) in zip(trace.operations, touched_before(trace), strict=True):
         among = op.collective
         if among is not None:
             seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
@@ -92,7 +92,7 @@ def with_costs(
         if cost.made_bytes is not None and len(cost.made_bytes) > len(op.makes):
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
-        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(touched, op)
+        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(since, op)
         workspace = cost.workspace_bytes + hidden
         operations.append(
             replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=host.factor_after(touched))

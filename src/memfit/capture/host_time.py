@@ -19,18 +19,20 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch.nn import functional
 
 from memfit.dispatch import DispatchMode
 from memfit.values.trace import Operation, Trace
 
-LAYERS: Final = 12
+LAYERS: Final = 3  # of each kind
 WIDTH: Final = 16  # so small that only what lies around the kernels counts
 ROUNDS: Final = 15
 COLD_ROUNDS: Final = 6
-# Bytes that a kernel went through before what is timed. Between a core's own caches and what it sees of a server's last one most of the difference is made
+# Bytes that kernels went through before what is timed. Between a core's own caches and what it sees of a server's last one most of the difference is made
 # at once, by a few megabytes; from the last on nothing is left.
-TOUCHED: Final = (0, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 25)
+TOUCHED: Final = (0, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24, 1 << 25)
+# They are others each time, as in a step: the same few megabytes again would stay in the last cache, and the code in there beside them.
+OTHER_BYTES: Final = 2 * TOUCHED[-1]
 BEFORE: Final = 3  # a small operation right after a large one brings back its own code, not that of the next
 
 
@@ -83,14 +85,24 @@ ELSEWHERE: Final = HostTime.same_after_all(
 )  # of a computer that is not here. A GPU's kernels leave the host's caches alone.
 
 
-def touched_before(trace: Trace) -> list[int]:
-    """Of each operation, the most bytes that one of the few operations before it went through."""
+def touched_before(trace: Trace) -> list[tuple[int, int]]:
+    """Of each operation, the bytes that the few operations before it went through; and those that all have since one like it.
+
+    The second say whether it finds its own code in the caches. Before the first of its kind a whole step went by.
+    """
     found = []
     before: deque[int] = deque(maxlen=BEFORE)
+    every = 0
+    last: dict[str, int] = {}  # by name, the bytes by then
     for operation in trace.operations:
-        found.append(max(before, default=0))
+        found.append(
+            (sum(before), min(every - last[operation.name], TOUCHED[-1]) if operation.name in last else TOUCHED[-1])
+        )
+        last[operation.name] = every
         if has_kernel(operation):
-            before.append(sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes}))
+            touched = sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes})
+            before.append(touched)
+            every += touched
     return found
 
 
@@ -116,17 +128,21 @@ def host_time(clock: Callable[[], float]) -> HostTime:
     Args:
         clock: seconds, as operations are timed.
     """
-    layers = [layer for _ in range(LAYERS) for layer in (nn.LayerNorm(WIDTH), _linear(), nn.GELU())]
+    layers = _kinds() * LAYERS
     views = [torch.t] * len(layers)
     x = torch.ones(WIDTH, WIDTH, requires_grad=True)
-    everything = torch.ones(TOUCHED[-1] // 4)
+    others = torch.ones(OTHER_BYTES // 4)
+    at = 0  # the first of them that was not touched lately
 
     def forward(through: Sequence[Callable[[Any], Any]], touched_bytes: int) -> Iterator[float]:
         """Seconds of each layer."""
-        y = x
+        nonlocal at
+        y, count = x, touched_bytes // 4
         for layer in through:
-            if touched_bytes:
-                everything[: touched_bytes // 4].add_(0.0)
+            if count:
+                at = at if at + count <= len(others) else 0
+                others[at : at + count].add_(0.0)
+                at += count
             begin = clock()
             y = layer(y)
             yield clock() - begin
@@ -160,10 +176,32 @@ def _rising(seconds: Iterable[float]) -> tuple[float, ...]:
     return tuple(accumulate((max(0.0, each) for each in seconds), max))
 
 
-def _linear() -> nn.Module:
-    """Of ones: making random weights would draw from the user's generator."""
-    layer: nn.Module = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(1.0 / WIDTH)
-    return layer
+def _kinds() -> list[Callable[[Any], Any]]:
+    """Layers of many kinds, as a model has them: between two of one kind the code of the others runs, which a chain of a few kinds leaves in the caches.
+
+    Of equal weights: making random ones would draw from the user's generator.
+    """
+    weight = torch.full((WIDTH, WIDTH), 1.0 / WIDTH, requires_grad=True)
+    kernel = weight.detach().unsqueeze(-1).requires_grad_()
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(0.1 * (x @ x.transpose(-1, -2)), -1) @ x
+
+    return [
+        lambda x: functional.layer_norm(x, (WIDTH,)),
+        lambda x: functional.linear(x, weight),
+        functional.gelu,
+        lambda x: functional.conv1d(x[None], kernel)[0],
+        lambda x: functional.group_norm(x[None], 4)[0],
+        functional.relu,
+        attended,
+        lambda x: x + x,
+        torch.tanh,
+        lambda x: torch.cat(x.chunk(2)),
+        lambda x: x.t().contiguous(),
+        torch.sigmoid,
+        lambda x: x.masked_fill(x > 1.0, 0.0),
+        functional.silu,
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: x.view(4, -1, WIDTH).permute(1, 0, 2).reshape(WIDTH, WIDTH),
+    ]

@@ -64,17 +64,19 @@ class KeptStretches:
         self._calls = 0  # of the last module that have ended
         self._begun = 0  # calls of modules
         self._modules: Container[int] = ()
+        self._first: Container[int] = ()
         self._below: tuple[Any, Any] = (None, None)  # mode and hooks that are on in the stretch
 
     @contextmanager
-    def off_during(self, modules: Container[int], last: Iterable[nn.Module]) -> Iterator[None]:
+    def off_during(self, modules: Container[int], first: Container[int], last: Iterable[nn.Module]) -> Iterator[None]:
         """Forward runs inside, with the mode and the hooks on.
 
         Args:
             modules: ids of the model's modules.
+            first: ids of those that stretches begin with.
             last: the modules that stretches end with.
         """
-        self._modules = modules
+        self._modules, self._first = modules, first
         handles = [_hooks.register_module_forward_pre_hook(self._before)]
         for module in {id(each): each for each in last}.values():
             handles.append(module.register_forward_hook(self._after, always_call=True))
@@ -87,12 +89,14 @@ class KeptStretches:
                 self._on()
 
     def _before(self, module: nn.Module, _args: object) -> None:
-        if id(module) not in self._modules or not torch.is_grad_enabled():  # calls without gradients are not counted
-            return
         if self._end is not None:
+            if id(module) not in self._modules or not torch.is_grad_enabled():
+                return  # calls without gradients are not counted
             self._begun += 1
             if self._begun > self._end.begun[1] and _present() == self._below:
                 self._stop(f"a module is called after the {self._end.begun[1]} calls of modules that the plan has here")
+            return
+        if id(module) not in self._first or not torch.is_grad_enabled():
             return
         if _present() != (self._mode, self._hooks):  # what lies on top cannot be taken off
             return

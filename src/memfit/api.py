@@ -93,7 +93,8 @@ def plan(
             the batch of one rank and the budget that of one device. Data parallelism, ZeRO 1, 2 and 3, and pipelines are compared;
             `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2" (two stages, two pipelines) pipelines,
             "1f1b/2x2+zero1" those in which each stage's optimizer state is shared out, and "interleaved/4" one of eight stages on four devices.
-        progress: called with a description of the current work and the share done (0 to 1).
+        progress: called with a description of the current work and the share done (0 to 1). Where several ways are tried, the description says how many
+            others may follow and how long that takes at most, by those so far.
 
     Raises:
         InfeasibleError: nothing fits; carries `minimum_bytes` and ways out that were tried.

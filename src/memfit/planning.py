@@ -98,8 +98,6 @@ class Planning:
         self.plain: Planning | None = None
         self._solvers: dict[Choices, Solver] = {}
         self._errors: dict[Choices, Exception] = {}  # as they were raised, for whoever asks in this process
-        self._begun = time.monotonic()
-        self._captures = 0
 
     @property
     def request(self) -> Request:
@@ -318,25 +316,23 @@ class Planning:
 
     def _ask(self, question: Callable[[Solvers], T]) -> T:
         """The planner's answer; traces that it lacks are captured, and it is called again."""
+        begun, captures = time.monotonic(), 0
         while True:
             solvers = Solvers(self.bundle, self._solvers, asks=self.source is not None)
             try:
                 return question(solvers)
             except MissingTrace as missing:
-                self._capture(missing.choices, missing.further)
+                each = (time.monotonic() - begun) / captures if captures else None
+                self._capture(missing.choices, _ahead(missing.further, each))
+                captures += 1
             except MissingWeighting:
                 assert self.source is not None, "without a source, missing traces are refused"
                 self.bundle = replace(self.bundle, weighting=self.source.weighting(self.request.freeze))
             except RefusedError as refused:
                 raise self._error(refused) from None
 
-    def _capture(self, choices: Choices, further: int | None) -> None:
+    def _capture(self, choices: Choices, ahead: str) -> None:
         assert self.source is not None, "without a source, missing traces are refused"
-        ahead = ""
-        if further and self._captures:
-            each = (time.monotonic() - self._begun) / self._captures
-            ahead = f"; at most {further} more after it, about {format_seconds((further + 1) * each)} or less"
-        self._captures += 1
         try:
             self.bundle = self.bundle.with_trace(choices, self.source.trace_of(choices, ahead))
         except CANNOT_RUN as error:
@@ -352,6 +348,13 @@ class Planning:
                 "the trace that is needed here was not captured in this bundle: record it again with all that is to be planned for, memfit.record(...)"
             )
         return CaptureError(refused.refusal.text)
+
+
+def _ahead(further: int | None, each: float | None) -> str:
+    """What may be left to do, by the number of other candidates and the seconds that one has taken so far; nothing where either is not known."""
+    if not further or each is None:
+        return ""
+    return f"; at most {further} more after it, about {format_seconds((further + 1) * each)} or less"
 
 
 _PLANNINGS: Final[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -65,3 +66,19 @@ def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(monkeypatch: pytest.Mon
     assert isinstance(display(), PlainDisplay)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert isinstance(display(), LiveDisplay)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_shows_how_much_is_left(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = LiveDisplay()
+    shown.stage(
+        "capturing a step (frozen linear weights in 4 bits, 1 micro-batch); at most 7 more after it, about 2 min", 0.1
+    )
+    shown.close()
+    words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[━╸╺]", " ", capsys.readouterr().err).split()
+    assert "2" in words
+    assert "min" in words

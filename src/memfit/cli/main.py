@@ -23,6 +23,7 @@ from memfit.cli.answer import Answer, Status, failure
 from memfit.errors import BudgetError, MemfitError
 
 _VERBS: Final = (estimate, plan, frontier, train, tune, serve, submit, runs, studies, explain, doctor)
+_ONLY_PLAN: Final = frozenset({"estimate", "plan", "frontier"})
 _DESCRIPTION: Final = (
     "Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers."
 )
@@ -64,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     # What a user's own model or data prints must not end up in the JSON.
     aside = contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext()
-    # A process that ends looks through all objects once more, which takes seconds after a large model was planned for.
-    atexit.register(gc.freeze)
+    if parsed.verb in _ONLY_PLAN:
+        # A process that ends looks through all objects once more, which takes seconds after a large model was planned for.
+        atexit.register(gc.freeze)
     error: BaseException | None = None
     try:
         with aside:

@@ -55,7 +55,7 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
     rejected += _nothing_to_offload(solvers)
     hopeless: list[Choices] = []
     needed: dict[Choices, int] = {}
-    for number, candidate in enumerate(bundle.candidates):
+    for position, candidate in enumerate(bundle.candidates):
         reason = why_hopeless(solvers, candidate, budget_bytes, best, needed)
         if reason is not None:
             if not adds_to_any(candidate, hopeless):  # else it need not be named
@@ -69,7 +69,7 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
                 raise
             rejected.append(Rejection(in_words(candidate), Reason.CANNOT_RUN, error.refusal.text))
         except MissingTrace as missing:
-            later = bundle.candidates[number + 1 :]
+            later = bundle.candidates[position + 1 :]
             missing.further = sum(why_hopeless(solvers, each, budget_bytes, best, needed) is None for each in later)
             raise
     return best, rejected

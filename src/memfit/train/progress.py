@@ -103,12 +103,14 @@ class LiveDisplay:
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
         # No markup: what is shown holds paths and messages of others, where [bold] is just text.
         self._console = Console(stderr=True, markup=False, highlight=False)
         self._stages = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            # In as many lines as it takes: how much is left stands at its end.
+            TextColumn("{task.description}", markup=False, table_column=Column()),
+            BarColumn(bar_width=12),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,

@@ -18,7 +18,7 @@ from memfit.engine.new_paths import Learner, NewPathError, PathWatch
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.transaction import Transactions
 from memfit.step.guard import Deciding
-from memfit.step.modules import parameters_of
+from memfit.step.modules import has_gradients
 from memfit.units import format_seconds
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
@@ -141,7 +141,7 @@ class Steps:
             learner is None
             or (plan.script.plain and not plan.script.most_calls)
             or not (known or self._plans.would_learn(signature, undone=True))
-            or any(parameter.grad is not None for parameter in parameters_of(self._engine.model))
+            or has_gradients(self._engine.model)
             or not learner.can_begin_anew(plan)
         ):
             return None

@@ -18,7 +18,7 @@ from memfit.engine.interrupts import interrupts_wait
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
 from memfit.step.guard import Deciding, Guard
-from memfit.step.modules import parameters_of
+from memfit.step.modules import let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 
 
@@ -98,8 +98,7 @@ class Transactions:
         if self._clear is not None:
             self._clear()
             return
-        for parameter in parameters_of(self._model):
-            parameter.grad = None
+        let_go_of_gradients(self._model)
 
     @contextmanager
     def updating(self, written: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -40,11 +40,18 @@ def every_module(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters, each once, in the order of `parameters`."""
-    found: dict[nn.Parameter, None] = {}
+def has_gradients(model: nn.Module) -> bool:
+    """Whether a parameter has one."""
+    return any(
+        parameter is not None and parameter.grad is not None
+        for module in every_module(model)
+        for parameter in module._parameters.values()  # noqa: SLF001 - as above
+    )
+
+
+def let_go_of_gradients(model: nn.Module) -> None:
+    """Of all parameters."""
     for module in every_module(model):
         for parameter in module._parameters.values():  # noqa: SLF001 - as above
             if parameter is not None:
-                found[parameter] = None
-    return list(found)
+                parameter.grad = None

@@ -17,7 +17,7 @@ from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
-from memfit.step.modules import parameters_of
+from memfit.step.modules import let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.techniques.freezing.freeze import unforced
@@ -204,8 +204,7 @@ class StepProgram:
         if self.sharded is not None:
             self.sharded.clear(accumulates=self.choices.micro_batches > 1)
             return
-        for parameter in parameters_of(self.model):
-            parameter.grad = None
+        let_go_of_gradients(self.model)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """Parameters that receive gradients; of a sharded model this rank's."""

@@ -261,7 +261,7 @@ def _sharding_seconds(rows: Rows, words: Mapping[str, str]) -> Picture:
     every = ticks((20.0 * n for n in range(int(high // 20) + 1)), "{:.0f} ms")
     head = Head(
         "Seconds of plain steps on several ranks",
-        "The slowest rank, on a shared computer with two cores. Behind each row: predicted over measured.",
+        "The slowest rank, on a computer with two cores. Behind each row: predicted over measured.",
         f"Seconds of {len(steps)} plain steps on one to four ranks: predicted ones are {min(shares):.2f} to {max(shares):.2f} of the measured ones.",
         [predicted, measured],
     )

@@ -316,15 +316,18 @@ class Planning:
 
     def _ask(self, question: Callable[[Solvers], T]) -> T:
         """The planner's answer; traces that it lacks are captured, and it is called again."""
-        begun, captures = time.monotonic(), 0
+        begun = time.monotonic()
+        ways: list[Choices] = []  # that were captured, the last one perhaps in further numbers of micro-batches
         while True:
             solvers = Solvers(self.bundle, self._solvers, asks=self.source is not None)
             try:
                 return question(solvers)
             except MissingTrace as missing:
-                each = (time.monotonic() - begun) / captures if captures else None
+                way = replace(missing.choices, micro_batches=1)
+                before = sum(other != way for other in ways)
+                each = (time.monotonic() - begun) / before if before else None
                 self._capture(missing.choices, _ahead(missing.further, each))
-                captures += 1
+                ways = list(dict.fromkeys((*ways, way)))
             except MissingWeighting:
                 assert self.source is not None, "without a source, missing traces are refused"
                 self.bundle = replace(self.bundle, weighting=self.source.weighting(self.request.freeze))
@@ -351,10 +354,11 @@ class Planning:
 
 
 def _ahead(further: int | None, each: float | None) -> str:
-    """What may be left to do, by the number of other candidates and the seconds that one has taken so far; nothing where either is not known."""
+    """What may be left to do, by the number of other ways and the seconds that one has taken so far; nothing where either is not known."""
     if not further or each is None:
         return ""
-    return f"; at most {further} more after it, about {format_seconds((further + 1) * each)} or less"
+    others = f"{further} other way{'s' if further > 1 else ''}"
+    return f"; at most {others} after this one, about {format_seconds((further + 1) * each)} or less"
 
 
 _PLANNINGS: Final[

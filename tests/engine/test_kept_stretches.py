@@ -257,9 +257,9 @@ def test_a_stretch_goes_over_many_small_calls_and_ends_with_the_right_call_of_a_
 
 
 def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:
-    model, batch, engine = planned()
+    model, batch, engine = planned(0.9)
     forward_once(engine, batch)
-    *_, stretch = engine.plan.script.kept_stretches
+    (stretch,) = engine.plan.script.kept_stretches
     assert stretch.ends == ""
     with engine.forward() as follower:  # without the model's own call, which would end it
         x = batch
@@ -271,3 +271,30 @@ def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> No
     assert torch._C._len_torch_dispatch_stack() == 0
     loss.backward()
     follower.end()
+
+
+class ManyCalls(Blocks):
+    """Blocks, and calls of modules that run nothing."""
+
+    def __init__(self, quiet: int) -> None:
+        super().__init__()
+        self.quiet = nn.ModuleList(nn.Identity() for _ in range(quiet))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.quiet:
+            x = each(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("quiet", "kept"), [(0, True), (400, False)])
+def test_calls_are_not_counted_where_that_takes_longer_than_following(quiet: int, *, kept: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = ManyCalls(quiet), torch.randn(256, 16)
+    made = memfit.plan(model, batch, loss_of, 1 << 40, fixed={"micro_batches": 1})
+    made = memfit.replan(made, int(0.9 * made.prediction.plain_peak_bytes))
+    assert made.script.recomputations > 0
+    assert bool(made.script.kept_stretches) is kept
+    engine = memfit.apply(made, model, loss_of)
+    engine.step(batch)  # followed as a whole, as every first one
+    assert [forward_once(engine, batch).unfollowed > 0 for _ in range(2)] == [kept, kept]
+    assert engine.step(batch, meter=True).peak_bytes == made.prediction.peak_bytes

@@ -280,7 +280,7 @@ def test_each_capture_tells_how_many_others_may_follow_and_how_long_they_take() 
     told = made.source.told  # type: ignore[attr-defined]
     made.plan(made.plain_peak() * 9 // 10)
     further = [
-        0 if not text else int(re.fullmatch(r"; at most (\d+) more after it, about .+ or less", text)[1])
+        0 if not text else int(re.fullmatch(r"; at most (\d+) other ways? after this one, about .+ or less", text)[1])
         for text in told
     ]
     assert told[0] == "", "how long one takes is not known yet"

@@ -76,7 +76,8 @@ def test_a_narrow_terminal_shows_how_much_is_left(
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = LiveDisplay()
     shown.stage(
-        "capturing a step (frozen linear weights in 4 bits, 1 micro-batch); at most 7 more after it, about 2 min", 0.1
+        "capturing a step (frozen linear weights in 4 bits, 1 micro-batch); at most 7 other ways after this one, about 2 min",
+        0.1,
     )
     shown.close()
     words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[━╸╺]", " ", capsys.readouterr().err).split()

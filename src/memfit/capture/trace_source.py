@@ -33,7 +33,7 @@ from memfit.step.device import device_of
 from memfit.step.given import check_sample, loss_function, optimizer_factory
 from memfit.step.process_generators import outside_torch_kept
 from memfit.step.program import OptimizerFactory
-from memfit.techniques.choices import Choices, in_words, sizing_state
+from memfit.techniques.choices import Choices, named, sizing_state
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
 from memfit.units import format_bytes
@@ -121,13 +121,7 @@ class TraceSource:
             if run != choices:
                 self._traces[choices] = _told_as(self.trace_of(run, ahead), choices)
             else:
-                named, number = in_words(choices), choices.micro_batches
-                of = f"{named}, " if named else ""
-                tell(
-                    self.progress,
-                    f"capturing a step ({of}{number} micro-batch{'es' if number > 1 else ''}){ahead}",
-                    0.1,
-                )
+                tell(self.progress, f"capturing a step ({named(choices, choices.micro_batches)}){ahead}", 0.1)
                 with outside_torch_kept():
                     self._traces[choices] = self._captured(choices)
         return self._traces[choices]

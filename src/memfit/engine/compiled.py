@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import nn
 from torch._ops import OpOverload
 
 from memfit.engine.kept_stretches import CONFIRMED_EVERY
 from memfit.values.script import Script
-
-# Calls of modules that can be counted in the time that following one operation takes.
-CALLS_AN_OPERATION: Final = 4
 
 
 class CompiledScript:
@@ -62,7 +57,6 @@ class CompiledScript:
         for call in script.calls:
             self.calls.setdefault(call.module, {})[call.number] = CompiledScript(call.script)
         self.kept_stretches = {stretch.operations[0]: stretch for stretch in script.kept_stretches}
-        self._kept_operations = sum(end - begin for begin, end in (s.operations for s in script.kept_stretches))
         self._since_followed: int | None = None  # forwards; None where the last one differed, or none has run
         self._modules: tuple[nn.Module, dict[int, tuple[nn.Module, nn.Module]]] | None = None
         self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
@@ -86,10 +80,6 @@ class CompiledScript:
             self._since_followed = 0
         elif self._since_followed is not None:
             self._since_followed += 1
-
-    def gains_by_stretches(self, modules: int) -> bool:
-        """Whether the operations that need not be followed save more than a look at each of so many modules' calls takes."""
-        return CALLS_AN_OPERATION * self._kept_operations > modules
 
     def modules_of(self, model: nn.Module) -> dict[int, tuple[nn.Module, nn.Module]]:
         """The modules that `kept_stretches` begin and end with, by the first operation."""

@@ -119,25 +119,18 @@ class Follower(dispatch.DispatchMode):
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
         with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
-            counted = self._counted_modules()
-            if self._model is None or not counted:
+            if self._model is None or not self.compiled.kept_stretches or not self.compiled.confirmed:
                 yield self
             else:
                 modules = self.compiled.modules_of(self._model)
                 stretches = KeptStretches(
                     self, hooks, lambda module: self._kept_from(module, modules), self._skipped, self._diverge
                 )
+                everything = {id(module) for module in every_module(self._model)}
                 first = {id(each) for each, _ in modules.values()}
-                with stretches.off_during(counted, first, [last for _, last in modules.values()]):
+                with stretches.off_during(everything, first, [last for _, last in modules.values()]):
                     yield self
         self.finish()
-
-    def _counted_modules(self) -> set[int]:
-        """The ids of the modules whose calls are counted, where the follower is off in some stretches; empty where it stays on."""
-        if self._model is None or not self.compiled.kept_stretches or not self.compiled.confirmed:
-            return set()
-        modules = {id(module) for module in every_module(self._model)}
-        return modules if self.compiled.gains_by_stretches(len(modules)) else set()
 
     def _repeating(self) -> AbstractContextManager[None]:
         """What drops the saves of the calls that are made again as a whole."""

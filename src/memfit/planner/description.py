@@ -10,13 +10,13 @@ from typing import Final
 from memfit.garbage import uncollected
 from memfit.planner.caching_allocator import reserved_bytes
 from memfit.planner.copying import Copying
-from memfit.planner.found import Found, Rejection, named
+from memfit.planner.found import Found, Rejection
 from memfit.planner.script_compiler import compile_calls, compile_script, knowing_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.planner.timeline import Timeline
-from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.choices import Choices, in_words, named
 from memfit.techniques.sharding import setting_of, way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan

@@ -8,7 +8,7 @@ from typing import Final
 
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
-from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.choices import Choices, named
 from memfit.units import format_bytes, format_seconds
 
 # A candidate with more techniques must be faster by this factor: with fewer, results are closer to those of plain PyTorch (a single batch is bit-equal).
@@ -74,9 +74,3 @@ class Found:
         """Why it is not taken."""
         why = f"{format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
         return Rejection(named(self.candidate, self.number), Reason.SLOWER, why)
-
-
-def named(candidate: Choices, number: int) -> str:
-    """A candidate and its number of micro-batches, in words."""
-    words, batches = in_words(candidate), f"{number} micro-batch{'es' if number > 1 else ''}"
-    return f"{words}, {batches}" if words else batches

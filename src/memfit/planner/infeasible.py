@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from memfit.errors import InfeasibleError, Remedy
 from memfit.planner.description import where
-from memfit.planner.found import Found, Rejection, named
+from memfit.planner.found import Found, Rejection
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solvers import Solvers
+from memfit.techniques.choices import named
 from memfit.units import format_budget, format_bytes, format_seconds
 
 

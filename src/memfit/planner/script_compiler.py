@@ -17,6 +17,8 @@ from memfit.planner.timeline import Recomputations
 from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, RepeatedCalls, Script, Step
 from memfit.values.trace import ModuleCall, Trace
 
+# Calls of modules that are counted in the time that following one operation takes: where the follower is off in some stretches, all of forward's are looked at.
+CALLS_AN_OPERATION: Final = 4
 LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
 
 
@@ -249,7 +251,10 @@ def _repeated(again: RepeatableCalls) -> RepeatedCalls:
 
 
 def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptStretch, ...]:
-    """The longest stretches in which the engine has nothing to do; calls come in the order in which they begin, outer ones first."""
+    """The longest stretches in which the engine has nothing to do, none where counting calls would take longer than they save.
+
+    Calls come in the order in which they begin, outer ones first.
+    """
     acts = script.acts_at()
     acted = list(accumulate((i in acts for i in range(len(script.operations))), initial=0))
     answered = list(accumulate((storage != KEPT for storage in script.saves), initial=0))
@@ -286,7 +291,8 @@ def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptSt
                 call.module, ending.module, times, (begin, ending.operations[1]), (first, ending.saves[1]), begun
             )
         )
-    return tuple(found)
+    kept = sum(end - begin for begin, end in (stretch.operations for stretch in found))
+    return tuple(found) if CALLS_AN_OPERATION * kept > len(calls) else ()
 
 
 def _within_itself(calls: Sequence[ModuleCall], number: int) -> bool:

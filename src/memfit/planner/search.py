@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.planner.description import describe
-from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection, named
+from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection
 from memfit.planner.infeasible import infeasible
 from memfit.planner.offloading import why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
 from memfit.planner.savings import savings, slower_notes
 from memfit.planner.solvers import SLACK_BYTES, MissingTrace, RefusedError, Solvers
-from memfit.techniques.choices import Choices, in_words
+from memfit.techniques.choices import Choices, in_words, named
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
 

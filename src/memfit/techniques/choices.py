@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from memfit.techniques.accumulation import ACCUMULATION
 from memfit.techniques.registry import BY_NAME, TECHNIQUES
 from memfit.techniques.technique import Setting, Technique
 
@@ -155,6 +156,12 @@ def conflict(choices: Choices, *, clips: bool = False) -> str | None:
 def in_words(choices: Choices) -> str:
     """The techniques in use, in a few words; "" for none."""
     return ", ".join(BY_NAME[name].words(setting) for name, setting in choices.techniques)
+
+
+def named(choices: Choices, number: int) -> str:
+    """The techniques in use in this many micro-batches, in a few words."""
+    words, batches = in_words(choices), ACCUMULATION.words(number)
+    return f"{words}, {batches}" if words else batches
 
 
 @contextmanager

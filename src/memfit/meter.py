@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _EventType, _RecordFunctionFast
 
 from memfit import dispatch
@@ -109,7 +110,7 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
             reading.seconds = time.perf_counter() - start
     else:
         stretches = reading._stretches = _Stretches()  # noqa: SLF001 - its own
-        with uncollected():
+        with uncollected(), _collectives_let_go():
             stretches.begin()
             try:
                 yield reading
@@ -122,6 +123,32 @@ def metered(present: Iterable[torch.Tensor] = (), device: torch.device | None = 
                 reading.peak_bytes = reading.base_bytes + max(0, max(itertools.accumulate(reading.changes), default=0))
                 reading.reserved_bytes = reading.peak_bytes
                 reading.seconds = time.perf_counter() - start
+
+
+_LET_GO_SECONDS: Final = 1e-4
+
+
+@contextmanager
+def _collectives_let_go() -> Iterator[None]:
+    """After each collective that was waited for, give gloo's own thread the time to let go of its tensors.
+
+    It tells that a collective is over before it drops its references, and what is dropped there last is released unseen: the profiler sees this thread.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    waits = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any, **named: Any) -> Any:
+        found = waits(work, *args, **named)
+        time.sleep(_LET_GO_SECONDS)
+        return found
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = waits  # type: ignore[method-assign]
 
 
 def workspace_of(changes: Iterable[int]) -> int:

@@ -99,7 +99,7 @@ def judged(
 ) -> list[tuple[list[float], list[Tensor], int]]:
     """For each plan the losses and the parameters after some steps, and the peak of this rank.
 
-    The peak is the least of eight steps, as the meter does not see what gloo's own thread releases.
+    The peak is the least of eight steps: on a busy computer gloo's own thread may let go of tensors too late for the meter to see it.
 
     Args:
         rank: of this process.

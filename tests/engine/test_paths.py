@@ -36,7 +36,6 @@ NIGHT = {
     "Augmented",
     "LeftOutInside",
     "LeftOutByPython",
-    "Passes",
     "OneOfTwo",
 }  # alike to the others
 RARE = {

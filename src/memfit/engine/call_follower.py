@@ -53,7 +53,8 @@ class CallFollower(dispatch.DispatchMode):
         self._scripts = compiled.calls
         self._paths = _FollowedPaths(model, self)
         self._numbers: Counter[str] = Counter()
-        self._calls = CallCounts(compiled.script.most_calls)
+        self._most_calls = compiled.script.most_calls
+        self._calls = CallCounts(self._most_calls)
         self._inside: Follower | None = None
         self._depth = 0
         self._module = ""
@@ -85,7 +86,9 @@ class CallFollower(dispatch.DispatchMode):
         if self._inside is not None:
             return
         scripts = self._scripts[module]
-        compiled = scripts.get(min(number, max(scripts)))
+        # In a call that a known path makes, nothing is dropped where it has no script; one that none makes drops as much as the last that has one.
+        known = number < self._most_calls.get(module, max(scripts) + 1)
+        compiled = scripts.get(number) if known else scripts[max(scripts)]
         if compiled is not None:
             self._depth, self._module = depth, module
             self._inside = Follower(compiled, retain=self._retain, diverged=self._diverged)

@@ -54,8 +54,10 @@ class UnfollowedForward:
 
     def __init__(self, script: Script, model: nn.Module, diverged: Callable[[str], None]) -> None:
         self._counts = CallCounts(script.most_calls)
-        self._bytes, self._left = script.call_bytes, script.most_call_bytes
-        self._names = {id(module): name for name, module in modules_of(model).items()}
+        kept = script.call_bytes
+        # Thousands of calls a step in some models, so each looks up one thing.
+        self._known = {id(module): (name, kept.get(name, 0)) for name, module in modules_of(model).items()}
+        self._left = script.most_call_bytes
         self._diverged = diverged
         self.divergence: str | None = None
         self.recomputations = 0
@@ -70,10 +72,11 @@ class UnfollowedForward:
             handle.remove()
 
     def _before(self, module: nn.Module, _args: object) -> None:
-        name = self._names.get(id(module))
-        if name is None or self.divergence is not None or not torch.is_grad_enabled():
+        known = self._known.get(id(module))
+        if known is None or self.divergence is not None or not torch.is_grad_enabled():
             return
-        self._left -= self._bytes.get(name, 0)
+        name, kept = known
+        self._left -= kept
         why = self._counts.begins(name)
         if why is None and self._left < 0:
             why = "calls of modules so far keep more than on any path that is known"

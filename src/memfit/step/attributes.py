@@ -23,6 +23,9 @@ from memfit.step.modules import every_module
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
 LARGEST_CONTAINER: Final = 10_000
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH: Final = vars(nn.Module()).keys()
+_PLAIN_OF_TORCH: Final = [name for name, value in vars(nn.Module()).items() if isinstance(value, PLAIN)]
+_ABSENT: Final = object()
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
 
@@ -97,7 +100,7 @@ class PlainValues:
 
     def __init__(self, *models: nn.Module) -> None:
         self._held = [
-            (module, list(vars(module)), {name: v for name, v in vars(module).items() if isinstance(v, PLAIN)})
+            (module, names := vars(module).keys() - _OF_TORCH, _plain_ones(vars(module), names))
             for model in models
             for module in every_module(model)
             if not type(module).__module__.startswith("torch.")
@@ -105,11 +108,18 @@ class PlainValues:
 
     def put_back(self) -> None:
         """Restore what has changed; what was not there goes."""
-        for module, there, held in self._held:
+        for module, names, held in self._held:
             now = vars(module)
-            for name in now.keys() - there:
+            for name in now.keys() - _OF_TORCH - names:
                 del now[name]
             now.update(held)
+
+
+def _plain_ones(attributes: dict[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """Those of a module's attributes that are numbers, words or None; `own` are the names of those that not every module has."""
+    return {
+        name: value for name in (*_PLAIN_OF_TORCH, *own) if isinstance(value := attributes.get(name, _ABSENT), PLAIN)
+    }
 
 
 def length(container: Container | tuple[Any, ...]) -> int:

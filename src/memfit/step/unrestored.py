@@ -10,7 +10,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from memfit.dispatch import has_storage, storage_key
 from memfit.step.attributes import LARGEST_CONTAINER, PLAIN, held_by, items_of, length
 from memfit.step.modules import every_module, modules_of
 
-_OF_TORCH: Final = frozenset(nn.Module().__dict__)
+_OF_TORCH: Final = vars(nn.Module()).keys()
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 
 
@@ -62,14 +62,19 @@ class Unrestored:
 
     def _noted(self) -> _Words:
         words = _Words()
+        own: list[torch.Tensor | None] = []  # parameters and buffers: thousands in some models, at each step
         for path, module in modules_of(self._model).items():
-            words.tensors(module, f"{path}." if path else "", self._restored)
+            if module._parameters:  # noqa: SLF001 - its own alone, and no names made up for them
+                own += module._parameters.values()  # noqa: SLF001 - as above
+            if module._buffers:  # noqa: SLF001 - as above
+                own += _buffers(module, f"{path}." if path else "", self._restored)
             if not type(module).__module__.startswith("torch."):  # torch's own keep no such state
                 self._attributes(module, words)
         for other in self._others:
             for module in other.modules():
-                words.tensors(module, "", ())
+                own += [*module._parameters.values(), *module._buffers.values()]  # noqa: SLF001 - as above
                 self._attributes(module, words)
+        words.tensors([tensor for tensor in own if tensor is not None])
         return words
 
     def _attributes(self, module: nn.Module, words: _Words) -> None:
@@ -77,7 +82,7 @@ class Unrestored:
         held = vars(module)
         names = self._names.get(id(module))
         if names is None:
-            names = [name for name, v in held.items() if name not in _OF_TORCH and not isinstance(v, PLAIN)]
+            names = [name for name in sorted(held.keys() - _OF_TORCH) if not isinstance(held[name], PLAIN)]
             self._names[id(module)] = names
         for name in names:
             words.value(name)
@@ -108,6 +113,11 @@ class HeldByModules:
         return words
 
 
+def _buffers(module: nn.Module, path: str, restored: Collection[str]) -> list[torch.Tensor | None]:
+    """A module's own, but for those of these names."""
+    return [buffer for name, buffer in module._buffers.items() if path + name not in restored]  # noqa: SLF001 - as above
+
+
 class _Words:
     """What there is, written down flat.
 
@@ -127,27 +137,23 @@ class _Words:
         self.alive: list[Callable[[], object]] = []
         self._looked_into: set[int] = set()
 
-    def tensors(self, module: nn.Module, path: str, restored: Collection[str]) -> None:
-        """A module's own parameters, and its buffers but for those of these names."""
-        for parameter in module._parameters.values():  # noqa: SLF001 - its own alone, and no others' names made up for them
-            if parameter is not None:
-                self.tensor(parameter)
-        for name, buffer in module._buffers.items():  # noqa: SLF001 - as above
-            if buffer is not None and path + name not in restored:
-                self.tensor(buffer)
-
-    def tensor(self, tensor: torch.Tensor) -> None:
-        """Which one it is, where it lies, how often it was written."""
-        there = tensor.data_ptr() if self._addresses and tensor.layout is torch.strided and has_storage(tensor) else 0
-        self.words += (id(tensor), there, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - torch's only count
-        self.alive.append(weakref.ref(tensor))
+    def tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Which ones they are, where they lie, how often each was written."""
+        self.words += map(id, tensors)
+        if self._addresses:
+            self.words += [
+                t.data_ptr() if t.layout is torch.strided and not t.is_nested and not t.is_mkldnn else 0
+                for t in tensors
+            ]
+        self.words += [0 if t.is_inference() else t._version for t in tensors]  # noqa: SLF001 - torch's only count
+        self.alive += map(weakref.ref, tensors)
 
     def value(self, value: Any, *, inside: bool = False) -> None:
         """Anything that an attribute may be."""
         if isinstance(value, PLAIN):
             self.words.append(value)
         elif isinstance(value, torch.Tensor):
-            self.tensor(value)
+            self.tensors((value,))
         elif isinstance(value, (list, tuple, dict, set, deque)):
             self._container(value, inside=inside)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):

@@ -55,7 +55,7 @@ class CallScript:
 
     Attributes:
         module: its path in the model.
-        number: which call of the module in one forward; the last one serves all later calls, too.
+        number: which call of the module in one forward; the last one serves calls that no known path makes, too.
         script: counted from the first operation and the first save of the call.
     """
 

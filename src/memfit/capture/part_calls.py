@@ -22,7 +22,7 @@ from memfit.capture.isolation import lent
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.step.part_calls import PLAIN, Forward, Label, PartCall, PartCalls, TensorMeta, taken_over
+from memfit.step.part_calls import PLAIN, Forward, Label, PartCall, PartCalls, TensorMeta, parts_at, taken_over
 
 Around = Callable[[], AbstractContextManager[object]]
 
@@ -60,7 +60,7 @@ def find_part_calls(
                 batches.loss_of(model, sample, loss_fn)
             torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
             look = _Look(model)
-            with around(), look, taken_over(model, paths, look.called):
+            with around(), look, taken_over(parts_at(model, paths), look.called):
                 loss = batches.loss_of(model, sample, loss_fn)
             return look.finished(loss)
     except MemfitError:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.errors import InputError
-from memfit.step.part_calls import Forward, PartCalls, taken_over
+from memfit.step.part_calls import Forward, PartCalls, parts_at, taken_over
 
 
 def place(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[torch.device | str]) -> None:
@@ -89,7 +89,7 @@ def placed(
             return _moved(result, torch.device(devices[0]))
         return result
 
-    with taken_over(model, list(where), called):
+    with taken_over(parts_at(model, where), called):
         yield
 
 

@@ -18,9 +18,9 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.dispatch import ForwardLeftError
 from memfit.errors import EngineError
-from memfit.step.absent import Absent
+from memfit.step.absent import Absent, absent
 from memfit.step.device import device_of
-from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, taken_over
+from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, parts_at, taken_over
 
 
 class StageModule(nn.Module):
@@ -42,7 +42,9 @@ class StageModule(nn.Module):
         self._calls = calls
         self._incoming = calls.crossing(first) if first else ()
         self._outgoing = () if self.is_last else calls.crossing(end)
-        self._paths = [call.path for call in calls.calls]
+        self._parts = parts_at(
+            model, (call.path for call in calls.calls)
+        )  # looked up once, and not for each micro-batch
         self._device = device_of(model)
         self.train(model.training)
 
@@ -70,7 +72,7 @@ class StageModule(nn.Module):
             EngineError: the forward calls other parts than it did when it was looked at, or gives results of other shapes.
         """
         run = _Run(self, dict(zip(self._incoming, received, strict=True)))
-        with taken_over(self.model, self._paths, run.called):
+        with taken_over(self._parts, run.called):
             if self.is_last:
                 loss_of = batches.loss_of if torch.is_grad_enabled() else batches.loss_without_gradients
                 loss = loss_of(self.model, batch, self._loss_fn)
@@ -110,7 +112,7 @@ class _Run:
         self.position += 1
         if position < stage.first:
             return self._without_running(position)
-        if any(isinstance(leaf, Absent) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+        if any(isinstance(leaf, Absent) for given in (*args, *kwargs.values()) for leaf in _leaves(given)):
             raise EngineError(
                 f"{path} reads a tensor of an earlier stage that it did not read when the model was cut: plan again"
             )
@@ -121,7 +123,7 @@ class _Run:
             self._inside = False
         if stage.is_last:
             return result
-        self._note(position, pytree.tree_leaves(result))
+        self._note(position, _leaves(result))
         if self.position == stage.end:
             raise ForwardLeftError(stage.model.get_submodule(path), kwargs, result)
         return result
@@ -129,7 +131,7 @@ class _Run:
     def _without_running(self, position: int) -> Any:
         call = self.stage._calls.calls[position]  # noqa: SLF001
         leaves = [self._instead(Label(position, number), leaf) for number, leaf in enumerate(call.leaves)]
-        return pytree.tree_unflatten(leaves, call.structure)
+        return leaves[0] if call.structure.is_leaf() else pytree.tree_unflatten(leaves, call.structure)
 
     def _instead(self, label: Label, leaf: Any) -> Any:
         if isinstance(leaf, Label):  # returned as it was given
@@ -137,7 +139,7 @@ class _Run:
         if not isinstance(leaf, TensorMeta):
             return leaf
         if label not in self.known:
-            self.known[label] = Absent.like(leaf, self.stage._device)  # noqa: SLF001
+            self.known[label] = absent(leaf, self.stage._device)  # noqa: SLF001
         return self.known[label]
 
     def _note(self, position: int, leaves: Sequence[Any]) -> None:
@@ -162,3 +164,8 @@ class _Run:
             raise EngineError(
                 f"the forward called {self.position} parts, and {expected} when it was cut into stages: a path that changes cannot be run as a pipeline"
             )
+
+
+def _leaves(tree: Any) -> Sequence[Any]:
+    """Of what is given to a part or comes from it: a tensor in most calls, for which no tree need be walked through."""
+    return (tree,) if isinstance(tree, Tensor) else pytree.tree_leaves(tree)

@@ -52,11 +52,14 @@ class Absent(torch.Tensor):
     ) -> Any:
         """Run a function of torch on meta tensors."""
         kwargs = dict(kwargs or {})
-        place = next(
-            leaf.__dict__["place"]
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, cls) and "place" in leaf.__dict__
-        )
+        # Most calls have one first, and no tree to be walked through.
+        place = args[0].__dict__.get("place") if args and type(args[0]) is cls else None
+        if place is None:
+            place = next(
+                leaf.__dict__["place"]
+                for leaf in pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, cls) and "place" in leaf.__dict__
+            )
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return place
 
@@ -74,9 +77,8 @@ class Absent(torch.Tensor):
         known = _known_result(func, args, kwargs)
         if known is not None:
             leaves, structure = known
-            return pytree.tree_unflatten(
-                [cls.like(e, place) if isinstance(e, TensorMeta) else e for e in leaves], structure
-            )
+            found = [absent(each, place) if isinstance(each, TensorMeta) else each for each in leaves]
+            return found[0] if structure.is_leaf() else pytree.tree_unflatten(found, structure)
         with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
             args, kwargs = pytree.tree_map(meta, (args, kwargs))
             args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
@@ -111,25 +113,46 @@ class Absent(torch.Tensor):
         return cls.like(meta, place)
 
 
+@lru_cache(maxsize=KNOWN)
+def absent(meta: TensorMeta, place: torch.device) -> Absent:
+    """One of this shape and type, the same one each time: it holds no values, and what writes into it changes none."""
+    return Absent.like(meta, place)
+
+
 def _known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
     """What a function makes of absent tensors and plain values, by their description; None where that does not tell it.
 
     Every micro-batch makes the same calls, and meta kernels of torch that are written in Python take a tenth of a millisecond each.
     """
     name = str(getattr(func, "__name__", ""))
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+    if name in {"__set__", "__setitem__"} or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
         return None  # it writes
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    if not all(type(leaf) is Absent or isinstance(leaf, _PLAIN) for leaf in leaves):
-        return None
-    # 1, 1.0 and True are equal, and give other types.
-    described = tuple(_described(leaf) if type(leaf) is Absent else (type(leaf), leaf) for leaf in leaves)
-    return _result(func, described, structure, torch.get_default_dtype())
+    given = (*args, *kwargs.values())
+    if any(isinstance(value, (list, tuple, dict)) for value in given):
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+    else:
+        leaves, structure = list(given), _flat(len(args), tuple(kwargs))
+    described: list[Any] = []
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        for leaf in leaves:
+            if type(leaf) is Absent:
+                described.append(_described(leaf))
+            elif isinstance(leaf, _PLAIN):
+                described.append((type(leaf), leaf))  # 1, 1.0 and True are equal, and give other types
+            else:
+                return None
+    return _result(func, tuple(described), structure, torch.get_default_dtype())
+
+
+@lru_cache(maxsize=KNOWN)
+def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    """How so many arguments, and named ones, none of which has others in it, are arranged."""
+    return pytree.tree_structure(((0,) * count, dict.fromkeys(names, 0)))
 
 
 def _described(tensor: torch.Tensor) -> TensorMeta:
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, requires_grad=False)
+    """Of an absent one inside `DisableTorchFunctionSubclass`."""
+    return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, requires_grad=False)
 
 
 @lru_cache(maxsize=KNOWN)

@@ -5,7 +5,7 @@ Shared by the look that finds them (`capture/part_calls.py`) and by the stages t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -121,19 +121,28 @@ class PartCalls:
         return used
 
 
+def parts_at(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules at these paths, each once, in this order."""
+    return {path: model.get_submodule(path) for path in dict.fromkeys(paths)}
+
+
 @contextmanager
 def taken_over(
-    model: nn.Module, paths: Sequence[str], called: Callable[[str, Forward, tuple[Any, ...], Mapping[str, Any]], Any]
+    parts: Mapping[str, nn.Module], called: Callable[[str, Forward, tuple[Any, ...], Mapping[str, Any]], Any]
 ) -> Iterator[None]:
-    """Inside, a call of one of these modules is a call of `called(path, its own forward, args, kwargs)`; its hooks run as ever."""
+    """Inside, a call of one of these modules is a call of `called(path, its own forward, args, kwargs)`; its hooks run as ever.
+
+    Args:
+        parts: the modules, by path.
+        called: in place of each.
+    """
 
     def instead_of(path: str, own: Forward) -> Forward:
         return lambda *args, **kwargs: called(path, own, args, kwargs)
 
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for path in dict.fromkeys(paths):
-            module = model.get_submodule(path)
+        for path, module in parts.items():
             before.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = instead_of(path, module.forward)
         yield

@@ -338,6 +338,51 @@ def test_two_processes_that_write_one_table_lose_nothing(tmp_path: Path, timed: 
     assert len(timed) == len(keys)
 
 
+def test_what_is_known_is_timed_once_more_beside_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is timed later takes a tenth longer, which says nothing of the calls that were not timed before."""
+    wide = nn.Sequential(nn.Linear(32, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 32))
+    known, other = (
+        capture(StepSource(wide, small.rows(rows), small.squared_error, small.adamw)).calls for rows in (1024, 2048)
+    )
+    asked: list[set[str]] = []
+
+    def takes(factor: float) -> None:
+        def measure(_: timing.KernelTimer, wanted: dict[str, Any], __: object) -> dict[str, Cost]:
+            asked.append(set(wanted))
+            return {key: Cost(factor * 1e-3) for key in wanted}
+
+        monkeypatch.setattr(timing.KernelTimer, "measure", measure)
+
+    busy_for(monkeypatch, 1.0)
+    takes(1.0)
+    CostTable(CPU, tmp_path).measure(known)
+    in_another_process(monkeypatch)
+    takes(1.1)
+    table = CostTable(CPU, tmp_path)
+    table.measure(known)
+    assert len(asked) == 1
+    assert all(cost.seconds == pytest.approx(1e-3) for cost in table.measure(other).values())
+    beside = asked[-1] & known.keys()
+    assert len(beside) == cost_table.MOST_BESIDE
+    assert asked[-1] - beside == other.keys() - known.keys()
+
+
+def test_a_few_calls_say_nothing_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = captured_chain().calls
+    few = dict(list(calls.items())[: cost_table.FEWEST_BESIDE - 1])
+    factors = iter((1.0, 1.1))
+
+    def measure(_: timing.KernelTimer, wanted: dict[str, Any], __: object) -> dict[str, Cost]:
+        factor = next(factors)
+        return {key: Cost(factor * 1e-3) for key in wanted}
+
+    busy_for(monkeypatch, 1.0)
+    monkeypatch.setattr(timing.KernelTimer, "measure", measure)
+    CostTable(CPU, tmp_path).measure(few)
+    found = CostTable(CPU, tmp_path).measure(calls)
+    assert all(found[key].seconds == pytest.approx(1.1e-3) for key in calls.keys() - few.keys())
+
+
 def test_only_what_is_new_is_measured(tmp_path: Path, timed: list[str]) -> None:
     CostTable(CPU, tmp_path).measure(captured_chain().calls)
     timed.clear()

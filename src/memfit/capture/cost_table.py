@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,11 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 18
+FORMAT: Final = 19
+# Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
+BESIDE_SECONDS: Final = 1e-4, 5e-3
+MOST_BESIDE: Final = 8
+FEWEST_BESIDE: Final = 3
 
 
 class _KnownCosts:
@@ -36,12 +41,14 @@ class _KnownCosts:
         settled: digests of the calls whose costs something in this process has asked for.
         least_reference_seconds: that the reference work has taken in any process; infinite where it has not been timed.
         slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
+        long: the longest calls whose costs this process knows.
     """
 
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
         self.least_reference_seconds = inf
         self.slowdown: float | None = None
+        self.long: dict[str, CallSpec] = {}
         self._path = path
         self._costs: dict[str, Cost] = {}
         self._rows: dict[str, Any] = {}  # as they were read, until somebody asks for them
@@ -97,6 +104,18 @@ class _KnownCosts:
         self._rows.pop(key, None)
         self._costs[key] = cost
 
+    def note_long(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> None:
+        """Remember the longest of these, whose digests are given, and of those before."""
+        least, most = BESIDE_SECONDS
+        seconds = {key: self._quiet_seconds(digests.get(key) or digest(key)) for key in (*self.long, *calls)}
+        longest = sorted((key for key, taken in seconds.items() if least <= taken <= most), key=lambda k: -seconds[k])
+        self.long = {key: calls[key] if key in calls else self.long[key] for key in longest[:MOST_BESIDE]}
+
+    def _quiet_seconds(self, key: str) -> float:
+        """Of a call that was timed on a computer that was not busy; 0 for others."""
+        cost = self.get(key)
+        return cost.seconds if cost is not None and cost.measured and cost.slowdown <= BUSY else 0.0
+
 
 # In the places of digests.
 _HOST: Final = tuple(
@@ -138,6 +157,7 @@ class CostTable:
                 self._time(wanted, calls, progress)
             known.append(wanted.values(), inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(digests.values())
+        known.note_long(calls, digests)
         found = {key: known.get(d) for key, d in digests.items()}
         return {key: self._here(cost) for key, cost in found.items() if cost is not None}
 
@@ -190,15 +210,23 @@ class CostTable:
 
         def tell(number: int) -> None:
             if progress is not None:
-                progress("timing operations", number / len(wanted))
+                progress("timing operations", number / (len(beside) + len(wanted)))
 
         if self._reference is not None:
             self._reference.slowdown()  # so that its least time is known before anything is compared with it
-        timer = KernelTimer(self.device, calls, self._reference)
-        found = timer.measure({key: calls[key] for key in wanted}, tell)
+        # What is timed now takes a few percent longer or shorter than what was timed on another day, or a minute ago, all of it alike, by more than the
+        # reference work does. A plan in micro-batches would be compared with one of the whole batch by that much too much or too little.
         machine = present_machine(self.device)
+        is_long = any(estimated_seconds(calls[key], machine) >= BESIDE_SECONDS[0] for key in wanted)
+        beside = {k: c for k, c in self._known.long.items() if k not in wanted and is_long and self._reference}
+        timer = KernelTimer(self.device, {**beside, **calls}, self._reference)
+        found = timer.measure({**beside, **{key: calls[key] for key in wanted}}, tell)
+        before_now = {key: self._known.get(digest(key)) for key in beside if key in found}
+        ratios = [cost.seconds / found[key].seconds for key, cost in before_now.items() if cost is not None]
+        scale = median(ratios) if len(ratios) >= FEWEST_BESIDE else 1.0
         for key, d in wanted.items():
             cost, before = found.get(key), self._known.get(d)
+            cost = None if cost is None else replace(cost, seconds=cost.seconds * scale)
             if cost is None and before is None:
                 self._known.put(d, Cost(estimated_seconds(calls[key], machine), measured=False))
             elif cost is not None and cost.slowdown < _slowdown(before):

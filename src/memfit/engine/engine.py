@@ -23,6 +23,7 @@ from memfit.engine.call_follower import CallFollower
 from memfit.engine.called_modules import UnfollowedForward
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
+from memfit.engine.freed_memory import keep_freed_memory
 from memfit.engine.history import History
 from memfit.engine.new_paths import Learner, PathWatch
 from memfit.engine.pipelined import PipelinedStep
@@ -93,6 +94,8 @@ class Engine:
         folder: str | Path | None = None,
         sharded: ShardedModel | None = None,
     ) -> None:
+        if device_of(model).type == "cpu":
+            keep_freed_memory()
         self.model = model
         self.sharded = sharded
         self.plan = plan

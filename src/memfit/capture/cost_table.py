@@ -41,14 +41,14 @@ class _KnownCosts:
         settled: digests of the calls whose costs something in this process has asked for.
         least_reference_seconds: that the reference work has taken in any process; infinite where it has not been timed.
         slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
-        long: the longest calls whose costs this process knows.
+        long: the longest calls whose costs this process knows, and their seconds.
     """
 
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
         self.least_reference_seconds = inf
         self.slowdown: float | None = None
-        self.long: dict[str, CallSpec] = {}
+        self.long: dict[str, tuple[CallSpec, float]] = {}
         self._path = path
         self._costs: dict[str, Cost] = {}
         self._rows: dict[str, Any] = {}  # as they were read, until somebody asks for them
@@ -105,16 +105,13 @@ class _KnownCosts:
         self._costs[key] = cost
 
     def note_long(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> None:
-        """Remember the longest of these, whose digests are given, and of those before."""
+        """Remember the longest of these, whose digests are given, and of those before, but for what was timed on a busy computer."""
         least, most = BESIDE_SECONDS
-        seconds = {key: self._quiet_seconds(digests.get(key) or digest(key)) for key in (*self.long, *calls)}
-        longest = sorted((key for key, taken in seconds.items() if least <= taken <= most), key=lambda k: -seconds[k])
-        self.long = {key: calls[key] if key in calls else self.long[key] for key in longest[:MOST_BESIDE]}
-
-    def _quiet_seconds(self, key: str) -> float:
-        """Of a call that was timed on a computer that was not busy; 0 for others."""
-        cost = self.get(key)
-        return cost.seconds if cost is not None and cost.measured and cost.slowdown <= BUSY else 0.0
+        for key, call in calls.items():
+            cost = self.get(digests[key])
+            if cost is not None and cost.measured and cost.slowdown <= BUSY and least <= cost.seconds <= most:
+                self.long[key] = call, cost.seconds
+        self.long = dict(sorted(self.long.items(), key=lambda item: -item[1][1])[:MOST_BESIDE])
 
 
 # In the places of digests.
@@ -217,12 +214,15 @@ class CostTable:
         # What is timed now takes a few percent longer or shorter than what was timed on another day, or a minute ago, all of it alike, by more than the
         # reference work does. A plan in micro-batches would be compared with one of the whole batch by that much too much or too little.
         machine = present_machine(self.device)
-        is_long = any(estimated_seconds(calls[key], machine) >= BESIDE_SECONDS[0] for key in wanted)
-        beside = {k: c for k, c in self._known.long.items() if k not in wanted and is_long and self._reference}
-        timer = KernelTimer(self.device, {**beside, **calls}, self._reference)
-        found = timer.measure({**beside, **{key: calls[key] for key in wanted}}, tell)
-        before_now = {key: self._known.get(digest(key)) for key in beside if key in found}
-        ratios = [cost.seconds / found[key].seconds for key, cost in before_now.items() if cost is not None]
+        beside: dict[str, tuple[CallSpec, float]] = {}
+        if self._reference is not None and any(
+            estimated_seconds(calls[key], machine) >= BESIDE_SECONDS[0] for key in wanted
+        ):
+            beside = {key: each for key, each in self._known.long.items() if key not in wanted}
+        again = {key: call for key, (call, _) in beside.items()}
+        timer = KernelTimer(self.device, {**again, **calls}, self._reference)
+        found = timer.measure({**again, **{key: calls[key] for key in wanted}}, tell)
+        ratios = [seconds / found[key].seconds for key, (_, seconds) in beside.items() if key in found]
         scale = median(ratios) if len(ratios) >= FEWEST_BESIDE else 1.0
         for key, d in wanted.items():
             cost, before = found.get(key), self._known.get(d)

@@ -94,9 +94,9 @@ class Engine:
         folder: str | Path | None = None,
         sharded: ShardedModel | None = None,
     ) -> None:
-        if device_of(model).type == "cpu":
-            keep_freed_memory()
         self.model = model
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.sharded = sharded
         self.plan = plan
         self.loss_fn = loss_fn

@@ -1,8 +1,8 @@
 """What a step frees stays with the process, for the next step.
 
 glibc gives the top of its heap back to the system whenever more than twice its largest block is free there, as it is at the end of a step, and of a
-micro-batch; the next one gets it page by page, each zeroed by the kernel. That takes 2 to 11 % of a step on a CPU (docs/design/log.md), and as it depends on
-where blocks happen to lie nothing can predict it. The process is no larger for it: it is as large as at the peak of a step, between steps, too.
+micro-batch; the next one gets it page by page, each zeroed by the kernel. That takes a part of each step on a CPU (docs/design/log.md), and as it depends on
+where blocks happen to lie nothing can predict it. With it a process is as large between steps as at their peak.
 """
 
 from __future__ import annotations

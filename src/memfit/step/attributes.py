@@ -23,8 +23,8 @@ from memfit.step.modules import every_module
 # Of larger containers only the container is noted, not what its items hold: a data set as an attribute is no state.
 LARGEST_CONTAINER: Final = 10_000
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
-_OF_TORCH: Final = vars(nn.Module()).keys()
-_PLAIN_OF_TORCH: Final = [name for name, value in vars(nn.Module()).items() if isinstance(value, PLAIN)]
+OF_EVERY_MODULE: Final = vars(nn.Module()).keys()  # names of attributes
+_PLAIN_OF_EVERY_MODULE: Final = [name for name, value in vars(nn.Module()).items() if isinstance(value, PLAIN)]
 _ABSENT: Final = object()
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
@@ -100,7 +100,7 @@ class PlainValues:
 
     def __init__(self, *models: nn.Module) -> None:
         self._held = [
-            (module, names := vars(module).keys() - _OF_TORCH, _plain_ones(vars(module), names))
+            (module, names := vars(module).keys() - OF_EVERY_MODULE, _plain_ones(vars(module), names))
             for model in models
             for module in every_module(model)
             if not type(module).__module__.startswith("torch.")
@@ -110,7 +110,7 @@ class PlainValues:
         """Restore what has changed; what was not there goes."""
         for module, names, held in self._held:
             now = vars(module)
-            for name in now.keys() - _OF_TORCH - names:
+            for name in now.keys() - OF_EVERY_MODULE - names:
                 del now[name]
             now.update(held)
 
@@ -118,7 +118,9 @@ class PlainValues:
 def _plain_ones(attributes: dict[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """Those of a module's attributes that are numbers, words or None; `own` are the names of those that not every module has."""
     return {
-        name: value for name in (*_PLAIN_OF_TORCH, *own) if isinstance(value := attributes.get(name, _ABSENT), PLAIN)
+        name: value
+        for name in (*_PLAIN_OF_EVERY_MODULE, *own)
+        if isinstance(value := attributes.get(name, _ABSENT), PLAIN)
     }
 
 

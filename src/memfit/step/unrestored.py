@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from memfit.dispatch import has_storage, storage_key
-from memfit.step.attributes import LARGEST_CONTAINER, PLAIN, held_by, items_of, length
+from memfit.step.attributes import LARGEST_CONTAINER, OF_EVERY_MODULE, PLAIN, held_by, items_of, length
 from memfit.step.modules import every_module, modules_of
 
-_OF_TORCH: Final = vars(nn.Module()).keys()
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 
 
@@ -82,7 +81,7 @@ class Unrestored:
         held = vars(module)
         names = self._names.get(id(module))
         if names is None:
-            names = [name for name in sorted(held.keys() - _OF_TORCH) if not isinstance(held[name], PLAIN)]
+            names = [name for name in sorted(held.keys() - OF_EVERY_MODULE) if not isinstance(held[name], PLAIN)]
             self._names[id(module)] = names
         for name in names:
             words.value(name)
@@ -107,7 +106,7 @@ class HeldByModules:
             if type(module).__module__.startswith("torch."):  # torch's own keep no such state
                 continue
             for name, value in vars(module).items():
-                if name not in _OF_TORCH:
+                if name not in OF_EVERY_MODULE:
                     words.words.append(name)
                     words.value(value)
         return words
@@ -141,10 +140,7 @@ class _Words:
         """Which ones they are, where they lie, how often each was written."""
         self.words += map(id, tensors)
         if self._addresses:
-            self.words += [
-                t.data_ptr() if t.layout is torch.strided and not t.is_nested and not t.is_mkldnn else 0
-                for t in tensors
-            ]
+            self.words += [t.data_ptr() if has_storage(t) else 0 for t in tensors]
         self.words += [0 if t.is_inference() else t._version for t in tensors]  # noqa: SLF001 - torch's only count
         self.alive += map(weakref.ref, tensors)
 

@@ -128,15 +128,23 @@ def apply(
     engine = make() if sharded is None or not plan.script.lower_bytes else _on_all_ranks(make, sharded)
     # What one rank would plan anew, all would have to.
     if planning is not None and source is not None and sharded is None:
-        engine.planner = _planner_of(engine, planning.request, planning.placement, source.optimizer)
+        alike = source.optimizer or _like(optimizer, model)
+        engine.planner = _planner_of(engine, planning.request, planning.placement, alike)
         # What is placed by hand is placed on one path; streamed layers run in an order of their own.
         if planning.placement is None and not plan.choices.streamed:
-            engine.learner = _Learner(engine, source.optimizer)
+            engine.learner = _Learner(engine, alike)
     elif (
         plan.undoable and not plan.choices.streamed and sharded is None
     ):  # loaded: what it was planned from is captured anew where it is left
         engine.learner = _Learner(engine, None if optimizer is None else optimizer_factory(optimizer, model))
     return engine
+
+
+def _like(optimizer: OptimizerFactory | torch.optim.Optimizer | None, model: nn.Module) -> OptimizerFactory | None:
+    """What makes optimizers like the given one; None where it holds other parameters than the model's, too."""
+    with suppress(InputError):
+        return optimizer_factory(optimizer, model)
+    return None
 
 
 def _digest(model: nn.Module, patterns: Sequence[str]) -> str:

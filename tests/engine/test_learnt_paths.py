@@ -18,6 +18,8 @@ import memfit
 import small
 from memfit import batches
 from memfit.engine.steps import _kept_where_left
+from memfit.planning import planning_of
+from memfit.units import format_bytes
 from memfit.values.report import StepRecord
 from memfit.values.script import CallScript, Script, Step
 from models.paths import HIDDEN, Block, loss_of, sample, seeded
@@ -246,6 +248,88 @@ def test_a_path_that_does_not_fit_is_told_and_numbers_stay() -> None:
         in said
     )
     assert above(records, plan.budget_bytes) == [FIRST, FIRST + 1, FIRST + 2]
+
+
+class Late(nn.Module):
+    """Takes another path from the third forward on, at the operation before which it holds most.
+
+    Args:
+        larger: the later path takes more memory; it takes as much otherwise.
+    """
+
+    def __init__(self, *, larger: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, 8)
+        self.larger, self.forwards = larger, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same shape."""
+        self.forwards += 1
+        y: Tensor = self.linear(x)
+        for _ in range(12):
+            y = torch.sigmoid(y)
+        if self.forwards <= 2:
+            return torch.sigmoid(y)
+        return torch.tanh(torch.cat([y] * 8)) * torch.exp(y.mean()) if self.larger else torch.tanh(y) * 2.0
+
+
+@pytest.mark.parametrize("larger", [False, True])
+@pytest.mark.parametrize("optimizer", ["planned", "given later"])
+def test_a_step_begun_anew_takes_no_more_than_its_plan(optimizer: str, *, larger: bool) -> None:
+    """While a generator is put back its state takes 5,056 bytes, which came on top of all that the ended forward had made."""
+    seeded(0)
+    model, rows = Late(larger=larger), torch.randn(32, HIDDEN)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
+    planned = sgd if optimizer == "planned" else None
+    most = memfit.plan(model, rows, lambda m, b: m(b).sum(), 1 << 50, planned, fixed={"micro_batches": 1})
+    plan = memfit.replan(most, round(0.95 * most.prediction.plain_peak_bytes))
+    engine = memfit.apply(plan, model, None, None if planned else sgd(model.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        records = [engine.step(rows, meter=True) for _ in range(4)]
+    assert begun_anew(records) == [3]
+    learnt = engine.plan_for(rows)
+    assert (learnt.budget_bytes > plan.budget_bytes) == larger
+    assert above(records, learnt.budget_bytes) == []
+    assert records[-1].peak_bytes == learnt.prediction.peak_bytes
+    more = format_bytes(learnt.budget_bytes - plan.budget_bytes)
+    assert any(f"from now on, takes {more} more" in str(each.message) for each in caught) == larger
+
+
+class Wider(nn.Module):
+    """Makes something wide between modules where it is told to; its other forwards fit in fewer bytes with nothing dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.wide = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to (batch, 12 * width)."""
+        x = self.layers[0](x)
+        if self.wide:
+            x = torch.sigmoid(torch.cat([x] * 6, -1)).sin()[:, :HIDDEN]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return torch.exp(torch.cat([x] * 12, -1))
+
+
+def test_a_plan_that_drops_nothing_is_not_tried_first_where_it_overlooks_a_larger_path() -> None:
+    """It had been right in every step of late, and the larger path ran with everything kept."""
+    seeded(0)
+    model, rows = Wider(), torch.randn(64, HIDDEN)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
+    most = memfit.plan(model, rows, lambda m, b: m(b).square().mean(), 1 << 50, sgd, fixed={"micro_batches": 1})
+    plan = memfit.replan(most, planning_of(most).smallest()[0] + (1 << 15))
+    engine = memfit.apply(plan, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        records = []
+        for number in range(11):
+            model.wide = number % 5 == 0
+            records.append(engine.step(rows, meter=True))
+    assert begun_anew(records) == [2, 3, 4, 5, 7, 8, 9, 10]  # on the path that drops nothing
+    assert above(records, plan.budget_bytes) == []
 
 
 def test_where_both_paths_do_not_fit_the_one_that_is_taken_now_is_planned_for() -> None:

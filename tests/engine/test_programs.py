@@ -343,6 +343,9 @@ def check_steps(
         assert all(same(a, b) for a, b in zip(mine, others, strict=True)), number
         recomputations += record.recomputations
         if record.begun_anew:
+            needed = engine.plan_for(batch).budget_bytes  # the smallest on this path may need more than the user gave
+            assert needed <= budget or diverged or "no plan for the path" in str([each.message for each in said])
+            budget = max(budget, needed)
             diverged += 1
             assert may_diverge, (number, record.begun_anew)
         if record.divergences:

@@ -74,13 +74,13 @@ class PlanTable:
         return (self._plans[signature], *self._others[signature]) if signature in self._plans else ()
 
     def was_right(self, signature: str, plan: Plan) -> None:
-        """A step of such a batch has run under this plan; the one that was right most often of late is tried first next time."""
+        """A step of such a batch has run under this plan. The one that was right most often of late is tried first, but not one that overlooks others."""
         plans = self.of(signature)
         if len(plans) == 1 or all(plan is not each for each in plans):
             return
         for each in plans:
             self._right[id(each)] = FORGETTING * self._right[id(each)] + (each is plan)
-        first, *others = sorted(plans, key=lambda each: -self._right[id(each)])
+        first, *others = sorted(plans, key=lambda each: (_overlooks(each, plans), -self._right[id(each)]))
         self._plans[signature], self._others[signature] = first, others
 
     def plan_for(self, signature: str, first: Plan, *, again: str = batches.LARGEST_SHAPE) -> Plan:
@@ -176,16 +176,23 @@ class PlanTable:
             warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
         self._vain[signature] = self._vain[signature] + 1 if made is known else 0
-        above = [
-            p.prediction.peak_bytes for p in made if p.budget_bytes > budget_bytes and all(p is not k for k in known)
-        ]
-        if above:
-            more = format_bytes(max(above) - budget_bytes)
+        needed = max((p.budget_bytes for p in made if all(p is not k for k in known)), default=0)
+        if needed > budget_bytes:
+            more = format_bytes(needed - budget_bytes)
             warnings.warn(
                 f"no plan for the path that a step took fits in the budget: the smallest, which is followed on that path from now on, takes {more} more",
                 stacklevel=4,
             )
         return _without_the_oldest(made)
+
+
+def _overlooks(plan: Plan, plans: Sequence[Plan]) -> bool:
+    """Whether nothing tells, under a plan that drops nothing, that forward takes the path of another one: it counts calls of modules alone."""
+    own = plan.script.most_calls
+    return plan.script.plain and any(
+        not each.script.plain and all(own.get(module, 0) >= number for module, number in each.script.most_calls.items())
+        for each in plans
+    )
 
 
 def _without_the_oldest(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:

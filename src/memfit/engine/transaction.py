@@ -7,6 +7,7 @@ further step is taken.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from memfit.batches import LossFunction
 from memfit.engine.interrupts import interrupts_wait
+from memfit.engine.new_paths import NewPathError
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
 from memfit.step.guard import Deciding, Guard
@@ -88,7 +90,11 @@ class Transactions:
         try:
             with rest:  # ends first: an interrupt that waited for the update is heard here
                 yield transaction
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NewPathError):
+                traceback.clear_frames(
+                    error.__traceback__
+                )  # what forward has made goes first: putting generators back takes memory
             if not transaction.committed:
                 self._let_go_of_gradients()
                 guard.put_back()

@@ -30,6 +30,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, _plain(batch))
 
 
+def flattened(batch: Batch) -> tuple[list[Any], Any]:
+    """All leaves of a batch, tensors and others, in a fixed order, and what `rebuilt` takes."""
+    return pytree.tree_flatten(_plain(batch))
+
+
+def rebuilt(leaves: Iterable[Any], structure: Any) -> Batch:
+    """Inverse of `flattened`, with other leaves."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
 def _plain(batch: Batch) -> Batch:
     # transformers' BatchEncoding is a UserDict, which pytree would take for a leaf.
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
@@ -71,8 +81,12 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     total = size(batch)
     if sum(sizes) != total:
         raise BatchError(f"cannot split {total} samples into parts of {list(sizes)}")
-    if len(sizes) == 1:
-        return [batch]
+    return [batch] if len(sizes) == 1 else sliced(batch, sizes)
+
+
+def sliced(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """As `split`, for a batch of which some tensors are not there, so that it cannot tell its own size."""
+    total = sum(sizes)
     parts = []
     start = 0
     for length in sizes:
@@ -121,10 +135,15 @@ def map_leaves(function: Callable[[Any, Any], Any], batch: Batch) -> Batch:
     return pytree.tree_map_with_path(function, _plain(batch))
 
 
+def names_and_leaves(batch: Batch) -> list[tuple[str, Any]]:
+    """All leaves of a batch, tensors and others, in the order of `flattened`, each with its name."""
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    return [(leaf_name(path), leaf) for path, leaf in flat]
+
+
 def named_leaves(batch: Batch) -> dict[str, torch.Tensor]:
     """The tensors of a batch by name."""
-    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
-    return {leaf_name(path): leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
+    return {name: leaf for name, leaf in names_and_leaves(batch) if isinstance(leaf, torch.Tensor)}
 
 
 def joined_signature(signatures: Sequence[str]) -> str | None:
@@ -189,6 +208,11 @@ def counted(part: Batch, how: str) -> int:
         return int(leaf.count_nonzero())
     leaf = leaf[..., 1:] if kind == "next_tokens" else leaf
     return leaf.numel() - int((leaf == IGNORED_LABEL).sum())
+
+
+def counted_leaf(how: str) -> str:
+    """Name of the leaf that `counted` looks at; empty where it looks at none."""
+    return how.partition(":")[2]
 
 
 def shares(parts: Sequence[Batch], how: str) -> list[float] | None:

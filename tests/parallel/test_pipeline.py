@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ def test_a_cut_for_other_ranks_or_places_is_refused() -> None:
         check_ranks(StageEnds((2, 4, 7), ONE_ONE, 4), 2)
     with pytest.raises(InputError, match="the model has 7 parts"):
         check_calls(calls, Division.of(model, calls, StageEnds((2, 6), ONE_ONE, 4)))
-    refused = PartCalls(calls.calls, calls.needs, calls.outside, calls.read_between, ("", "a reason", *[""] * 5))
+    refused = replace(calls, refused=("", "a reason", *[""] * 5))
     with pytest.raises(InputError, match="cannot be cut after words: a reason"):
         check_calls(refused, Division.of(model, calls, StageEnds((1, 7), ONE_ONE, 4)))
 

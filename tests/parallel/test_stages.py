@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 
 import pytest
@@ -20,7 +20,7 @@ from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.placement import place, placed
 from memfit.parallel.stage_module import StageModule
 from memfit.planner.model_parts import Boundary, chain, part_calls
-from memfit.step.absent import Absent
+from memfit.step.absent import ELSEWHERE, Absent
 from memfit.step.part_calls import PartCalls
 from memfit.values.trace import Category
 from parallel.stage_models import Decoder, Towers, built, rows, square_loss, word_loss, words
@@ -35,10 +35,16 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def _read_of(batch: Batch, places: Collection[int]) -> Batch:
+    """A batch as a stage has it that reads these of its leaves."""
+    leaves, structure = batches.flattened(batch)
+    return batches.rebuilt((leaf if place in places else ELSEWHERE for place, leaf in enumerate(leaves)), structure)
+
+
 def _by_stages(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None, calls: PartCalls, ends: Sequence[int]
 ) -> float:
-    """Forward and backward, each stage with nothing but its own parameters; the loss."""
+    """Forward and backward, each stage with nothing but its own parameters and what it reads of the batch; the loss."""
     tape: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
     values: tuple[Tensor, ...] = ()
     for first, end in zip((0, *ends[:-1]), ends, strict=True):
@@ -48,7 +54,7 @@ def _by_stages(
                 v.detach().clone().requires_grad_(meta.requires_grad)
                 for v, meta in zip(values, stage.received, strict=True)
             ]
-            result = stage(batch, *received)
+            result = stage(_read_of(batch, calls.leaves_read(first, end)), *received)
         values = result if isinstance(result, tuple) else (result,)
         tape.append((received, values))
     grads: list[Tensor | None] = [None]
@@ -103,6 +109,77 @@ def test_what_is_shared_by_all_blocks_does_not_cross() -> None:
     model, batch, loss_fn, _ = built("encoder_decoder")
     calls = _found(model, batch, loss_fn)
     assert calls.crossing(6) == ((3, 0), (5, 0))  # what the encoder ended with goes on
+
+
+def test_each_stage_reads_of_the_batch_what_its_parts_or_the_loss_take() -> None:
+    model, batch, loss_fn, weights = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    assert [name for name, _ in calls.batch] == ["ids", "labels"]
+    read = [calls.leaves_read(first, end) for first, end in ((0, 2), (2, 5), (5, 7))]
+    assert read == [{0}, set(), {1}]  # of the words only the length is asked for after the embedding
+    assert calls.leaves_read(0, 7) == {0, 1}
+    assert batches.counted_leaf(weights) == "labels"
+    assert calls.leaves_read(5, 7, "ids") == {0, 1}, "what micro-batches count for is looked at where the loss is"
+    assert calls.leaves_read(2, 5, "ids") == set()
+
+
+class Masked(nn.Module):
+    """Takes words, a mask of them and a scale; how what is masked reaches the layers differs.
+
+    Args:
+        how: "argument", "attribute" (of each layer, set before the first), "values" (Python reads them).
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.words = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(MaskedLayer() for _ in range(3))
+
+    def forward(self, ids: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        x = self.words(ids)
+        kept = mask[..., None].to(x.dtype)
+        if self.how == "values":
+            kept = torch.tensor(mask.tolist(), dtype=x.dtype)[..., None]
+        for layer in self.layers:
+            assert isinstance(layer, MaskedLayer)
+            layer.kept = kept if self.how == "attribute" else None
+            x = layer(x, None if self.how == "attribute" else kept)
+        return (x * scale).square().mean()
+
+
+class MaskedLayer(nn.Module):
+    """Forgets what is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        kept = self.kept if kept is None else kept
+        assert kept is not None
+        y: Tensor = torch.tanh(self.linear(x)) * kept
+        return y
+
+
+@pytest.mark.parametrize("how", ["argument", "attribute", "values"])
+def test_what_of_the_batch_reaches_a_part_in_other_ways_is_found(how: str) -> None:
+    torch.manual_seed(0)
+    model = Masked(how)
+    batch = (torch.randint(0, 50, (4, 6)), torch.rand(4, 6) < 0.7, torch.rand(4, 1, 1))
+    calls = find_part_calls(model, batch, None, ["words", *(f"layers.{number}" for number in range(3))])
+    assert calls.values_read == ({1} if how == "values" else set())
+    first = {0, 1} if how == "values" else {0}
+    assert [calls.leaves_read(*each) for each in ((0, 1), (1, 3), (3, 4))] == [first, {1}, {1, 2}]
+    loss = model(*batch)
+    loss.backward()
+    whole = _gradients(model)
+    model.zero_grad()
+    assert _by_stages(model, batch, None, calls, (1, 3, 4)) == loss.item()
+    assert {name: gradient.tolist() for name, gradient in _gradients(model).items()} == {
+        name: gradient.tolist() for name, gradient in whole.items()
+    }
 
 
 def test_a_parameter_outside_of_modules_is_where_it_is_read() -> None:

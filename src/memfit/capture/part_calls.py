@@ -1,19 +1,21 @@
 """Look at one forward and loss, on fake tensors: which parts are called in which order, what they return, and what of it is read later.
 
 `torch.distributed.pipelining.pipeline` finds the same with `torch.export`, which needs the whole forward to be a graph, and hands each stage a graph to run.
-Here the stages run the user's own forward, so all that has to be known is what crosses from part to part. Each tensor carries the labels of the parts' results
-that it depends on (a *taint*, kept by storage); what runs between parts unites them, a part's result has its own.
+Here the stages run the user's own forward, so all that has to be known is what crosses from part to part, and what of the batch each reads. Each tensor carries
+the labels of the parts' results, of the batch's tensors and of the parameters that it depends on (a *taint*, kept by storage); what runs between parts unites
+them, a part's result has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from memfit import batches, dispatch
@@ -22,9 +24,32 @@ from memfit.capture.isolation import lent
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
-from memfit.step.part_calls import PLAIN, Forward, Label, PartCall, PartCalls, TensorMeta, parts_at, taken_over
+from memfit.step.part_calls import (
+    PLAIN,
+    BatchLeaf,
+    Forward,
+    Label,
+    PartCall,
+    PartCalls,
+    TensorMeta,
+    parts_at,
+    taken_over,
+)
 
 Around = Callable[[], AbstractContextManager[object]]
+_Mark = (
+    Label | BatchLeaf | str
+)  # what a tensor may depend on: a part's result, a tensor of the batch, a parameter by its name
+_Marks = frozenset[_Mark]
+# Functions of torch that tell of a tensor what is known without its values, besides its properties.
+_DESCRIBE: Final = frozenset(
+    {
+        "__len__", "__hash__", "__dir__", "dim", "dense_dim", "element_size", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj",
+        "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "ndimension",
+        "nelement", "numel", "size", "storage_offset", "stride", "type", "untyped_storage",
+        "_is_view", "_is_zerotensor", "result_type", "can_cast", "promote_types",
+    }
+)  # fmt: skip
 
 
 def find_part_calls(
@@ -59,8 +84,8 @@ def find_part_calls(
             with around():
                 batches.loss_of(model, sample, loss_fn)
             torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
-            look = _Look(model)
-            with around(), look, taken_over(parts_at(model, paths), look.called):
+            look = _Look(model, sample)
+            with around(), look, _ValuesRead(look), taken_over(parts_at(model, paths), look.called):
                 loss = batches.loss_of(model, sample, loss_fn)
             return look.finished(loss)
     except MemfitError:
@@ -73,16 +98,21 @@ def find_part_calls(
 
 
 class _Look(dispatch.DispatchMode):
-    """Follows the labels of results through what runs between parts."""
+    """Follows the labels of results, of the tensors of the batch and of parameters through what runs between parts."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sample: Batch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._labels: dict[int, frozenset[Label | str]] = {
+        self._labels: dict[int, _Marks] = {
             dispatch.storage_key(p): frozenset([name]) for name, p in model.named_parameters()
         }
         self._alive: list[torch.Tensor] = []  # addresses are reused after a storage's death
+        self._batch = [(name, leaf) for name, leaf in batches.names_and_leaves(sample)]
+        for number, (_, leaf) in enumerate(self._batch):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf, frozenset([BatchLeaf(number)]))
+        self._values_read: set[int] = set()
         self._calls: list[PartCall] = []
-        self._needs: list[frozenset[Label | str]] = []
+        self._needs: list[_Marks] = []
         self._read: set[str] = set()
         self._inside = False
         self._results: dict[Label, tuple[torch.Tensor, int]] = {}
@@ -94,22 +124,32 @@ class _Look(dispatch.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._inside:
-            read = self._of((args, kwargs))
+        read = self._of((args, kwargs))
+        if self._inside:  # it may also be among the attributes of a module
+            self._needs[-1] |= {mark for mark in read if isinstance(mark, BatchLeaf)}
+        else:
             self._read |= {label for label in read if isinstance(label, str)}
             written = dispatch.written(func, args, kwargs)
             for tensor in (*dispatch.tensors_in(result), *written):
                 self._add(tensor, read)
         return result
 
-    def _add(self, tensor: torch.Tensor, labels: frozenset[Label | str]) -> None:
+    def value_read(self, tree: Any) -> None:
+        """Python has read the values of these."""
+        read = {mark.number for mark in self._of(tree) if isinstance(mark, BatchLeaf)}
+        if self._inside:
+            self._needs[-1] |= {BatchLeaf(number) for number in read}
+        else:
+            self._values_read |= read
+
+    def _add(self, tensor: torch.Tensor, labels: _Marks) -> None:
         if dispatch.has_storage(tensor):
             key = dispatch.storage_key(tensor)
             self._labels[key] = self._labels.get(key, frozenset()) | labels
             self._alive.append(tensor)
 
-    def _of(self, tree: Any) -> frozenset[Label | str]:
-        found = frozenset[Label | str]()
+    def _of(self, tree: Any) -> _Marks:
+        found: _Marks = frozenset()
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor) and dispatch.has_storage(tensor):
                 found |= self._labels.get(dispatch.storage_key(tensor), frozenset())
@@ -179,6 +219,7 @@ class _Look(dispatch.DispatchMode):
             for label in sorted(self._changed & read):
                 if label.call < boundary and not reasons[boundary]:
                     reasons[boundary] = self._why_changed(label)
+        reads = (frozenset(mark.number for mark in need if isinstance(mark, BatchLeaf)) for need in self._needs)
         last = {label for label in self._needs[-1] if isinstance(label, str)}
         before = {label for need in self._needs[:-1] for label in need if isinstance(label, str)}
         return PartCalls(
@@ -187,4 +228,26 @@ class _Look(dispatch.DispatchMode):
             tuple(frozenset(label for label in need if isinstance(label, str)) for need in self._needs),
             frozenset(self._read) - (last - before),
             tuple(reasons),
+            tuple(
+                (name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self._batch
+            ),
+            tuple(reads),
+            frozenset(self._values_read),
         )
+
+
+class _ValuesRead(TorchFunctionMode):
+    """Tells a look of what Python reads of tensors: what is neither a tensor nor known without values."""
+
+    def __init__(self, look: _Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if result is None or isinstance(result, torch.Tensor) or name == "__get__" or name in _DESCRIBE:
+            return result
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._look.value_read((args, kwargs))
+        return result

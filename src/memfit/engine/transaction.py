@@ -92,9 +92,8 @@ class Transactions:
                 yield transaction
         except BaseException as error:
             if isinstance(error, NewPathError):
-                traceback.clear_frames(
-                    error.__traceback__
-                )  # what forward has made goes first: putting generators back takes memory
+                # What forward has made goes first, since putting generators back takes memory.
+                traceback.clear_frames(error.__traceback__)
             if not transaction.committed:
                 self._let_go_of_gradients()
                 guard.put_back()

@@ -9,7 +9,7 @@ all ranks before the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from memfit.errors import BatchError, InputError, MemfitError, NonFiniteLossErro
 from memfit.parallel.other_stages import OtherStages
 from memfit.parallel.schedule import Region, Running, StageEnds
 from memfit.parallel.stage_module import StageModule
+from memfit.parallel.whole_batch import WholeBatch
 from memfit.sharding.pipelined import AroundForward, Passed, PipelinedModel
 from memfit.sharding.sharded import OptimizerFactory
 from memfit.sharding.state_sharding import sharded_state, something, stepped
@@ -135,6 +136,9 @@ class Pipeline(PipelinedModel):
         self._calls: dict[tuple[str, bool], PartCalls] = {}
         self._signature = ""
         self._sizes: tuple[int, ...] = ()
+        self._readers: tuple[
+            frozenset[int], ...
+        ] = ()  # of each leaf of the batch, the ranks of this pipeline that need it
         self._running: Running | None = None
 
     def _groups_of(self, several: set[tuple[int, ...]], mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -216,9 +220,13 @@ class Pipeline(PipelinedModel):
                     f"the parts of a pipeline's batch differ in more than their number of samples ([{shapes}]): pad them to one length"
                 )
         own = [each for each, pipeline in told if pipeline == self._pipeline_number()]
-        self._sizes = tuple(batches.planned_size(each) for each in own)
-        micro_batches = self._split(self._together(batch))
+        self._whole = WholeBatch(self._pipeline, [batches.planned_size(each) for each in own])
+        micro_batches = self._split(self._whole.together(batch))
         calls = self._calls_of(micro_batches[0])
+        counted = batches.counted_leaf(self.division.weights)
+        self._whole.read = [
+            calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))
+        ]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
         self._running = Running(stages, ends, self._pipeline, self._region)
@@ -230,32 +238,9 @@ class Pipeline(PipelinedModel):
     def _range(self, stage: int) -> tuple[int, int]:
         return self.division.ends.range_of(stage)
 
-    def _together(self, batch: Batch) -> Batch:
-        """The batch of all ranks of this pipeline, of which each hands in its part."""
-        total, own = sum(self._sizes), self._sizes[self.stage]
-        begins = [sum(self._sizes[:rank]) for rank in range(len(self._sizes))]
-        sent: list[dist.Work | None] = []
-
-        def joined(part: Tensor) -> Tensor:
-            if not part.dim() or part.shape[0] != own:
-                return part
-            whole = part.new_empty((total, *part.shape[1:]))
-            whole[begins[self.stage] : begins[self.stage] + own].copy_(part)
-            for rank, (begin, size) in enumerate(zip(begins, self._sizes, strict=True)):
-                # As bytes: backends know few types.
-                part_of_rank = whole[begin : begin + size].view(torch.uint8)
-                sent.append(dist.broadcast(part_of_rank, self._global(rank), group=self._pipeline, async_op=True))
-            return whole
-
-        together = batches.map_tensors(joined, batch)
-        for work in sent:
-            if work is not None:
-                work.wait()
-        return together
-
     def _split(self, batch: Batch) -> list[Batch]:
         """Micro-batches of one size, no larger than planned."""
-        total, ends, ranks = batches.size(batch), self.division.ends, self._pipeline.size()
+        total, ends, ranks = self._whole.samples, self.division.ends, self._pipeline.size()
         fitting = (n for n in range(1, total + 1) if total % n == 0 and total // n <= ends.micro_batch_size)
         number = next(
             (n for n in fitting if ends.schedule is not Schedule.INTERLEAVED or n % max(1, n // ranks) == 0), 0
@@ -265,7 +250,7 @@ class Pipeline(PipelinedModel):
                 f"interleaved stages run rounds of {ranks} micro-batches of at most {ends.micro_batch_size} samples, and a pipeline's batch of {total} samples "
                 f'does not divide into them: leave it out (drop the last batch of an epoch), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
             )
-        return batches.split(batch, [total // number] * number)
+        return batches.sliced(batch, [total // number] * number) if number > 1 else [batch]
 
     def _calls_of(self, micro_batch: Batch) -> PartCalls:
         key = batches.signature(micro_batch), self.model.training
@@ -280,17 +265,13 @@ class Pipeline(PipelinedModel):
         """Gradients are summed over pipelines, and over the ranks that share a parameter."""
         running = self._running
         assert running is not None, "it is prepared"
-        micro_batches = self._split(self._together(batch))
-        counts = [batches.counted(each, self.division.weights) for each in micro_batches]
-        total = sum(counts)  # of the whole pipeline, on each of its ranks
-        if self._replicas.size() > 1:
-            total = self.agreement.total(total) // self._pipeline.size()
-        if not total:
-            raise BatchError(
-                f"nothing in the batches of all {self.ranks} ranks counts for the loss (it is weighted by {self.division.weights}): nothing was changed"
-            )
+        micro_batches = self._split(self._whole.together(batch))
+        counts = self._counts(micro_batches)
+        total = self.agreement.total(sum(counts)) if self._replicas.size() > 1 else sum(counts)
+        if not total and self._replicas.size() > 1:
+            raise self._nothing_counts()
         summed = self.division.weights == "sum"
-        weights = [1.0 if summed else count / total for count in counts]
+        weights = [1.0 if summed else count / max(total, 1) for count in counts]
         try:
             loss = running.step(micro_batches, weights, around)
         except BaseException as error:
@@ -300,7 +281,9 @@ class Pipeline(PipelinedModel):
                 raise error.__cause__ from None
             raise
         del micro_batches
-        loss, seconds = self._of_all(loss, running.seconds)
+        loss, seconds, counted = self._of_all(loss, running.seconds, sum(counts))
+        if not counted:
+            raise self._nothing_counts()
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss}: no rank has taken the step, and parameters and optimizers are as before it. Look at the batch and the learning rate"
@@ -309,15 +292,28 @@ class Pipeline(PipelinedModel):
         # Of the passes of all stages, which end with the last backward of the rank that is through last.
         return Passed(loss, len(counts), max(0.0, 1 - running.busy_seconds / seconds))
 
-    def _of_all(self, loss: float, seconds: float) -> tuple[float, float]:
-        """The sum of the losses over pipelines, of which the last stage has that of each; and the longest seconds of a rank of this one. In one message."""
-        words = torch.zeros(1 + self._pipeline.size(), dtype=torch.float64, device=self.device)
-        words[0], words[1 + self.stage] = loss, seconds
+    def _counts(self, micro_batches: Sequence[Batch]) -> list[int]:
+        """What each counts for, on the rank that has the loss; elsewhere its weight is not asked for, and it counts for nothing."""
+        if len(self.division.ends.ends) - 1 not in self._mine:
+            return [0] * len(micro_batches)
+        if self.division.weights == "samples":  # of which all may be elsewhere
+            return [self._whole.samples // len(micro_batches)] * len(micro_batches)
+        return [batches.counted(each, self.division.weights) for each in micro_batches]
+
+    def _nothing_counts(self) -> BatchError:
+        return BatchError(
+            f"nothing in the batches of all {self.ranks} ranks counts for the loss (it is weighted by {self.division.weights}): nothing was changed"
+        )
+
+    def _of_all(self, loss: float, seconds: float, counted: int) -> tuple[float, float, int]:
+        """In one message: the sum of the losses of all pipelines, the longest seconds of a rank of this one, and what the batches of all count for."""
+        words = torch.zeros(2 + self._pipeline.size(), dtype=torch.float64, device=self.device)
+        words[0], words[1], words[2 + self.stage] = loss, counted, seconds
         dist.all_reduce(words, group=self._pipeline)  # a loss is zero where the last stage is not
         if self._replicas.size() > 1:
-            dist.all_reduce(words[:1], group=self._replicas)
-        total, *of_ranks = words.tolist()
-        return total, max(of_ranks)
+            dist.all_reduce(words[:2], group=self._replicas)
+        total, count, *of_ranks = words.tolist()
+        return total, max(of_ranks), int(count)
 
     def _sum_gradients(self) -> None:
         for name, ranks in sorted(self.shared.items()):

@@ -18,7 +18,7 @@ from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.dispatch import ForwardLeftError
 from memfit.errors import EngineError
-from memfit.step.absent import Absent, absent
+from memfit.step.absent import ELSEWHERE, Absent, absent
 from memfit.step.device import device_of
 from memfit.step.part_calls import Forward, Label, PartCalls, TensorMeta, parts_at, taken_over
 
@@ -62,7 +62,7 @@ class StageModule(nn.Module):
         """The stage on one micro-batch.
 
         Args:
-            batch: the whole micro-batch, of which each stage reads what it needs.
+            batch: the micro-batch, with ELSEWHERE for tensors that the stage does not read (`PartCalls.leaves_read`).
             received: as `self.received` says.
 
         Returns:
@@ -71,6 +71,7 @@ class StageModule(nn.Module):
         Raises:
             EngineError: the forward calls other parts than it did when it was looked at, or gives results of other shapes.
         """
+        batch = self._with_absent(batch)
         run = _Run(self, dict(zip(self._incoming, received, strict=True)))
         with taken_over(self._parts, run.called):
             if self.is_last:
@@ -85,6 +86,20 @@ class StageModule(nn.Module):
                 return tuple(run.known[label] for label in self._outgoing)
         raise EngineError(
             f"the forward ended after {run.position} calls of parts, and this stage ends after {self.end}: its path has changed since it was cut. Plan again"
+        )
+
+    def _with_absent(self, batch: Batch) -> Batch:
+        """What is elsewhere known by its shape, as what other stages return."""
+        leaves, structure = batches.flattened(batch)
+        if all(leaf is not ELSEWHERE for leaf in leaves):
+            return batch
+        known = [meta for _, meta in self._calls.batch]
+        return batches.rebuilt(
+            (
+                absent(meta, self._device) if leaf is ELSEWHERE else leaf
+                for leaf, meta in zip(leaves, known, strict=True)
+            ),
+            structure,
         )
 
 

@@ -215,7 +215,7 @@ class PipelinePlanning:
         key = number, techniques
         if key not in self._planners:
             sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
-            self._planners[key] = StagePlanner(self.source, self._batch, number, techniques, sharing)
+            self._planners[key] = StagePlanner(self.source, self._batch, number, techniques, self._weights, sharing)
         return self._planners[key]
 
     def _found(self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool) -> StagesFound:

@@ -30,12 +30,13 @@ from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, part_of, something
+from memfit.step.absent import ELSEWHERE
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.techniques.sharding import INTERLEAVED
-from memfit.values.stages import Cut, Parts, Recompute, Schedule, StageCost
+from memfit.values.stages import Cut, Parts, Recompute, Schedule, Shared, StageCost
 from memfit.values.trace import Trace
 
 LEVELS: Final = 3  # how far out blocks within blocks are looked at
@@ -84,6 +85,7 @@ class StagePlanner:
         batch: of a pipeline.
         micro_batches: into which that is divided; they are of one size.
         techniques: that the stages have, and what is frozen.
+        weights: what micro-batches count for, in the words of `batches.weightings`.
         replicas: pipelines whose ranks with the same stage share out its optimizer's state; 1 where each has all of it.
 
     Attributes:
@@ -101,22 +103,41 @@ class StagePlanner:
     batch: Batch
     micro_batches: int
     techniques: Choices = BASELINE
+    weights: str = "samples"
     replicas: int = 1
 
     def __post_init__(self) -> None:
         self._timelines: dict[tuple[int, int, int], Timeline] = {}
         self._solvers: dict[tuple[int, int], Solver] = {}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
-        # The part that is handed in is there beside what the ranks have brought together.
-        self.own_part_bytes = batches.signature_bytes(batches.signature(self.source.sample))
-        fixed_bytes = batches.signature_bytes(batches.signature(self.batch)) + self.own_part_bytes
+        # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
+        self.own_part_bytes = sum(leaf.nbytes for leaf in _divided(self.source.sample))
         source, model = self.source, self.source.model
         one = equal_micro_batches(self.batch, self.micro_batches)[0]
         step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
         self.whole = _without_calls(source.priced(capture(step, self.techniques.but(frozen=()))))
         around = partial(regions, self.techniques, model, device_of(model).type)
         self.calls, found = chain_of(model, one, source.loss_fn, self.whole, around)
-        self.parts = replace(found, fixed_bytes=fixed_bytes, recompute=True)
+        undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._leaf_bytes().values())
+        shared = (
+            *found.shared,
+            *(Shared(f"batch {place}", size, self._readers(place)) for place, size in self._leaf_bytes().items()),
+        )
+        self.parts = replace(found, shared=shared, fixed_bytes=undivided + self.own_part_bytes, recompute=True)
+
+    def _leaf_bytes(self) -> dict[int, int]:
+        """Bytes of the tensors of the batch that are divided among ranks, by their places."""
+        size = batches.size(self.batch)
+        leaves, _ = batches.flattened(self.batch)
+        return {place: leaf.nbytes for place, leaf in enumerate(leaves) if _counts_samples(leaf, size)}
+
+    def _read(self, first: int, end: int) -> frozenset[int]:
+        """Places of the tensors of the batch that the rank of a stage is given."""
+        return self.calls.leaves_read(first, end, batches.counted_leaf(self.weights))
+
+    def _readers(self, place: int) -> tuple[int, ...]:
+        """The parts that read a tensor of the batch."""
+        return tuple(part for part in range(len(self.calls.calls)) if place in self._read(part, part + 1))
 
     @property
     def known(self) -> tuple[tuple[int, int], ...]:
@@ -166,9 +187,11 @@ class StagePlanner:
         model, calls = self.source.model, self.calls
         inside = {id(b) for call in calls.calls for b in model.get_submodule(call.path).buffers()}
         everywhere = sum(b.nbytes for b in model.buffers() if id(b) not in inside) + self.parts.fixed_bytes
+        read = [place for stretch in stretches for place in self._read(*stretch)]
+        batch = sum((read.count(place) - 1) * size for place, size in self._leaf_bytes().items() if place in read)
         there = [calls.parameters(model, *stretch).keys() | calls.read_between for stretch in stretches]
         again = (max(0, sum(name in names for names in there) - 1) * p.nbytes for name, p in model.named_parameters())
-        return (len(stretches) - 1) * everywhere + sum(again)
+        return (len(stretches) - 1) * everywhere + batch + sum(again)
 
     def cost(self, first: int, end: int, found: Cut, has_bytes: int) -> StageCost:
         """What the stage takes, for the cut: nowhere less than `rank_peak` says of it.
@@ -229,7 +252,8 @@ class StagePlanner:
             stage = StageModule(model, source.loss_fn, self.calls, first, end)
             size = batches.size(self.batch) // self.micro_batches
             sample = {
-                "batch": self.batch,
+                "samples": torch.empty((size * self.micro_batches, 0)),  # tells how many there are; the rest may not
+                "batch": self._given(self._read(first, end)),
                 "received": tuple(_buffers(meta, size, self.micro_batches) for meta in stage.received),
                 "gradients": tuple(_buffers(m, size, self.micro_batches) for m in stage.sent if m.requires_grad),
             }
@@ -240,6 +264,15 @@ class StagePlanner:
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
             return source.priced(captured)
+
+    def _given(self, read: frozenset[int]) -> Batch:
+        """The batch as a rank has it."""
+        leaves, structure = batches.flattened(self.batch)
+        divided = self._leaf_bytes()
+        return batches.rebuilt(
+            (leaf if place in read or place not in divided else ELSEWHERE for place, leaf in enumerate(leaves)),
+            structure,
+        )
 
     def _optimizer(
         self, make: OptimizerFactory, stage: StageModule, names: frozenset[str], replica: int, _: Iterable[nn.Parameter]
@@ -261,6 +294,15 @@ class StagePlanner:
         """Of what backward of a stage sends for one micro-batch."""
         crossing = (self.calls.meta(label) for label in self.calls.crossing(first)) if first else ()
         return sum(meta.bytes for meta in crossing if meta.requires_grad)
+
+
+def _counts_samples(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _divided(batch: Batch) -> list[Tensor]:
+    """The tensors whose first dimension counts samples."""
+    return [leaf for leaf in batches.leaves(batch) if _counts_samples(leaf, batches.size(batch))]
 
 
 def _without_calls(trace: Trace) -> Trace:

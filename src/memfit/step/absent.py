@@ -32,6 +32,17 @@ _PLAIN: Final = (
 )
 
 
+class _Elsewhere:
+    """Stands in a batch for a tensor that this rank's stages do not read."""
+
+    def __repr__(self) -> str:
+        """For signatures and errors."""
+        return "ELSEWHERE"
+
+
+ELSEWHERE: Final = _Elsewhere()
+
+
 class Absent(torch.Tensor):
     """A meta tensor that says that it is on a device, and turns into its like whatever is computed with it."""
 

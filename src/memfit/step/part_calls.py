@@ -28,6 +28,16 @@ class Label(NamedTuple):
     leaf: int
 
 
+class BatchLeaf(NamedTuple):
+    """A tensor of the batch.
+
+    Attributes:
+        number: its place among all leaves of the batch.
+    """
+
+    number: int
+
+
 Forward = Callable[..., Any]
 # What a call may return besides tensors, and a stage may hand on without having run it.
 PLAIN: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -83,6 +93,9 @@ class PartCalls:
         outside: likewise, the names of parameters that are read between calls on the way to it.
         read_between: parameters that are read between calls, before the last call.
         refused: for each boundary (before call b, none before the first), why the model cannot be cut there; empty where it can.
+        batch: for each leaf of the micro-batch its name, and what it is like where it is a tensor.
+        batch_reads: of each call, and in the last entry of the loss, the places of the leaves that it reads, itself or through what runs before it.
+        values_read: places of the leaves whose values decide what runs between calls, so that every stage needs them.
     """
 
     calls: tuple[PartCall, ...]
@@ -90,6 +103,21 @@ class PartCalls:
     outside: tuple[frozenset[str], ...]
     read_between: frozenset[str]
     refused: tuple[str, ...]
+    batch: tuple[tuple[str, TensorMeta | None], ...] = ()
+    batch_reads: tuple[frozenset[int], ...] = ()
+    values_read: frozenset[int] = frozenset()
+
+    def leaves_read(self, first: int, end: int, counted: str = "") -> frozenset[int]:
+        """Places of the tensors of the batch that a stage of calls [first, end) needs.
+
+        Args:
+            first, end: of the stage.
+            counted: name of the leaf that tells what a micro-batch counts for; the last stage looks at it.
+        """
+        read = self.values_read.union(*self.batch_reads[first:end])
+        if end == len(self.calls):
+            read |= self.batch_reads[end] | {place for place, (name, _) in enumerate(self.batch) if name == counted}
+        return frozenset(place for place in read if self.batch[place][1] is not None)
 
     def crossing(self, boundary: int) -> tuple[Label, ...]:
         """The tensors made before call `boundary` that it or something later reads."""

@@ -332,6 +332,48 @@ def test_a_plan_that_drops_nothing_is_not_tried_first_where_it_overlooks_a_large
     assert above(records, plan.budget_bytes) == []
 
 
+class Sometimes(nn.Module):
+    """Where it is told to, it runs something wide among its last layers, of which a plan for few bytes drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(HIDDEN, 16 * HIDDEN), nn.Linear(16 * HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(24))
+        self.wide = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to (batch, 40 * width)."""
+        x = self.last(torch.sigmoid(torch.exp(-self.first(x).square())))
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.wide and number == 20:
+                x = torch.sigmoid(torch.cat([x] * 20, -1)).sin()[:, :HIDDEN]
+        return torch.exp(torch.cat([x] * 40, -1))
+
+
+def test_with_several_paths_known_nothing_is_left_unfollowed() -> None:
+    """In a stretch in which one path's plan drops nothing the other path ran unseen, and above the budget."""
+    seeded(0)
+    model, rows = Sometimes(), torch.randn(64, HIDDEN)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
+    plans, budget = [], 0
+    for model.wide in (False, True):
+        most = memfit.plan(model, rows, lambda m, b: m(b).square().mean(), 1 << 50, sgd, fixed={"micro_batches": 1})
+        budget = budget or most.prediction.plain_peak_bytes - (1 << 16)
+        plans.append(memfit.replan(most, budget))
+    narrow, wide = plans
+    assert narrow.script.kept_stretches, "something is left unfollowed while this path alone is known"
+    engine = memfit.apply(narrow, model)
+    engine._plans.add_paths(narrow.signature, (narrow, wide))
+    records = []
+    for model.wide in (False, False, False, True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            records.append(engine.step(rows, meter=True))
+    assert begun_anew(records) == [4]
+    assert above(records, budget) == []
+
+
 def test_where_both_paths_do_not_fit_the_one_that_is_taken_now_is_planned_for() -> None:
     """The first forwards run everything in one way, later ones in another; a plan for both decides within calls alone, and takes more."""
     plan, records, said = told(Unrolled, 0.6, 12)

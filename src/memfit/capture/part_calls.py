@@ -37,9 +37,8 @@ from memfit.step.part_calls import (
 )
 
 Around = Callable[[], AbstractContextManager[object]]
-_Mark = (
-    Label | BatchLeaf | str
-)  # what a tensor may depend on: a part's result, a tensor of the batch, a parameter by its name
+# What a tensor may depend on: a part's result, a tensor of the batch, a parameter by its name.
+_Mark = Label | BatchLeaf | str
 _Marks = frozenset[_Mark]
 # Functions of torch that tell of a tensor what is known without its values, besides its properties.
 _DESCRIBE: Final = frozenset(
@@ -85,7 +84,7 @@ def find_part_calls(
                 batches.loss_of(model, sample, loss_fn)
             torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
             look = _Look(model, sample)
-            with around(), look, _ValuesRead(look), taken_over(parts_at(model, paths), look.called):
+            with around(), look, ValuesRead(look), taken_over(parts_at(model, paths), look.called):
                 loss = batches.loss_of(model, sample, loss_fn)
             return look.finished(loss)
     except MemfitError:
@@ -97,20 +96,69 @@ def find_part_calls(
         ) from error
 
 
-class _Look(dispatch.DispatchMode):
+class Marks(dispatch.DispatchMode):
+    """Follows what tensors depend on from operation to operation.
+
+    Args:
+        sample: the batch, whose tensors are marked by their places.
+
+    Attributes:
+        batch: its leaves, by name.
+    """
+
+    def __init__(self, sample: Batch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch = batches.names_and_leaves(sample)
+        self._marks: dict[int, _Marks] = {}  # by storage
+        self._alive: list[torch.Tensor] = []  # addresses are reused after a storage's death
+        for number, (_, leaf) in enumerate(self.batch):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf, frozenset([BatchLeaf(number)]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.ran(func, args, kwargs, result)
+        return result
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation has run: what it has made or written depends on what it read."""
+        read = self.of((args, kwargs))
+        for tensor in (*dispatch.tensors_in(result), *dispatch.written(func, args, kwargs)):
+            self.add(tensor, read)
+
+    def value_read(self, tree: Any) -> None:
+        """Python has read the values of the tensors in here."""
+        raise NotImplementedError
+
+    def add(self, tensor: torch.Tensor, marks: _Marks) -> None:
+        """Besides what it depends on already."""
+        if dispatch.has_storage(tensor):
+            key = dispatch.storage_key(tensor)
+            self._marks[key] = self._marks.get(key, frozenset()) | marks
+            self._alive.append(tensor)
+
+    def of(self, tree: Any) -> _Marks:
+        """What the tensors in here depend on."""
+        found: _Marks = frozenset()
+        for tensor in pytree.tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor) and dispatch.has_storage(tensor):
+                found |= self._marks.get(dispatch.storage_key(tensor), frozenset())
+        return found
+
+    def leaves_of(self, tree: Any) -> frozenset[int]:
+        """Places of the tensors of the batch that these depend on."""
+        return frozenset(mark.number for mark in self.of(tree) if isinstance(mark, BatchLeaf))
+
+
+class _Look(Marks):
     """Follows the labels of results, of the tensors of the batch and of parameters through what runs between parts."""
 
     def __init__(self, model: nn.Module, sample: Batch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._labels: dict[int, _Marks] = {
-            dispatch.storage_key(p): frozenset([name]) for name, p in model.named_parameters()
-        }
-        self._alive: list[torch.Tensor] = []  # addresses are reused after a storage's death
-        self._batch = [(name, leaf) for name, leaf in batches.names_and_leaves(sample)]
-        for number, (_, leaf) in enumerate(self._batch):
-            if isinstance(leaf, torch.Tensor):
-                self._add(leaf, frozenset([BatchLeaf(number)]))
-        self._values_read: set[int] = set()
+        super().__init__(sample)
+        for name, parameter in model.named_parameters():
+            self.add(parameter, frozenset([name]))
+        self._values_read: frozenset[int] = frozenset()
         self._calls: list[PartCall] = []
         self._needs: list[_Marks] = []
         self._read: set[str] = set()
@@ -121,39 +169,19 @@ class _Look(dispatch.DispatchMode):
         self._current = ""
         self._opaque: tuple[int, str] | None = None  # a boundary, and why the model cannot be cut from there on
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        read = self._of((args, kwargs))
-        if self._inside:  # it may also be among the attributes of a module
-            self._needs[-1] |= {mark for mark in read if isinstance(mark, BatchLeaf)}
-        else:
-            self._read |= {label for label in read if isinstance(label, str)}
-            written = dispatch.written(func, args, kwargs)
-            for tensor in (*dispatch.tensors_in(result), *written):
-                self._add(tensor, read)
-        return result
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._inside:  # what a part reads of the batch may be among its attributes, and no argument
+            self._needs[-1] |= {mark for mark in self.of((args, kwargs)) if isinstance(mark, BatchLeaf)}
+            return
+        self._read |= {mark for mark in self.of((args, kwargs)) if isinstance(mark, str)}
+        super().ran(func, args, kwargs, result)
 
     def value_read(self, tree: Any) -> None:
-        """Python has read the values of these."""
-        read = {mark.number for mark in self._of(tree) if isinstance(mark, BatchLeaf)}
+        read = self.leaves_of(tree)
         if self._inside:
             self._needs[-1] |= {BatchLeaf(number) for number in read}
         else:
             self._values_read |= read
-
-    def _add(self, tensor: torch.Tensor, labels: _Marks) -> None:
-        if dispatch.has_storage(tensor):
-            key = dispatch.storage_key(tensor)
-            self._labels[key] = self._labels.get(key, frozenset()) | labels
-            self._alive.append(tensor)
-
-    def _of(self, tree: Any) -> _Marks:
-        found: _Marks = frozenset()
-        for tensor in pytree.tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor) and dispatch.has_storage(tensor):
-                found |= self._labels.get(dispatch.storage_key(tensor), frozenset())
-        return found
 
     def called(self, path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._inside:
@@ -161,7 +189,7 @@ class _Look(dispatch.DispatchMode):
         position = len(self._calls)
         self._find_changes(position)
         self._current = path
-        self._needs.append(self._of((args, dict(kwargs))))
+        self._needs.append(self.of((args, dict(kwargs))))
         self._inside = True
         try:
             result = own(*args, **kwargs)
@@ -187,8 +215,8 @@ class _Look(dispatch.DispatchMode):
                 return earlier
         # A result in the storage of an earlier one is a view of it, of which both may be read later; one that was written has but the new contents.
         key = dispatch.storage_key(leaf)
-        before = self._labels.get(key, frozenset())
-        self._labels[key] = (frozenset() if before & self._changed else before) | {label}
+        before = self._marks.get(key, frozenset())
+        self._marks[key] = (frozenset() if before & self._changed else before) | {label}
         self._alive.append(leaf)
         self._results[label] = leaf, leaf._version
         return TensorMeta.of(leaf)
@@ -207,7 +235,7 @@ class _Look(dispatch.DispatchMode):
 
     def finished(self, loss: torch.Tensor) -> PartCalls:
         self._find_changes(len(self._calls))
-        self._needs.append(self._of(loss))
+        self._needs.append(self.of(loss))
         number = len(self._calls)
         reasons = [self._refused.get(boundary, "") for boundary in range(number)]
         if self._opaque is not None:
@@ -229,19 +257,23 @@ class _Look(dispatch.DispatchMode):
             frozenset(self._read) - (last - before),
             tuple(reasons),
             tuple(
-                (name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self._batch
+                (name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self.batch
             ),
             tuple(reads),
-            frozenset(self._values_read),
+            self._values_read,
         )
 
 
-class _ValuesRead(TorchFunctionMode):
-    """Tells a look of what Python reads of tensors: what is neither a tensor nor known without values."""
+class ValuesRead(TorchFunctionMode):
+    """Tells of what Python reads of tensors: what is neither a tensor nor known without values.
 
-    def __init__(self, look: _Look) -> None:
+    Args:
+        marks: that is told.
+    """
+
+    def __init__(self, marks: Marks) -> None:
         super().__init__()
-        self._look = look
+        self._marks = marks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -249,5 +281,5 @@ class _ValuesRead(TorchFunctionMode):
         if result is None or isinstance(result, torch.Tensor) or name == "__get__" or name in _DESCRIBE:
             return result
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            self._look.value_read((args, kwargs))
+            self._marks.value_read((args, kwargs))
         return result

@@ -55,6 +55,7 @@ class Executor:
             model=self._model,
             diverged=None if watch is None else watch.diverged,
             sizes=sizes,
+            everything=watch is not None and watch.several,
         )
 
     def forward_backward(

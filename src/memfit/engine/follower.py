@@ -73,6 +73,7 @@ class Follower(dispatch.DispatchMode):
         model: whose calls tell where a stretch begins or ends in which nothing is dropped; None to follow everything.
         diverged: called with where and why the forward differs, before anything that is not planned runs; it may raise.
         sizes: told what forward makes, where values decide how much; `diverged` hears of too much.
+        everything: is followed, stretches in which nothing is dropped as well: another path that is known may differ within them.
 
     Attributes:
         tape: what backward goes by.
@@ -89,6 +90,7 @@ class Follower(dispatch.DispatchMode):
         model: nn.Module | None = None,
         diverged: Callable[[str], None] | None = None,
         sizes: SizeWatch | None = None,
+        everything: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
@@ -98,6 +100,7 @@ class Follower(dispatch.DispatchMode):
         self.divergence: str | None = None
         self.unfollowed = 0
         self._model = model
+        self._everything = everything
         self._retain = retain
         self._repeated: CallsToRepeat | None = None
         self._diverged: Callable[[str], None] | None = None
@@ -119,7 +122,8 @@ class Follower(dispatch.DispatchMode):
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
         with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
-            if self._model is None or not self.compiled.kept_stretches or not self.compiled.confirmed:
+            compiled = self.compiled
+            if self._model is None or self._everything or not compiled.kept_stretches or not compiled.confirmed:
                 yield self
             else:
                 modules = self.compiled.modules_of(self._model)

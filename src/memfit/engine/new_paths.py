@@ -28,6 +28,7 @@ class PathWatch:
         model, loss_fn: of the step.
         restored: names of the buffers whose contents are put back when a step is undone.
         sizes: what is known of each path, where values decide sizes.
+        several: plans are known for other paths of its shape.
 
     Attributes:
         left: where and why a forward was ended; None where it was not.
@@ -39,8 +40,11 @@ class PathWatch:
         loss_fn: LossFunction | None,
         restored: Iterable[str],
         sizes: Sequence[PathSizes] = (),
+        *,
+        several: bool = False,
     ) -> None:
         self.left: str | None = None
+        self.several = several
         self._sizes = sizes
         self._unrestored = Unrestored(model, loss_fn, frozenset(restored))
         self._written = False

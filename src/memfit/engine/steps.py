@@ -146,7 +146,9 @@ class Steps:
         ):
             return None
         sizes = learner.sizes_of(plan)
-        return PathWatch(self._engine.model, self._engine.loss_fn, self._transactions.buffers.copies, sizes)
+        several = len(self._plans.of(signature)) > 1
+        buffers = self._transactions.buffers.copies
+        return PathWatch(self._engine.model, self._engine.loss_fn, buffers, sizes, several=several)
 
     def learn_after(self, batch: Batch, signature: str, learner: Learner | None, before: Deciding | None) -> None:
         """Learn what a step was that has diverged and run to its end, where that is due.

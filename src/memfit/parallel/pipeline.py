@@ -224,9 +224,14 @@ class Pipeline(PipelinedModel):
         micro_batches = self._split(self._whole.together(batch))
         calls = self._calls_of(micro_batches[0])
         counted = batches.counted_leaf(self.division.weights)
-        self._whole.read = [
-            calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))
+        read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
+        # Ranks have looked at one batch, but each at its own model: they send by what all of them have seen.
+        of_ranks = [
+            each
+            for each, pipeline in self.agreement.of_all((read, self._pipeline_number()))
+            if pipeline == self._pipeline_number()
         ]
+        self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
         self._running = Running(stages, ends, self._pipeline, self._region)

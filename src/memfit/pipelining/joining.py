@@ -12,6 +12,7 @@ from memfit.capture.part_calls import find_part_calls
 from memfit.errors import InputError, PlanFileError
 from memfit.parallel.pipeline import Division, Pipeline, mesh_of_pipelines
 from memfit.parallel.schedule import Region, StageEnds
+from memfit.pipelining.batch_reads import with_real_reads
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.techniques.choices import regions
@@ -61,4 +62,5 @@ def join(plan: Plan, model: nn.Module, loss_fn: LossFunction | None, group: dist
 def _look(
     model: nn.Module, loss_fn: LossFunction | None, paths: list[str], region: Region, micro_batch: Batch
 ) -> PartCalls:
-    return find_part_calls(model, micro_batch, loss_fn, paths, region)
+    calls = find_part_calls(model, micro_batch, loss_fn, paths, region)
+    return with_real_reads(calls, model, micro_batch, loss_fn, region)

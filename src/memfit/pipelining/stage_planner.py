@@ -24,6 +24,7 @@ from memfit.errors import InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
+from memfit.pipelining.batch_reads import with_real_reads
 from memfit.planner.model_parts import Boundary, chain, part_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -72,6 +73,7 @@ def chain_of(
         raise InputError(
             "the forward calls its parts differently from one time to the next, so the model cannot be cut into stages"
         )
+    calls = with_real_reads(calls, model, micro_batch, loss_fn, around)
     boundaries = [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))]
     return calls, chain(trace, found, boundaries)
 

@@ -256,9 +256,7 @@ class _Look(Marks):
             tuple(frozenset(label for label in need if isinstance(label, str)) for need in self._needs),
             frozenset(self._read) - (last - before),
             tuple(reasons),
-            tuple(
-                (name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self.batch
-            ),
+            tuple((name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self.batch),
             tuple(reads),
             self._values_read,
         )

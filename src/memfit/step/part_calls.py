@@ -103,9 +103,9 @@ class PartCalls:
     outside: tuple[frozenset[str], ...]
     read_between: frozenset[str]
     refused: tuple[str, ...]
-    batch: tuple[tuple[str, TensorMeta | None], ...] = ()
-    batch_reads: tuple[frozenset[int], ...] = ()
-    values_read: frozenset[int] = frozenset()
+    batch: tuple[tuple[str, TensorMeta | None], ...]
+    batch_reads: tuple[frozenset[int], ...]
+    values_read: frozenset[int]
 
     def leaves_read(self, first: int, end: int, counted: str = "") -> frozenset[int]:
         """Places of the tensors of the batch that a stage of calls [first, end) needs.

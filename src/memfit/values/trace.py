@@ -21,6 +21,9 @@ from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
 FORMAT_VERSION: Final = 12
+# What Python and autograd take longer beside an operation where kernels have driven them out of the caches, over what the engine does that follows it. Found on
+# one computer, from steps of GPT, Llama, ViT, T5 and BERT-base in one part and in several (docs/design/log.md).
+BETWEEN: Final = 0.3
 BEFORE_STEP: Final = -1
 
 
@@ -250,10 +253,24 @@ class Trace:
         return self.choices.micro_batches
 
     @cached_property
+    def between_seconds(self) -> float:
+        """Of one micro-batch's forward and backward, what lies between operations: Python and autograd, which kernels have driven out of the caches.
+
+        With warm caches it is part of what an operation takes where it is timed, called from Python. After a kernel that went through some megabytes it is read
+        from memory again, as the engine's own part is.
+        """
+        factors = (operation.host_factor for operation in self._of_a_pass)
+        return BETWEEN * self.dispatch_seconds * sum(factor - 1.0 for factor in factors)
+
+    @cached_property
     def pass_seconds(self) -> float:
         """Seconds of one micro-batch's forward and backward with nothing dropped."""
+        return sum(operation.seconds for operation in self._of_a_pass) + self.between_seconds
+
+    @cached_property
+    def _of_a_pass(self) -> tuple[Operation, ...]:
         operations = (self.operations[e] for e in self.events[: self.pass_events] if e >= 0)
-        return sum(operation.seconds for operation in operations if operation.phase is not Phase.OPTIMIZER)
+        return tuple(operation for operation in operations if operation.phase is not Phase.OPTIMIZER)
 
     @cached_property
     def bytes_before_step(self) -> int:
@@ -266,6 +283,7 @@ class Trace:
         # An update inside backward happens in the last pass only, and so does what synchronises gradients.
         every = sum(self.operations[e].seconds for e in self.events if e >= 0)
         once = sum(self.operations[number].seconds for number in self.synchronising) if self.micro_batches > 1 else 0.0
+        every += self.between_seconds
         return every + (self.pass_seconds - once) * (self.micro_batches - 1) + self.waited_seconds
 
     @cached_property

@@ -14,7 +14,7 @@ import pytest
 from memfit.errors import PlanFileError
 from memfit.identity import digest
 from memfit.techniques.choices import Choices
-from memfit.values.trace import FORMAT_VERSION, Category, Collective, Trace
+from memfit.values.trace import BETWEEN, FORMAT_VERSION, Category, Collective, Phase, Trace
 from planner import traces
 from sweeps import each_seed
 
@@ -58,6 +58,17 @@ def test_seconds_add_up_over_micro_batches() -> None:
     assert once.pass_seconds == pytest.approx(sum(o.seconds for o in once.operations) - update)
     assert several.plain_step_seconds == pytest.approx(4 * once.pass_seconds + update)
     assert once.forward_operations == 6
+
+
+def test_where_kernels_take_the_caches_each_micro_batch_takes_longer_between_its_operations() -> None:
+    warm = replace(traces.layers(3, seconds=1.0), dispatch_seconds=0.0)
+    cold = replace(warm, dispatch_seconds=1e-3)
+    added = sum(o.host_factor - 1.0 for o in cold.operations[: cold.pass_events] if o.phase is not Phase.OPTIMIZER)
+    assert added > 0
+    assert cold.between_seconds == pytest.approx(BETWEEN * 1e-3 * added)
+    assert cold.pass_seconds - warm.pass_seconds == pytest.approx(cold.between_seconds)
+    several = [replace(each, choices=Choices(4)).plain_step_seconds for each in (warm, cold)]
+    assert several[1] - several[0] == pytest.approx(4 * cold.between_seconds)
 
 
 def test_another_format_is_refused_by_number() -> None:

@@ -32,7 +32,7 @@ class Cost:
         made_bytes: of the storages it returns, in order; None when not measured.
         layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
-        slowdown: the least time of the reference work while this was measured, over the least that it ever took (`reference_work`).
+        slowdown: how many times longer than on a quiet computer work took while this was measured, at least (`reference_work`).
         in_cold_caches: the mean of runs in warm and in cold caches, not of warm ones alone.
     """
 

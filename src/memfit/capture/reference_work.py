@@ -14,7 +14,10 @@ from typing import Final
 
 import torch
 
-BUSY: Final = 1.25  # times its least time that the reference work takes on a busy machine; from run to run it differs by a few percent
+# Times its least time that the reference work takes on a computer that does nothing else, in between other work: so much it wavers by itself. What is timed
+# was divided by that, too, and came out 3 to 8 % too short, each time by another amount (docs/design/log.md, 2026-11-26).
+QUIET: Final = 1.15
+BUSY: Final = 1.1  # slowdown of a busy machine
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
 EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again; that takes about a twentieth of them
 RUNS: Final = 5  # the first ones bring the work back into the caches, which what was timed before has filled
@@ -49,9 +52,15 @@ class ReferenceWork:
         return self._seconds
 
     def slowdown(self) -> float:
-        """Its time now over the least that it has taken: the median of some, as it is another from one to the next."""
-        taken = median(self.seconds(now=True) for _ in range(LOOKS))
-        return taken / self.least_seconds
+        """How many times longer work takes now than on a quiet computer: by the median of some looks, as each gives another."""
+        return self._slower(median(self.seconds(now=True) for _ in range(LOOKS)))
+
+    def slowdown_beside(self) -> float:
+        """As `slowdown`, of a moment ago, for what is timed right after or before."""
+        return self._slower(self.seconds())
+
+    def _slower(self, taken: float) -> float:
+        return max(1.0, taken / (QUIET * self.least_seconds))
 
     def _once(self) -> float:
         if self._matrix is None:

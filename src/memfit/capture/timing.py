@@ -91,7 +91,7 @@ class KernelTimer:
             name = f"memfit.cost.{len(names)}"
             names[name] = key
             times: list[float] = []
-            before = self._reference_seconds()
+            before = self._slowdown()
             made: tuple[int, ...] = ()
             layouts: ResultLayouts = ()
             # A first run may allocate what then stays, and take longer: the last span of a name counts.
@@ -109,15 +109,15 @@ class KernelTimer:
             found[key] = Cost(0.0, 0, made, layouts)
             timed[key] = _Timed()
             if times[-1] >= PROFILED_SECONDS:
-                timed[key].add(times[-1], None, (before + self._reference_seconds()) / 2)
+                timed[key].add(times[-1], None, (before + self._slowdown()) / 2)
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
-            before = self._reference_seconds()
+            before = self._slowdown()
             warm = self._warm_seconds(call, args, kwargs)
             touched = call.input_bytes + sum(found[key].made_bytes or ())
             cold = self._cold_seconds(call, args, kwargs) if self._meets_cold_caches(touched, warm) else None
             timed[key].warm_share = 0.5 if touched < OWN_CACHE_BYTES else 0.0
-            timed[key].add(warm, cold, (before + self._reference_seconds()) / 2)
+            timed[key].add(warm, cold, (before + self._slowdown()) / 2)
 
         clock = processor_clock()
         shared = Filled(self.device)
@@ -133,14 +133,11 @@ class KernelTimer:
             for name, changes in spans_and_changes(profile, "memfit.cost.").items()
             if name in names
         }
-        least = 1.0 if self._reference is None else self._reference.least_seconds
-        return {
-            key: timed[key].cost(cost, workspaces.get(key, 0), least) for key, cost in found.items() if timed[key].warm
-        }
+        return {key: timed[key].cost(cost, workspaces.get(key, 0)) for key, cost in found.items() if timed[key].warm}
 
-    def _reference_seconds(self) -> float:
-        """Of the reference work by now."""
-        return 1.0 if self._reference is None else self._reference.seconds()
+    def _slowdown(self) -> float:
+        """Of the computer by now."""
+        return 1.0 if self._reference is None else self._reference.slowdown_beside()
 
     def _on_cuda(self, wanted: Mapping[str, CallSpec], progress: Callable[[int], None]) -> dict[str, Cost]:
         found: dict[str, Cost] = {}
@@ -258,7 +255,7 @@ class _Timed:
     """What the rounds have found of one call.
 
     Attributes:
-        warm, cold: seconds in warm and in cold caches, over those of the reference work meanwhile.
+        warm, cold: seconds in warm and in cold caches, over the slowdown meanwhile.
         rounds: in which it was timed, or could not be.
         warm_share: how often it finds in the caches what it reads.
     """
@@ -269,15 +266,15 @@ class _Timed:
         self.rounds = 0
         self.warm_share = 0.5
         self._long = False
-        self._reference_seconds = inf
+        self._slowdown = inf
 
-    def add(self, warm: float, cold: float | None, reference_seconds: float) -> None:
-        """What it took in one round, and the reference work beside it."""
-        self.warm.append(warm / reference_seconds)
+    def add(self, warm: float, cold: float | None, slowdown: float) -> None:
+        """What it took in one round, and how much slower the computer was beside it."""
+        self.warm.append(warm / slowdown)
         if cold is not None:
-            self.cold.append(cold / reference_seconds)
+            self.cold.append(cold / slowdown)
         self._long = self._long or warm >= VERY_LONG_SECONDS
-        self._reference_seconds = min(self._reference_seconds, reference_seconds)
+        self._slowdown = min(self._slowdown, slowdown)
 
     @property
     def settled(self) -> bool:
@@ -286,13 +283,12 @@ class _Timed:
             self.rounds + 1 >= ROUNDS.start and _agree(self.warm) and (not self.cold or _agree(self.cold))
         )
 
-    def cost(self, cost: Cost, workspace_bytes: int, least: float) -> Cost:
+    def cost(self, cost: Cost, workspace_bytes: int) -> Cost:
         """A cost with these seconds: of warm and cold caches, as bytes may be in them or not.
 
         Args:
             cost: the rest of it.
             workspace_bytes: of it.
-            least: seconds that the reference work has taken.
         """
         warm = median(self.warm)
         seconds = warm
@@ -300,9 +296,9 @@ class _Timed:
             seconds = self.warm_share * warm + (1.0 - self.warm_share) * max(warm, median(self.cold))
         return replace(
             cost,
-            seconds=seconds * least,
+            seconds=seconds,
             workspace_bytes=workspace_bytes,
-            slowdown=self._reference_seconds / least,
+            slowdown=self._slowdown,
             in_cold_caches=bool(self.cold),
         )
 

@@ -22,7 +22,7 @@ from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import Cost, with_costs
-from memfit.capture.reference_work import ReferenceWork
+from memfit.capture.reference_work import QUIET, ReferenceWork
 from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
 from memfit.hardware.efficiency import Kind, Work, work_seconds
@@ -405,7 +405,7 @@ def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
 
     def seconds(work: ReferenceWork, *, now: bool = False) -> float:
         work.least_seconds = 1.0
-        return left.pop(0) if len(left) > 1 else left[0]
+        return QUIET * (left.pop(0) if len(left) > 1 else left[0])
 
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
 
@@ -417,7 +417,7 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     busy_for(monkeypatch, 2.0)
     first = CostTable(CPU, tmp_path)
     taken = first.measure(calls)
-    assert {cost.slowdown for cost in taken.values()} == {2.0}
+    assert [cost.slowdown for cost in taken.values()] == pytest.approx([2.0] * len(calls))
     assert len(timed) == len(calls)
     busy_for(monkeypatch, 1.0)
     assert first.measure(calls) == taken
@@ -433,7 +433,7 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     in_another_process(monkeypatch)
     busy_for(monkeypatch, 1.05)
     again = CostTable(CPU, tmp_path).measure(calls)
-    assert {cost.slowdown for cost in again.values()} == {1.05}
+    assert [cost.slowdown for cost in again.values()] == pytest.approx([1.05] * len(calls))
     assert len(timed) == len(calls)
     timed.clear()
     in_another_process(monkeypatch)
@@ -450,13 +450,13 @@ def test_costs_are_the_same_on_a_machine_that_is_slower_now_and_then(
 
     def seconds(work: ReferenceWork, *, now: bool = False) -> float:
         work.least_seconds, slower[0] = 1.0, next(looks)
-        return slower[0]
+        return QUIET * slower[0]
 
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
     monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: 1e-3 * slower[0])
     table = CostTable(CPU, tmp_path)
     taken = table.measure(calls)
-    assert table._known.slowdown == 1.7  # at most of the looks
+    assert table._known.slowdown == pytest.approx(1.7)  # at most of the looks
     for cost in taken.values():
         assert cost.seconds == pytest.approx(1.7e-3, rel=0.3)
     in_another_process(monkeypatch)
@@ -504,6 +504,22 @@ def test_the_reference_work_knows_its_least_time() -> None:
     assert work.least_seconds == 2.0
     assert work.seconds(now=True) == 1.0
     assert work.least_seconds == 1.0
+
+
+def test_a_quiet_computer_is_as_fast_as_it_is_though_the_reference_work_wavers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divided by that, costs came out several percent too short, and those that were taken apart each by another amount."""
+    looks = itertools.cycle([1.0, 1.06, 1.14, 1.1])
+
+    def seconds(work: ReferenceWork, *, now: bool = False) -> float:
+        work.least_seconds = 1.0
+        return next(looks)
+
+    monkeypatch.setattr(ReferenceWork, "seconds", seconds)
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: 1e-3)
+    for cost in CostTable(CPU, tmp_path).measure(captured_chain().calls).values():
+        assert (cost.seconds, cost.slowdown) == (1e-3, 1.0)
 
 
 def damaged(content: str) -> Callable[[Path], None]:

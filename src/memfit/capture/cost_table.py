@@ -26,7 +26,7 @@ from memfit.storage.folders import cache_folder
 
 FORMAT: Final = 20
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
-BESIDE_SECONDS: Final = 1e-4, 5e-3
+BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
 FEWEST_BESIDE: Final = 3
 

@@ -135,10 +135,7 @@ class Pipeline(PipelinedModel):
         self._trained = {name: p for name, p in self._own.items() if p.requires_grad}
         self._calls: dict[tuple[str, bool], PartCalls] = {}
         self._signature = ""
-        self._sizes: tuple[int, ...] = ()
-        self._readers: tuple[
-            frozenset[int], ...
-        ] = ()  # of each leaf of the batch, the ranks of this pipeline that need it
+        self._whole = WholeBatch(self._pipeline, ())  # of the shapes that are prepared
         self._running: Running | None = None
 
     def _groups_of(self, several: set[tuple[int, ...]], mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:

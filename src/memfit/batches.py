@@ -76,6 +76,11 @@ def _what_instead(batch: Batch) -> str:
     return held
 
 
+def counts_samples(leaf: Any, samples: int) -> bool:
+    """Whether a leaf of a batch of so many samples is a tensor with them along its first dimension."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+
+
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Views of the batch with `sizes` samples each; tensors without the batch's length in front go whole into every part."""
     total = size(batch)
@@ -91,7 +96,7 @@ def sliced(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     start = 0
     for length in sizes:
         stop = start + length
-        parts.append(map_tensors(lambda t, a=start, b=stop: t[a:b] if t.dim() and t.shape[0] == total else t, batch))  # type: ignore[misc]
+        parts.append(map_tensors(lambda t, a=start, b=stop: t[a:b] if counts_samples(t, total) else t, batch))  # type: ignore[misc]
         start = stop
     return parts
 
@@ -103,7 +108,7 @@ def repeated(batch: Batch, samples: int) -> Batch:
         return batch
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or len(tensor) != have:
+        if not counts_samples(tensor, have):
             return tensor
         return tensor[torch.arange(samples, device=tensor.device) % have]
 
@@ -226,10 +231,8 @@ def shares(parts: Sequence[Batch], how: str) -> list[float] | None:
 
 def signature(batch: Batch) -> str:
     """Structure, shapes and dtypes in one readable line, e.g. `input_ids int64[16, 128], labels int64[16]`."""
-    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
     parts = []
-    for path, leaf in flat:
-        name = leaf_name(path)
+    for name, leaf in names_and_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             parts.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
@@ -20,7 +20,7 @@ from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.placement import place, placed
 from memfit.parallel.stage_module import StageModule
 from memfit.planner.model_parts import Boundary, chain, part_calls
-from memfit.step.absent import ELSEWHERE, Absent
+from memfit.step.absent import Absent, only
 from memfit.step.part_calls import PartCalls
 from memfit.values.trace import Category
 from parallel.stage_models import Decoder, Towers, built, rows, square_loss, word_loss, words
@@ -33,12 +33,6 @@ def _found(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, outward
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _read_of(batch: Batch, places: Collection[int]) -> Batch:
-    """A batch as a stage has it that reads these of its leaves."""
-    leaves, structure = batches.flattened(batch)
-    return batches.rebuilt((leaf if place in places else ELSEWHERE for place, leaf in enumerate(leaves)), structure)
 
 
 def _by_stages(
@@ -54,7 +48,7 @@ def _by_stages(
                 v.detach().clone().requires_grad_(meta.requires_grad)
                 for v, meta in zip(values, stage.received, strict=True)
             ]
-            result = stage(_read_of(batch, calls.leaves_read(first, end)), *received)
+            result = stage(only(batch, calls.leaves_read(first, end)), *received)
         values = result if isinstance(result, tuple) else (result,)
         tape.append((received, values))
     grads: list[Tensor | None] = [None]

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import memfit
 import small
@@ -31,6 +32,17 @@ def staged(name: str) -> steps.Built:
 
 def decoder() -> steps.Built:
     return staged("decoder")
+
+
+def weighed() -> steps.Built:
+    """With a tensor in the batch that every rank has alike: what each word counts for."""
+    model, sample, _ = decoder()
+
+    def loss_fn(one: nn.Module, batch: Any) -> Tensor:
+        logits, labels = one(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        return functional.cross_entropy(logits, labels, batch["weights"], reduction="sum") / 100.0
+
+    return model, {**sample, "weights": torch.linspace(0.5, 1.5, stage_models.WORDS)}, loss_fn
 
 
 def tied() -> steps.Built:

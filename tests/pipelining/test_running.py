@@ -111,6 +111,12 @@ def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
+def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
+    plan = planned(running.weighed, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
+    ran = compared(2, running.weighed, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
 def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:
     """Torch's interleaved schedule holds all that it sends, as its GPipe does. The gradients of four stages, two of them run again."""
     plan = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})

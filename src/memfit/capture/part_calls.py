@@ -118,12 +118,11 @@ class Marks(dispatch.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.ran(func, args, kwargs, result)
+        self.ran(func, args, kwargs, result, self.of((args, kwargs)))
         return result
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: _Marks) -> None:
         """An operation has run: what it has made or written depends on what it read."""
-        read = self.of((args, kwargs))
         for tensor in (*dispatch.tensors_in(result), *dispatch.written(func, args, kwargs)):
             self.add(tensor, read)
 
@@ -169,12 +168,12 @@ class _Look(Marks):
         self._current = ""
         self._opaque: tuple[int, str] | None = None  # a boundary, and why the model cannot be cut from there on
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: _Marks) -> None:
         if self._inside:  # what a part reads of the batch may be among its attributes, and no argument
-            self._needs[-1] |= {mark for mark in self.of((args, kwargs)) if isinstance(mark, BatchLeaf)}
+            self._needs[-1] |= {mark for mark in read if isinstance(mark, BatchLeaf)}
             return
-        self._read |= {mark for mark in self.of((args, kwargs)) if isinstance(mark, str)}
-        super().ran(func, args, kwargs, result)
+        self._read |= {mark for mark in read if isinstance(mark, str)}
+        super().ran(func, args, kwargs, result, read)
 
     def value_read(self, tree: Any) -> None:
         read = self.leaves_of(tree)

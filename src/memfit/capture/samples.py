@@ -25,7 +25,7 @@ def rows_of(sample: Batch, count: int) -> Batch:
                 break
     chosen = torch.tensor(sorted(order[:count]))
     return batches.map_tensors(
-        lambda t: t.index_select(0, chosen.to(t.device)) if t.dim() and t.shape[0] == total else t, sample
+        lambda t: t.index_select(0, chosen.to(t.device)) if batches.counts_samples(t, total) else t, sample
     )
 
 

@@ -27,6 +27,7 @@ from memfit.parallel.other_stages import OtherStages
 from memfit.parallel.schedule import Region, Running, StageEnds
 from memfit.parallel.stage_module import StageModule
 from memfit.parallel.whole_batch import WholeBatch
+from memfit.sharding.agreement import Agreement
 from memfit.sharding.pipelined import AroundForward, Passed, PipelinedModel
 from memfit.sharding.sharded import OptimizerFactory
 from memfit.sharding.state_sharding import sharded_state, something, stepped
@@ -223,11 +224,7 @@ class Pipeline(PipelinedModel):
         counted = batches.counted_leaf(self.division.weights)
         read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
         # Ranks have looked at one batch, but each at its own model: they send by what all of them have seen.
-        of_ranks = [
-            each
-            for each, pipeline in self.agreement.of_all((read, self._pipeline_number()))
-            if pipeline == self._pipeline_number()
-        ]
+        of_ranks = Agreement(self._pipeline, self.device).of_all(read)
         self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))

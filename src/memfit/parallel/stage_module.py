@@ -129,7 +129,7 @@ class _Run:
             return self._without_running(position)
         if any(isinstance(leaf, Absent) for given in (*args, *kwargs.values()) for leaf in _leaves(given)):
             raise EngineError(
-                f"{path} reads a tensor of an earlier stage that it did not read when the model was cut: plan again"
+                f"{path} reads a tensor, of an earlier stage or of the batch, that it did not read when the model was cut: plan again"
             )
         self._inside = True
         try:

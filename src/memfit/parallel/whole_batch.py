@@ -46,7 +46,7 @@ class WholeBatch:
         works: list[dist.Work | None] = []
         between: list[dist.P2POp] = []
         for place, leaf in enumerate(leaves):
-            if not (isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == own):
+            if not batches.counts_samples(leaf, own):
                 continue
             reading = self._readers(place)
             if reading == ranks:

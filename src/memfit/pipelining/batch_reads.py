@@ -92,9 +92,9 @@ class _Reads(Marks):
             self.of_calls[self.position] |= self.leaves_of((args, kwargs))
         self.position += 1
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: Any) -> None:
         """As for any marks."""
-        super().ran(func, args, kwargs, result)
+        super().ran(func, args, kwargs, result, read)
         if any(tag in func.tags for tag in _BY_VALUES):
             self.value_read((args, kwargs))
 

@@ -425,7 +425,7 @@ def _of_pipeline(sample: Batch, ranks: int) -> Batch:
     size = batches.size(sample)
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or len(tensor) != size:
+        if not batches.counts_samples(tensor, size):
             return tensor
         if tensor.device.type == "meta":
             return tensor.new_empty((ranks * size, *tensor.shape[1:]))

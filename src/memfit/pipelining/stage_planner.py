@@ -31,7 +31,7 @@ from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, part_of, something
-from memfit.step.absent import ELSEWHERE
+from memfit.step.absent import only
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import OptimizerFactory
@@ -113,29 +113,28 @@ class StagePlanner:
         self._solvers: dict[tuple[int, int], Solver] = {}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
         # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
-        self.own_part_bytes = sum(leaf.nbytes for leaf in _divided(self.source.sample))
+        self._divided_bytes = _divided_bytes(self.batch)
+        self.own_part_bytes = sum(_divided_bytes(self.source.sample).values())
         source, model = self.source, self.source.model
         one = equal_micro_batches(self.batch, self.micro_batches)[0]
         step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
         self.whole = _without_calls(source.priced(capture(step, self.techniques.but(frozen=()))))
         around = partial(regions, self.techniques, model, device_of(model).type)
         self.calls, found = chain_of(model, one, source.loss_fn, self.whole, around)
-        undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._leaf_bytes().values())
-        shared = (
-            *found.shared,
-            *(Shared(f"batch {place}", size, self._readers(place)) for place, size in self._leaf_bytes().items()),
+        undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
+        read = (Shared(f"batch {place}", size, self._readers(place)) for place, size in self._divided_bytes.items())
+        self.parts = replace(
+            found, shared=(*found.shared, *read), fixed_bytes=undivided + self.own_part_bytes, recompute=True
         )
-        self.parts = replace(found, shared=shared, fixed_bytes=undivided + self.own_part_bytes, recompute=True)
-
-    def _leaf_bytes(self) -> dict[int, int]:
-        """Bytes of the tensors of the batch that are divided among ranks, by their places."""
-        size = batches.size(self.batch)
-        leaves, _ = batches.flattened(self.batch)
-        return {place: leaf.nbytes for place, leaf in enumerate(leaves) if _counts_samples(leaf, size)}
 
     def _read(self, first: int, end: int) -> frozenset[int]:
-        """Places of the tensors of the batch that the rank of a stage is given."""
+        """Places of the tensors of the batch that the rank of a stage is sent."""
         return self.calls.leaves_read(first, end, batches.counted_leaf(self.weights))
+
+    def _given(self, first: int, end: int) -> set[int]:
+        """Places of all leaves that it has: those that it is sent, and those that every rank hands in as they are."""
+        leaves, _ = batches.flattened(self.batch)
+        return {*self._read(first, end), *(set(range(len(leaves))) - self._divided_bytes.keys())}
 
     def _readers(self, place: int) -> tuple[int, ...]:
         """The parts that read a tensor of the batch."""
@@ -190,7 +189,7 @@ class StagePlanner:
         inside = {id(b) for call in calls.calls for b in model.get_submodule(call.path).buffers()}
         everywhere = sum(b.nbytes for b in model.buffers() if id(b) not in inside) + self.parts.fixed_bytes
         read = [place for stretch in stretches for place in self._read(*stretch)]
-        batch = sum((read.count(place) - 1) * size for place, size in self._leaf_bytes().items() if place in read)
+        batch = sum((read.count(place) - 1) * size for place, size in self._divided_bytes.items() if place in read)
         there = [calls.parameters(model, *stretch).keys() | calls.read_between for stretch in stretches]
         again = (max(0, sum(name in names for names in there) - 1) * p.nbytes for name, p in model.named_parameters())
         return (len(stretches) - 1) * everywhere + batch + sum(again)
@@ -255,7 +254,7 @@ class StagePlanner:
             size = batches.size(self.batch) // self.micro_batches
             sample = {
                 "samples": torch.empty((size * self.micro_batches, 0)),  # tells how many there are; the rest may not
-                "batch": self._given(self._read(first, end)),
+                "batch": only(self.batch, self._given(first, end)),
                 "received": tuple(_buffers(meta, size, self.micro_batches) for meta in stage.received),
                 "gradients": tuple(_buffers(m, size, self.micro_batches) for m in stage.sent if m.requires_grad),
             }
@@ -266,15 +265,6 @@ class StagePlanner:
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
             return source.priced(captured)
-
-    def _given(self, read: frozenset[int]) -> Batch:
-        """The batch as a rank has it."""
-        leaves, structure = batches.flattened(self.batch)
-        divided = self._leaf_bytes()
-        return batches.rebuilt(
-            (leaf if place in read or place not in divided else ELSEWHERE for place, leaf in enumerate(leaves)),
-            structure,
-        )
 
     def _optimizer(
         self, make: OptimizerFactory, stage: StageModule, names: frozenset[str], replica: int, _: Iterable[nn.Parameter]
@@ -298,13 +288,11 @@ class StagePlanner:
         return sum(meta.bytes for meta in crossing if meta.requires_grad)
 
 
-def _counts_samples(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-
-
-def _divided(batch: Batch) -> list[Tensor]:
-    """The tensors whose first dimension counts samples."""
-    return [leaf for leaf in batches.leaves(batch) if _counts_samples(leaf, batches.size(batch))]
+def _divided_bytes(batch: Batch) -> dict[int, int]:
+    """Bytes of the tensors of a batch that are divided among ranks, by their places."""
+    size = batches.size(batch)
+    leaves, _ = batches.flattened(batch)
+    return {place: leaf.nbytes for place, leaf in enumerate(leaves) if batches.counts_samples(leaf, size)}
 
 
 def _without_calls(trace: Trace) -> Trace:

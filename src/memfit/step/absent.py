@@ -7,7 +7,7 @@ is done on these, which costs no memory and no computing. A meta tensor alone wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any, Final, Self
 
@@ -15,6 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit import batches
+from memfit.batches import Batch
 from memfit.step.part_calls import TensorMeta
 
 KNOWN: Final = 1024  # calls whose results are remembered
@@ -41,6 +43,12 @@ class _Elsewhere:
 
 
 ELSEWHERE: Final = _Elsewhere()
+
+
+def only(batch: Batch, places: Collection[int]) -> Batch:
+    """A batch of which the leaves at these places are here, and ELSEWHERE stands for all others."""
+    leaves, structure = batches.flattened(batch)
+    return batches.rebuilt((leaf if place in places else ELSEWHERE for place, leaf in enumerate(leaves)), structure)
 
 
 class Absent(torch.Tensor):

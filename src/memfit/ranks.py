@@ -20,6 +20,7 @@ from memfit.progress import Progress, tell
 from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import backend_for
+from memfit.sharding.process_exit import leave_group_at_exit
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.sharding import way_of
@@ -65,7 +66,7 @@ def check_world(number: int) -> tuple[int, int]:
 
 
 def join_group(backend: str) -> None:
-    """Meet the other ranks where the environment says.
+    """Meet the other ranks where the environment says, until this process ends.
 
     Args:
         backend: of torch's, as "gloo".
@@ -75,6 +76,7 @@ def join_group(backend: str) -> None:
     """
     try:
         dist.init_process_group(backend)
+        leave_group_at_exit()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         rank, ranks, host, port = (
             os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from memfit.sharding.process_exit import wait_for_senders_at_exit
+
 Told = TypeVar("Told")
 
 
@@ -20,6 +22,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        wait_for_senders_at_exit()
         self._group = group
         self.rank = group.rank()
         # Made once: a backend's own thread may hold what it sends a little longer than the step does.

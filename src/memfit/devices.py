@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from memfit.capture.gloo_time import MOST_RANKS, as_processes
 from memfit.capture.trace_source import TraceSource
-from memfit.errors import CaptureError, InfeasibleError, InputError
+from memfit.errors import CaptureError, InfeasibleError, InputError, Remedy
 from memfit.hardware.machine import Machine
 from memfit.hardware.machine_file import Devices, named_devices
 from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
@@ -22,12 +23,13 @@ from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.sharding import ANY_PIPELINE, PIPELINES, WAYS, is_pipeline, setting_of, way_of
 from memfit.techniques.technique import listed
-from memfit.units import format_bytes, format_seconds, parse_bytes
+from memfit.units import format_budget, format_bytes, format_seconds, parse_bytes
 from memfit.values.plan import Plan
 from memfit.values.request import Budget, Request
 
 # What shares out less sends less and is closer to one device; more of it must make a step faster by this factor.
 WORTH_MORE: Final = 1.01
+CLAIMS: Final = 8  # tries of what a pipeline says that it needs
 
 
 def several_devices(devices: Devices, here: Machine) -> Topology:
@@ -85,22 +87,16 @@ def plan_sharded(
         raise InputError("devices names one device: plan without devices, or name several")
     best: Plan | None = None
     turned_down: list[str] = []
-    least: InfeasibleError | None = None
+    refused: dict[str, InfeasibleError] = {}
     ways = _ways(asked, ranks)
+    planning = _Planning(source, request, topology, make)
     for way in ways:
         named = in_words(Choices(sharding=way))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
-            made = _planned(source, request, way, topology, make)
+            made = planning.plan(way)
         except InfeasibleError as error:
-            needs = (
-                ""
-                if error.minimum_bytes is None
-                else f", the smallest plan needs {format_bytes(error.minimum_bytes)} on each device"
-            )
-            turned_down.append(f"{named}: does not fit{needs}")
-            if least is None or (error.minimum_bytes or 1 << 62) < (least.minimum_bytes or 1 << 62):
-                least = error
+            refused[way] = error
             continue
         except (CaptureError, InputError) as error:
             if len(ways) == 1:
@@ -112,17 +108,20 @@ def plan_sharded(
             best = made
         else:
             turned_down.append(_slower(made))
+    least = _least(refused, planning) if best is None else None
+    turned_down += map(_does_not_fit, refused, refused.values())
     if best is None:
         if least is None:
             raise InputError(f"the step cannot be shared out among {ranks} ranks: {'; '.join(turned_down)}")
+        remedies = least.remedies or _larger_budget(least, topology)
         raise InfeasibleError(
             f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. Ways out: "
-            f"{''.join(f'{each.text}; ' for each in least.remedies if each.kind == 'budget')}more devices; a smaller batch for each; more in allow=",
+            f"{''.join(f'{each.text}; ' for each in remedies if each.kind == 'budget')}more devices; a smaller batch for each; more in allow=",
             budget_bytes=least.budget_bytes,
             minimum_bytes=least.minimum_bytes,
             moment=least.moment,
             module=least.module,
-            remedies=least.remedies,
+            remedies=remedies,
             weighed=tuple(turned_down),
         )
     kinds = Counter((kind.name, kind.memory_bytes) for kind in topology.devices)
@@ -164,6 +163,50 @@ def _ways(asked: str, ranks: int) -> tuple[str, ...]:
     return (*sharded, *(settings_for(asked, ranks) if way not in WAYS else ()))
 
 
+def _does_not_fit(way: str, error: InfeasibleError) -> str:
+    needs = ""
+    if error.minimum_bytes is not None:
+        # A cut of parts that were not captured as stages is told with what they take by themselves.
+        least = "no plan was found for less than" if is_pipeline(way) else "the smallest plan needs"
+        needs = f", {least} {format_bytes(error.minimum_bytes)} on each device"
+    return f"{in_words(Choices(sharding=way))}: does not fit{needs}"
+
+
+def _least(refused: dict[str, InfeasibleError], planning: _Planning) -> InfeasibleError | None:
+    """Of the ways that do not fit, the one that needs least; what pipelines need is tried, and told anew where it is more. None where there is none."""
+
+    def needed(way: str) -> int:
+        return refused[way].minimum_bytes or 1 << 62
+
+    for _ in range(CLAIMS):
+        way = min(refused, key=needed, default=None)
+        if way is None:
+            return None
+        least = refused[way]
+        if not is_pipeline(way) or least.minimum_bytes is None:
+            return least
+        try:
+            planning.plan(way, least.minimum_bytes)
+        except InfeasibleError as error:
+            error.budget_bytes = least.budget_bytes
+            refused[way] = error
+        else:
+            return least
+    others = [way for way in refused if not is_pipeline(way)]
+    if others:
+        return refused[min(others, key=needed)]
+    return InfeasibleError(str(least), budget_bytes=least.budget_bytes)
+
+
+def _larger_budget(least: InfeasibleError, topology: Topology) -> tuple[Remedy, ...]:
+    """The one that would do, where the devices have as much."""
+    size = least.minimum_bytes
+    if size is None or size > min(device.memory_bytes for device in topology.devices):
+        return ()
+    given = format_budget(size)
+    return (Remedy(f'budget="{given}"', size - least.budget_bytes, 0.0, "budget", {"budget": given}),)
+
+
 def _slower(plan: Plan) -> str:
     figures = plan.prediction
     return (
@@ -171,22 +214,37 @@ def _slower(plan: Plan) -> str:
     )
 
 
-def _planned(
-    source: TraceSource,
-    request: Request,
-    setting: str,
-    topology: Topology,
-    make: Callable[[Request], Plan] | None,
-) -> Plan:
-    """The plan for one way. It is searched for the rank with the most state, and fits on every one."""
-    if is_pipeline(setting):
-        if make is not None:
-            raise InputError("a trainer runs the whole model in every process, so it trains no stages")
-        return PipelinePlanning(source, request, topology, setting).plan()
-    if not topology.alike:
-        raise InputError("it deals out equal parts, and these devices are not alike")
-    way, ranks, _ = way_of(setting)
-    with frozen(source.model, request.freeze):
-        setting = setting_of(way, ranks, fullest(source.model, setting_of(way, ranks)))
-    settled = request.settling(sharding=setting)
-    return make(settled) if make is not None else planning_for(source, settled).plan()
+@dataclass(eq=False)
+class _Planning:
+    """Plans for one way of sharing out after the other; what was captured for one budget of a pipeline serves the next.
+
+    Args:
+        source, request, topology, make: as for `plan_sharded`.
+    """
+
+    source: TraceSource
+    request: Request
+    topology: Topology
+    make: Callable[[Request], Plan] | None
+    _pipelines: dict[str, PipelinePlanning] = field(default_factory=dict)
+
+    def plan(self, setting: str, budget_bytes: int | None = None) -> Plan:
+        """The plan for one way. It is searched for the rank with the most state, and fits on every one.
+
+        Args:
+            setting: the way.
+            budget_bytes: of each device, where it is a pipeline; the request's if None.
+        """
+        if is_pipeline(setting):
+            if self.make is not None:
+                raise InputError("a trainer runs the whole model in every process, so it trains no stages")
+            if setting not in self._pipelines:
+                self._pipelines[setting] = PipelinePlanning(self.source, self.request, self.topology, setting)
+            return self._pipelines[setting].plan(budget_bytes)
+        if not self.topology.alike:
+            raise InputError("it deals out equal parts, and these devices are not alike")
+        way, ranks, _ = way_of(setting)
+        with frozen(self.source.model, self.request.freeze):
+            setting = setting_of(way, ranks, fullest(self.source.model, setting_of(way, ranks)))
+        settled = self.request.settling(sharding=setting)
+        return self.make(settled) if self.make is not None else planning_for(self.source, settled).plan()

@@ -30,15 +30,16 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
-from memfit.sharding.state_sharding import dealt_out, part_of, something
+from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import BASELINE, Choices, regions
-from memfit.techniques.sharding import INTERLEAVED
 from memfit.values.stages import Cut, Parts, Recompute, Schedule, Shared, StageCost
 from memfit.values.trace import Trace
+
+Stretch = tuple[int, int]  # of parts: the first of a stage, and the first after it
 
 LEVELS: Final = 3  # how far out blocks within blocks are looked at
 
@@ -109,7 +110,7 @@ class StagePlanner:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        self._timelines: dict[tuple[int, int, int], Timeline] = {}
+        self._timelines: dict[tuple[int, int, tuple[int, ...]], Timeline] = {}
         self._solvers: dict[tuple[int, int], Solver] = {}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
         # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
@@ -148,29 +149,56 @@ class StagePlanner:
     def solver(self, first: int, end: int) -> Solver:
         """For the step of this stretch as one stage, on the rank with the most state."""
         if (first, end) not in self._solvers:
-            sizes = [sum(share) for share in self._shares(first, end)]
-            self._solvers[first, end] = Solver(self.timeline(first, end, sizes.index(max(sizes))))
+            shares = [share[first, end] for share in self.shares([(first, end)])]
+            sizes = self._sizes()
+            most = max(shares, key=lambda share: sum(sizes[name] for name in share))
+            self._solvers[first, end] = Solver(self.timeline(first, end, most))
         return self._solvers[first, end]
 
-    def timeline(self, first: int, end: int, replica: int) -> Timeline:
-        """Of the step of this stretch as one stage in one of the pipelines; those that share out alike have one."""
-        shares = self._shares(first, end)
-        key = first, end, shares.index(shares[replica])
+    def timeline(self, first: int, end: int, share: Sequence[str]) -> Timeline:
+        """Of the step of this stretch as one stage, on a rank that has the optimizer's state of these parameters; shares of the same sizes have one."""
+        sizes = self._sizes()
+        key = first, end, tuple(sizes[name] for name in share)
         if key not in self._timelines:
-            self._timelines[key] = Timeline(self._trace(*key))
+            self._timelines[key] = Timeline(self._trace(first, end, frozenset(share)))
         return self._timelines[key]
 
-    def _shares(self, first: int, end: int) -> list[list[int]]:
-        """Elements of the parameters whose state the ranks of this stage have, in the order in which they are dealt out."""
-        trained = [p.numel() for p in self.calls.parameters(self.source.model, first, end).values() if p.requires_grad]
-        (dealt,) = dealt_out([trained], self.replicas)
-        return [[trained[position] for position in share] for share in dealt]
+    def _sizes(self) -> dict[str, int]:
+        return {name: p.numel() for name, p in self.source.model.named_parameters()}
 
-    def levels(self, first: int, end: int, recomputations: Recomputations, replica: int | None = None) -> StageLevels:
-        """What the stage holds under a plan, in one of the pipelines; None for the rank with the most state."""
+    def shares(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
+        """Which parameters' state a rank with these stages has, by stage, in each of the pipelines: those of all its stages are dealt out together."""
+        model = self.source.model
+        used = {stretch: self.calls.parameters(model, *stretch).keys() for stretch in stretches}
+        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        own = [p for p in model.parameters() if any(names.get(id(p)) in some for some in used.values())]
+        if self.replicas == 1 or self.source.optimizer is None or not own:
+            dealt = [[[names[id(p)] for p in own]]] * self.replicas
+        else:
+            groups = [
+                [names[id(p)] for p in group["params"]] for group in self.source.optimizer(iter(own)).param_groups
+            ]
+            sizes = self._sizes()
+            positions = dealt_out([[sizes[name] for name in group] for group in groups], self.replicas)
+            dealt = [
+                [[group[each] for each in of_group[replica]] for group, of_group in zip(groups, positions, strict=True)]
+                for replica in range(self.replicas)
+            ]
+        return [
+            {
+                stretch: tuple(name for group in of_rank for name in group if name in some)
+                for stretch, some in used.items()
+            }
+            for of_rank in dealt
+        ]
+
+    def levels(
+        self, first: int, end: int, recomputations: Recomputations, share: Sequence[str] | None = None
+    ) -> StageLevels:
+        """What the stage holds under a plan, where its rank has the optimizer's state of these parameters; None for the rank with the most."""
         last = end == len(self.calls.calls)
         return stage_levels(
-            self.solver(first, end).timeline if replica is None else self.timeline(first, end, replica),
+            self.solver(first, end).timeline if share is None else self.timeline(first, end, share),
             recomputations,
             self.received_gradient_bytes(first),
             0 if last else self.calls.crossing_bytes(end),
@@ -215,7 +243,7 @@ class StagePlanner:
             self._with_messages(way, self.levels(first, end, solution.recomputations), found.schedule)
             for way, solution in kept
         )
-        return StageCost(forward, backward, state, tuple(ways), update)
+        return StageCost(forward, backward, state, tuple(ways), update, plain.update_bytes)
 
     def _menu(self, first: int, end: int, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
         key = first, end, plain_only
@@ -224,15 +252,12 @@ class StagePlanner:
         return self._menus[key]
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
-        sent = levels.received_gradient_bytes
-        held = sent + levels.made_bytes
-        if schedule is Schedule.GPIPE:  # what one is done with, against what it has kept until then
-            held = (self.micro_batches - 1) * max(0, held - way.kept_bytes)
-        elif schedule is Schedule.INTERLEAVED:  # of the other stages of its rank, too
-            held *= self.micro_batches * INTERLEAVED
+        sent = levels.received_gradient_bytes + levels.made_bytes
+        holds = schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD
+        held = 0 if holds else sent
         if not levels.sent_bytes:
             held += self.micro_batches * NUMBER_BYTES
-        return replace(way, pass_bytes=max(way.pass_bytes + held, levels.update_bytes))
+        return replace(way, pass_bytes=way.pass_bytes + held, done_bytes=sent if holds else 0)
 
     def way(self, first: int, end: int, solution: Solution, schedule: Schedule) -> Recompute:
         """The way to hold activations that a plan of the stage is, as a cut counts it."""
@@ -247,7 +272,7 @@ class StagePlanner:
             if (known.kept_bytes, known.extra_seconds) == (way.kept_bytes, way.extra_seconds)
         )
 
-    def _trace(self, first: int, end: int, replica: int) -> Trace:
+    def _trace(self, first: int, end: int, share: frozenset[str]) -> Trace:
         source, model = self.source, self.source.model
         with without_other_stages(model, self.calls, [(first, end)]):
             stage = StageModule(model, source.loss_fn, self.calls, first, end)
@@ -259,20 +284,27 @@ class StagePlanner:
                 "gradients": tuple(_buffers(m, size, self.micro_batches) for m in stage.sent if m.requires_grad),
             }
             names = frozenset(self.calls.parameters(model, first, end))
-            make = (
-                None if source.optimizer is None else partial(self._optimizer, source.optimizer, stage, names, replica)
-            )
+            make = None if source.optimizer is None else partial(self._optimizer, source.optimizer, stage, names, share)
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
             return source.priced(captured)
 
     def _optimizer(
-        self, make: OptimizerFactory, stage: StageModule, names: frozenset[str], replica: int, _: Iterable[nn.Parameter]
+        self,
+        make: OptimizerFactory,
+        stage: nn.Module,
+        names: frozenset[str],
+        share: frozenset[str],
+        _: Iterable[nn.Parameter],
     ) -> torch.optim.Optimizer:
         """As a rank makes it: over the stage's own parameters, or its share of them."""
-        own = [p for n, p in stage.model.named_parameters() if p.requires_grad and n in names]
-        made = make(iter(something(own)))
-        return part_of(made, self.replicas, replica, lambda one: one) if self.replicas > 1 and own else made
+        assert isinstance(stage, StageModule)
+        own = {n: p for n, p in stage.model.named_parameters() if p.requires_grad and n in names}
+        made = make(iter(something(own.values())))
+        if self.replicas == 1 or not own:
+            return made
+        kept = {id(own[name]) for name in share}
+        return only_with(made, [[p for p in group["params"] if id(p) in kept] for group in made.param_groups])
 
     def buffers_bytes(self, first: int, end: int) -> int:
         """Of messages whose first dimension does not count samples: in the trace they are there once."""

@@ -144,15 +144,16 @@ def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -
     orders = rank_orders(cut.schedule, ranks, cut.micro_batches, len(cut.stages) // ranks)
     stretches = [(stage.first, stage.end) for stage in cut.stages]
 
-    def peak(rank: int, replica: int) -> tuple[int, str]:
-        mine = {
-            number: planner.levels(*stretches[number], dropped[number], replica)
-            for number in range(rank, len(stretches), ranks)
-        }
-        shared = planner.shared_bytes([stretches[number] for number in mine])
-        return rank_peak(orders[rank], cut.schedule, mine, shared)
+    def of_rank(rank: int) -> list[tuple[int, str]]:
+        mine = {number: stretches[number] for number in range(rank, len(stretches), ranks)}
+        shared = planner.shared_bytes(list(mine.values()))
+        peaks = []
+        for share in planner.shares(list(mine.values())):
+            levels = {n: planner.levels(*stretch, dropped[n], share[stretch]) for n, stretch in mine.items()}
+            peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared))
+        return peaks
 
-    return [[peak(rank, replica) for replica in range(planner.replicas)] for rank in range(ranks)]
+    return [of_rank(rank) for rank in range(ranks)]
 
 
 def _described(

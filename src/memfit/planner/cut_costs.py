@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memfit.planner.schedules import Action, Order, Simulated, moments, rank_orders, simulate
@@ -94,14 +94,31 @@ class CutCosts:
         return self._ways[key]
 
     def alone_bytes(self, stage: int, made: Stage) -> int:
-        """The most that its device holds for this stage while it runs."""
-        return max(
-            self.cost(made.first, made.end).state_bytes
-            + made.recompute.pass_bytes
-            + dict(others).get(stage, 0) * made.recompute.kept_bytes
-            for running, others in self._moments[stage % len(self.devices)]
-            if running == stage
+        """The most that its device holds for this stage while it runs, and in the update."""
+        cost = self.cost(made.first, made.end)
+        return cost.state_bytes + max(
+            cost.update_bytes,
+            *(
+                self._held_bytes(stage, dict(others), {stage: made})
+                for running, others in self._moments[stage % len(self.devices)]
+                if running == stage
+            ),
         )
+
+    def _held_bytes(self, running: int, others: Mapping[int, int], mine: Mapping[int, Stage]) -> int:
+        """What a rank holds for micro-batches in the pass of one, of those of its stages that are known.
+
+        Args:
+            running: the stage in whose pass it is.
+            others: how many other micro-batches of each stage are in flight, at most; those that are not are counted as done.
+            mine: the stages that are known.
+        """
+        held = mine[running].recompute.pass_bytes if running in mine else 0
+        for number, stage in mine.items():
+            way = stage.recompute
+            held += way.done_bytes * (self.micro_batches - (number == running))
+            held += max(0, way.kept_bytes - way.done_bytes) * others.get(number, 0)
+        return held
 
     def peak_bytes(self, rank: int, stages: Sequence[Stage]) -> int:
         """The most that a rank holds with those of its stages that are known."""
@@ -112,14 +129,9 @@ class CutCosts:
         for tied in self.parts.shared:
             holding = sum(any(one.first <= p < one.end for p in tied.parts) for one in mine.values())
             state -= tied.bytes * max(0, holding - 1)
-        return state + max(
-            (
-                (mine[running].recompute.pass_bytes if running in mine else 0)
-                + sum(mine[s].recompute.kept_bytes * n for s, n in others if s in mine)
-                for running, others in self._moments[rank]
-            ),
-            default=0,
-        )
+        update = max((self.cost(one.first, one.end).update_bytes for one in mine.values()), default=0)
+        held = (self._held_bytes(running, dict(others), mine) for running, others in self._moments[rank])
+        return state + max(update, *held)
 
     def fits(self, stages: Sequence[Stage]) -> bool:
         """Whether the rank of the last of these stages has the bytes for those of its stages among them."""

@@ -85,10 +85,10 @@ def cut(
             if alike not in seen:
                 seen.add(alike)
                 search = _Search(CutCosts(parts, line, devices, schedule, orders, micro_batches, per_device), best)
-                lack = search.bound.lack[0][0]
+                search.run()
+                lack = None if best.cut is not None else search.least_lack()
                 if lack is not None and (best.lack is None or lack.bytes < best.lack.bytes):
                     best.lack = lack
-                search.run()
     if best.cut is None:
         if best.lack is not None:
             raise best.lack.error()
@@ -136,12 +136,6 @@ class _Lack:
     has: int
 
     def error(self) -> InfeasibleError:
-        if not self.bytes:
-            return InfeasibleError(
-                "no cut into stages fits: each stage would fit on its device alone, and those that share one do not fit on it together. "
-                "Put one stage on each device, or take fewer micro-batches in flight",
-                budget_bytes=self.has,
-            )
         return InfeasibleError(
             f"no cut into stages fits: in the one that lacks least, device {self.device} has {format_bytes(self.has)} and needs "
             f"{format_bytes(self.has + self.bytes)}. Give it more, add a device, or take more micro-batches",
@@ -162,6 +156,39 @@ class _Search:
     def run(self) -> None:
         self._take_balanced()
         self._descend([], 0, 0.0, 0.0)
+
+    def least_lack(self) -> _Lack | None:
+        """What a device lacks in the cut that lacks least, where none fits; None where there is no cut at all.
+
+        Where stages share a device, of the cuts that were looked at: `MOST_NODES`.
+        """
+        least = self.bound.lack[0][0]
+        if self.costs.per_device == 1 or least is None:
+            return least
+        self.nodes = 0
+        return self._lacking_less([], 0, _Lack(0, -1, 0), None)
+
+    def _lacking_less(self, chosen: list[Stage], first: int, lacking: _Lack, best: _Lack | None) -> _Lack | None:
+        """The best so far, or what the chosen stages lack with those that may follow them."""
+        costs, stage, total = self.costs, len(chosen), len(self.costs.parts.parts)
+        if stage == costs.number:
+            return lacking
+        has, device = costs.bytes_of(stage), costs.devices[stage % len(costs.devices)]
+        found = []
+        for end in range(first + 1, total + 1):
+            rest = self.bound.lack[stage + 1][end]
+            if rest is None or not costs.parts.may_end(end) or costs.crossing(stage, end) == float("inf"):
+                continue
+            for way in costs.ways(stage, first, end):
+                needed = _Lack(costs.peak_bytes(stage % len(costs.devices), [*chosen, way]) - has, device, has)
+                here = max(lacking, needed, key=lambda one: one.bytes)
+                found.append((max(here.bytes, rest.bytes), way.recompute.extra_seconds, way, here))
+        for low, _, way, here in sorted(found, key=lambda one: one[:2]):
+            self.nodes += 1
+            if best is not None and (low >= best.bytes or self.nodes > MOST_NODES):
+                break
+            best = self._lacking_less([*chosen, way], way.end, here, best)
+        return best
 
     def _take_balanced(self) -> None:
         """The cut whose slowest stage is fastest, to begin with: where many bounds are equal, the first cuts tried may be poor."""
@@ -241,7 +268,7 @@ class _Bound:
     Attributes:
         step: [s][i], seconds of their part of the step, from the first forward of stage s to its last backward.
         slowest: [s][i], of the slowest of them for a micro-batch.
-        lack: [s][i], bytes that the device of one of them lacks, whichever lacks most (where stages share a device, at least).
+        lack: [s][i], bytes that the device of one of them lacks, whichever lacks most; of each stage alone, also where several share a device.
     """
 
     def __init__(self, costs: CutCosts) -> None:

@@ -40,20 +40,15 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inside
 
 
-def part_of(made: torch.optim.Optimizer, ranks: int, rank: int, arrange: Arrange) -> torch.optim.Optimizer:
-    """The optimizer of one rank of so many, alone: with the parameters that ZeroRedundancyOptimizer deals out to it.
+def only_with(made: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+    """An optimizer like this one with fewer parameters: what a rank steps of those that ZeroRedundancyOptimizer deals out (`dealt_out`).
 
     Args:
-        made: the user's own, over all parameters.
-        ranks, rank: how many share them out, and which of them.
-        arrange: as for `sharded_state`.
+        made: the user's own.
+        parameters: of each of its groups.
     """
-    dealt = dealt_out([[p.numel() for p in group["params"]] for group in made.param_groups], ranks)
-    own = [
-        {**group, "params": [group["params"][position] for position in positions[rank]]}
-        for group, positions in zip(made.param_groups, dealt, strict=True)
-    ]
-    return _like(made, arrange)(own)
+    groups = [{**group, "params": list(own)} for group, own in zip(made.param_groups, parameters, strict=True)]
+    return _like(made, lambda one: one)(groups)
 
 
 def dealt_out(groups: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:

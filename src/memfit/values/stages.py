@@ -36,11 +36,13 @@ class Recompute:
         kept_bytes: between forward and backward, of each micro-batch in flight.
         pass_bytes: at the peak of one micro-batch's forward or backward, what it keeps included; what is there between steps is not.
         extra_seconds: of one micro-batch's backward, for what is run again.
+        done_bytes: after backward, of each micro-batch, to the end of the step: what was sent, where the schedule holds it for so long.
     """
 
     kept_bytes: int
     pass_bytes: int
     extra_seconds: float = 0.0
+    done_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class StageCost:
         update_seconds: of clipping and the optimizer, once a step.
         state_bytes: what is there throughout: parameters, gradients, optimizer state, buffers.
         menu: ways to hold its activations, the fastest first; none of them is better than another one in everything.
+        update_bytes: at the peak of clipping and the optimizer, above what is there throughout.
     """
 
     forward_seconds: float
@@ -59,6 +62,7 @@ class StageCost:
     state_bytes: int
     menu: tuple[Recompute, ...]
     update_seconds: float = 0.0
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,14 +60,17 @@ def test_seconds_add_up_over_micro_batches() -> None:
     assert once.forward_operations == 6
 
 
-def test_where_kernels_take_the_caches_each_micro_batch_takes_longer_between_its_operations() -> None:
-    warm = replace(traces.layers(3, seconds=1.0), dispatch_seconds=0.0)
+def test_what_lies_between_operations_is_there_in_each_micro_batch_and_longer_where_kernels_take_the_caches() -> None:
+    nothing = replace(traces.layers(3, seconds=1.0), dispatch_seconds=0.0)
+    warm = replace(nothing, python_seconds=1e-4)
     cold = replace(warm, dispatch_seconds=1e-3)
-    added = sum(o.host_factor - 1.0 for o in cold.operations[: cold.pass_events] if o.phase is not Phase.OPTIMIZER)
+    passed = [o for o in cold.operations[: cold.pass_events] if o.phase is not Phase.OPTIMIZER]
+    added = sum(o.host_factor - 1.0 for o in passed)
     assert added > 0
-    assert cold.between_seconds == pytest.approx(BETWEEN * 1e-3 * added)
-    assert cold.pass_seconds - warm.pass_seconds == pytest.approx(cold.between_seconds)
-    several = [replace(each, choices=Choices(4)).plain_step_seconds for each in (warm, cold)]
+    assert warm.between_seconds == pytest.approx(1e-4 * len(passed))
+    assert cold.between_seconds == pytest.approx(warm.between_seconds + BETWEEN * 1e-3 * added)
+    assert cold.pass_seconds - nothing.pass_seconds == pytest.approx(cold.between_seconds)
+    several = [replace(each, choices=Choices(4)).plain_step_seconds for each in (nothing, cold)]
     assert several[1] - several[0] == pytest.approx(4 * cold.between_seconds)
 
 

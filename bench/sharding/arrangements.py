@@ -27,9 +27,15 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def gpt() -> tuple[nn.Module, Any, Any]:
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "small": {"layers": 4, "hidden": 128, "heads": 4, "batch": 8, "tokens": 64, "vocab": 500},
+    "larger": {"layers": 6, "hidden": 256, "heads": 8, "batch": 8, "tokens": 128, "vocab": 2000},
+}
+
+
+def gpt(size: str = "small") -> tuple[nn.Module, Any, Any]:
     """Model, batch of each rank, loss."""
-    return build_gpt(layers=4, hidden=128, heads=4, batch=8, tokens=64, vocab=500)
+    return build_gpt(**SIZES[size])
 
 
 def least_of(peak: Callable[[], int]) -> int:
@@ -38,10 +44,10 @@ def least_of(peak: Callable[[], int]) -> int:
 
 
 class Planned:
-    """Steps under a plan."""
+    """Steps under a plan, of the GPT of one size."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
-        model, self.sample, loss_fn = gpt()
+    def __init__(self, data: dict[str, Any], size: str = "small") -> None:
+        model, self.sample, loss_fn = gpt(size)
         self.engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, adamw)
 
     def step(self) -> None:

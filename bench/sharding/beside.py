@@ -14,13 +14,23 @@ from typing import Any, Final
 import measuring
 import torch.distributed as dist
 from sharding.arrangements import ByHand, Planned, adamw, gpt, least_of, seconds_of
-from sharding.others import OTHERS
+from sharding.others import OTHERS, EqualParameters
 
 RIVALS: Final[Mapping[str, tuple[str, Callable[[], Any]]]] = {
     "FSDP2": ("zero3", lambda: ByHand(checkpoint=False)),
     "FSDP2, every block": ("zero3", lambda: ByHand(checkpoint=True)),
     **OTHERS,
+    # What a step takes besides its operations is the same for a larger model, and less of the step.
+    "equal parameters, 1F1B, larger model": ("1f1b", lambda: EqualParameters(rebuilds=False, size="larger")),
+    "equal parameters, 1F1B, every block, larger model": (
+        "1f1b",
+        lambda: EqualParameters(rebuilds=True, size="larger"),
+    ),
 }
+
+
+def _size(name: str) -> str:
+    return "larger" if name.endswith("larger model") else "small"
 
 
 def peak(rank: int, name: str) -> int:
@@ -37,7 +47,7 @@ def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: 
     del rank
     rival = _begun(name)
     peaks = {"rival": _peak(rival)}  # before there is a plan's model, which would count as the rival's own
-    planned = {which: Planned(plan) for which, plan in plans.items()}
+    planned = {which: Planned(plan, _size(name)) for which, plan in plans.items()}
     for which, each in planned.items():
         each.step()
         peaks[which] = least_of(each.peak)
@@ -81,7 +91,7 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
         budget = max(on_ranks(ranks, peak, name, limit=limit))
         # A rival that is a pipeline has its number of micro-batches; the others have one, and a plan as many as it likes.
         fixed = {"sharding": f"1f1b/{ranks}", "micro_batches": 2 * ranks} if way == "1f1b" else {"sharding": way}
-        model, sample, loss_fn = gpt()
+        model, sample, loss_fn = gpt(_size(name))
         plans = {
             "plan": memfit.plan(model, sample, loss_fn, budget, adamw, devices=ranks, fixed=fixed),
             "free": memfit.plan(model, sample, loss_fn, budget, adamw, devices=ranks),

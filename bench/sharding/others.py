@@ -153,12 +153,12 @@ def equal_parameters(model: Any, stages: int) -> list[tuple[int, int]]:
 class EqualParameters(_Other):
     """1F1B over stages with equal parameters, twice as many micro-batches as ranks, over the batches of all ranks."""
 
-    def __init__(self, *, rebuilds: bool) -> None:
+    def __init__(self, *, rebuilds: bool, size: str = "small") -> None:
         super().__init__(_storages())
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         ranks, self._rank = dist.get_world_size(), dist.get_rank()
-        built: tuple[Any, Any, Any] = gpt()
+        built: tuple[Any, Any, Any] = gpt(size)
         model, sample, _ = built
         begin, end = equal_parameters(model, ranks)[self._rank]
         module = _Stage(model, begin, end)

@@ -441,6 +441,38 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(
     assert timed == []
 
 
+def test_a_computer_that_was_busy_from_the_beginning_is_found_out_when_it_is_quiet(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing to compare with, the first process takes a busy computer for a quiet one."""
+
+    def takes(seconds: float, slower: float) -> None:
+        in_another_process(monkeypatch)
+        timed.clear()
+
+        def looked(work: ReferenceWork, *, now: bool = False) -> float:
+            work.least_seconds = min(work.least_seconds, seconds)
+            return seconds
+
+        monkeypatch.setattr(ReferenceWork, "seconds", looked)
+        monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: 1e-3 * slower)
+
+    calls = captured_chain().calls
+    takes(2.0, 2.0)
+    taken = CostTable(CPU, tmp_path).measure(calls)
+    assert {(cost.seconds, cost.slowdown) for cost in taken.values()} == {(2e-3, 1.0)}
+    takes(1.95, 2.0)  # as busy: a reference work that wavers is no reason to doubt
+    assert CostTable(CPU, tmp_path).measure(calls) == taken
+    assert timed == []
+    takes(1.0, 1.0)
+    again = CostTable(CPU, tmp_path).measure(calls)
+    assert len(timed) == len(calls)
+    assert {(cost.seconds, cost.slowdown) for cost in again.values()} == {(1e-3, 1.0)}
+    takes(1.0, 1.0)
+    assert CostTable(CPU, tmp_path).measure(calls) == again
+    assert timed == []
+
+
 def test_costs_are_the_same_on_a_machine_that_is_slower_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.capture.process_group import fake_group
-from memfit.sharding.state_sharding import part_of, sharded_state, something, stepped
+from memfit.sharding.state_sharding import dealt_out, only_with, sharded_state, something, stepped
 
 RANKS = 3
 
@@ -28,7 +28,12 @@ def test_a_rank_alone_has_what_torch_deals_out_to_it(rank: int) -> None:
     whole = made()
     with fake_group(RANKS, rank) as group:
         torchs = stepped(sharded_state(whole, group, lambda one: one))
-    own = part_of(whole, RANKS, rank, lambda one: one)
+    dealt = dealt_out([[p.numel() for p in group["params"]] for group in whole.param_groups], RANKS)
+    shares = [positions[rank] for positions in dealt]
+    own = only_with(
+        whole,
+        [[g["params"][position] for position in mine] for g, mine in zip(whole.param_groups, shares, strict=True)],
+    )
     assert len(own.param_groups) == len(torchs.param_groups) == 2
     for mine, theirs in zip(own.param_groups, torchs.param_groups, strict=True):
         assert [id(p) for p in mine["params"]] == [id(p) for p in theirs["params"]]

@@ -24,7 +24,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 20
+FORMAT: Final = 21
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -39,14 +39,15 @@ class _KnownCosts:
 
     Attributes:
         settled: digests of the calls whose costs something in this process has asked for.
-        least_reference_seconds: that the reference work has taken in any process; infinite where it has not been timed.
+        least_reference_seconds: that the reference work has taken in any process, as the file tells; infinite where it has not been timed.
+        seen_reference_seconds: likewise in this one.
         slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
         long: the longest calls whose costs this process knows, and their seconds.
     """
 
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
-        self.least_reference_seconds = inf
+        self.least_reference_seconds = self.seen_reference_seconds = inf
         self.slowdown: float | None = None
         self.long: dict[str, tuple[CallSpec, float]] = {}
         self._path = path
@@ -81,7 +82,9 @@ class _KnownCosts:
 
     def append(self, digests: Iterable[str], least_reference_seconds: float) -> None:
         """Write these costs to the file. The file is a convenience: a read-only or full disk must not stop a plan."""
-        lines = [json.dumps([d, astuple(self._costs[d])]) for d in digests if d in self._costs]
+        known = min(least_reference_seconds, self.least_reference_seconds)
+        least = None if known == inf else known
+        lines = [json.dumps([d, [*astuple(self._costs[d]), least]]) for d in digests if d in self._costs]
         if least_reference_seconds < self.least_reference_seconds:
             self.least_reference_seconds = least_reference_seconds
             lines.append(json.dumps([_REFERENCE, least_reference_seconds]))
@@ -95,7 +98,8 @@ class _KnownCosts:
         """The cost of a call; None where it is not known."""
         if key in self._rows:
             with suppress(ValueError, TypeError, IndexError):
-                self._costs[key] = _read(self._rows[key])
+                least = min(self.least_reference_seconds, self.seen_reference_seconds)
+                self._costs[key] = _read(self._rows[key], least)
             del self._rows[key]
         return self._costs.get(key)
 
@@ -185,13 +189,23 @@ class CostTable:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""
         if self._reference is None or not cost.measured:
             return cost
-        if self._known.slowdown is None:
-            self._known.slowdown = self._reference.slowdown()
-        return replace(cost, seconds=cost.seconds * self._known.slowdown)
+        return replace(cost, seconds=cost.seconds * self._look(self._reference))
+
+    def _look(self, reference: ReferenceWork) -> float:
+        """The slowdown of this computer while this process plans."""
+        known = self._known
+        if known.slowdown is None:
+            known.slowdown = reference.slowdown()
+            known.seen_reference_seconds = min(known.seen_reference_seconds, reference.least_seconds)
+        return known.slowdown
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""
         fresh = {key: d for key, d in digests.items() if d not in self._known.settled}
+        if fresh and self._reference is not None:
+            self._look(
+                self._reference
+            )  # before costs are read, which tells whether the computer was busy when they were taken
         slowdowns = {d: _slowdown(self._known.get(d)) for d in fresh.values()}
         wanted = {key: d for key, d in fresh.items() if slowdowns[d] == inf}
         busy = {key: d for key, d in fresh.items() if BUSY < slowdowns[d] < inf}
@@ -238,15 +252,23 @@ def _slowdown(cost: Cost | None) -> float:
     return inf if cost is None else cost.slowdown
 
 
-def _read(row: Sequence[Any]) -> Cost:
-    """A cost as it was written."""
-    seconds, workspace, made, layouts, measured, slowdown, in_cold_caches = row
+def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
+    """A cost as it was written, or less where the reference work has taken less since: the computer was busy when that was least, and nobody knew it.
+
+    Args:
+        row: as `append` writes it.
+        least_reference_seconds: that the reference work has taken by now.
+    """
+    seconds, workspace, made, layouts, measured, slowdown, in_cold_caches, least = row
+    truly = slowdown if least is None else slowdown * least / least_reference_seconds
+    if truly <= BUSY:  # by so much it wavers
+        truly = slowdown
     return Cost(
-        seconds,
+        seconds * slowdown / truly,
         workspace,
         None if made is None else tuple(made),
         None if layouts is None else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
         measured,
-        slowdown,
+        truly,
         in_cold_caches,
     )

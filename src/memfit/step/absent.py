@@ -7,7 +7,8 @@ is done on these, which costs no memory and no computing. A meta tensor alone wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, Self
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import batches
 from memfit.batches import Batch
+from memfit.errors import EngineError
 from memfit.step.part_calls import TensorMeta
 
 KNOWN: Final = 1024  # calls whose results are remembered
@@ -93,7 +95,8 @@ class Absent(torch.Tensor):
             return cls._moved(func, place, args, kwargs)
         if kwargs.get("device") is not None:
             place, kwargs["device"] = torch.device(kwargs["device"]), "meta"
-        known = _known_result(func, args, kwargs)
+        with _values_are_elsewhere(func):
+            known = _known_result(func, args, kwargs)
         if known is not None:
             leaves, structure = known
             found = [absent(each, place) if isinstance(each, TensorMeta) else each for each in leaves]
@@ -101,7 +104,8 @@ class Absent(torch.Tensor):
         with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
             args, kwargs = pytree.tree_map(meta, (args, kwargs))
             args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
-            result = func(*args, **kwargs)
+            with _values_are_elsewhere(func):
+                result = func(*args, **kwargs)
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -136,6 +140,20 @@ class Absent(torch.Tensor):
 def absent(meta: TensorMeta, place: torch.device) -> Absent:
     """One of this shape and type, the same one each time: it holds no values, and what writes into it changes none."""
     return Absent.like(meta, place)
+
+
+@contextmanager
+def _values_are_elsewhere(func: Any) -> Iterator[None]:
+    """Inside, torch's error at a function that needs values, which has many words, becomes one that says what to do."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+            raise
+        raise EngineError(
+            f"{getattr(func, '__name__', func)} needs the values of a tensor, of an earlier stage or of the batch, that were not read when the model was cut: "
+            "plan again"
+        ) from error
 
 
 def _known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:

@@ -22,8 +22,8 @@ from memfit.techniques.choices import Choices
 
 FORMAT_VERSION: Final = 12
 # What Python and autograd take longer beside an operation where kernels have driven them out of the caches, over what the engine does that follows it. Found on
-# one computer, from steps of GPT, Llama, ViT, T5 and BERT-base in one part and in several (docs/design/log.md).
-BETWEEN: Final = 0.3
+# one computer, from steps of GPT, Llama, ViT, T5 and both BERTs in one part and in several (docs/design/log.md).
+BETWEEN: Final = 0.1
 BEFORE_STEP: Final = -1
 
 
@@ -198,6 +198,7 @@ class Trace:
         rng_state_bytes: bytes the engine keeps to replay one random operation.
         dispatch_seconds: host seconds the engine adds to each forward operation that it follows, with warm caches.
         recomputed_seconds: likewise, to each operation that runs again: noting its arguments, running it, giving autograd what it made.
+        python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; 0 where the device works on meanwhile.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
@@ -228,6 +229,7 @@ class Trace:
     rng_state_bytes: int = 0
     dispatch_seconds: float = 0.0
     recomputed_seconds: float = 0.0
+    python_seconds: float = 0.0
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
     clip_norm: float | None = None
@@ -254,13 +256,12 @@ class Trace:
 
     @cached_property
     def between_seconds(self) -> float:
-        """Of one micro-batch's forward and backward, what lies between operations: Python and autograd, which kernels have driven out of the caches.
+        """Of one micro-batch's forward and backward, what lies between operations: Python and autograd.
 
-        With warm caches it is part of what an operation takes where it is timed, called from Python. After a kernel that went through some megabytes it is read
-        from memory again, as the engine's own part is.
+        It takes longer after a kernel that went through some megabytes, as it is read from memory again then, like the engine's own part.
         """
-        factors = (operation.host_factor for operation in self._of_a_pass)
-        return BETWEEN * self.dispatch_seconds * sum(factor - 1.0 for factor in factors)
+        added = BETWEEN * self.dispatch_seconds
+        return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in self._of_a_pass)
 
     @cached_property
     def pass_seconds(self) -> float:

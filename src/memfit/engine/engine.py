@@ -37,6 +37,7 @@ from memfit.sharding.pipelined import PipelinedModel
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.guard import Deciding
+from memfit.step.modules import forget_modules, remembering_modules
 from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import nearest_tier
@@ -216,7 +217,7 @@ class Engine:
         if self._pipelined is not None:
             self._pipelined.prepare(batch)
             drawing = self._pipelined.drawing()
-        with drawing:
+        with drawing, remembering_modules():
             record = self._steps.taken(
                 plan,
                 batch,
@@ -346,6 +347,7 @@ class Engine:
     def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
         if self._pipelined is not None:
             with self._transactions.begin(self.scaling) as transaction:
+                forget_modules()
                 self._finish(self._program(plan), self._pipelined.run(batch), transaction)
             return
         self._run(plan, self._weighted(plan, batch), watch)
@@ -355,6 +357,7 @@ class Engine:
         program = self._program(plan)
         with self._transactions.begin(self.scaling) as transaction:
             if self.stream is not None:
+                forget_modules()
                 record = StreamedStep(self.stream, self._transactions, self.reading).run(program, weighted, transaction)
                 transaction.commit()
                 self._history.add(record)

@@ -66,8 +66,8 @@ class Buffers:
         ]
         self._copies = copies
         noted = self._by_path()
-        for path, copy in copies.items():
-            copy.copy_(noted[path])
+        if copies:  # in one call, as some models have hundreds
+            torch._foreach_copy_(list(copies.values()), [noted[path] for path in copies])
 
     def put_back(self) -> None:
         """Have the model's buffers be the same tensors, with what was in them."""

@@ -17,7 +17,7 @@ from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
-from memfit.step.modules import let_go_of_gradients
+from memfit.step.modules import forget_modules, let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.techniques.freezing.freeze import unforced
@@ -77,6 +77,7 @@ class StepProgram:
     def loss(self, batch: Batch) -> torch.Tensor:
         """The scalar loss of a micro-batch, as `choices` say it is computed."""
         with self.as_chosen():
+            forget_modules()
             return loss_of(self.model, batch, self.loss_fn)
 
     def forward_backward(

@@ -27,7 +27,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-SIZES: Mapping[str, Mapping[str, int]] = {
+SIZES: Mapping[str, Mapping[str, Any]] = {
     "small": {"layers": 4, "hidden": 128, "heads": 4, "batch": 8, "tokens": 64, "vocab": 500},
     "larger": {"layers": 6, "hidden": 256, "heads": 8, "batch": 8, "tokens": 128, "vocab": 2000},
 }

@@ -47,7 +47,7 @@ LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return
 FOLLOWED: Final = 1.8
 RECOMPUTED: Final = 4.5
 # Likewise, what Python and autograd take between an operation of a step and the next, on a CPU. Found as `BETWEEN` of the trace was.
-BETWEEN: Final = 0.36
+PYTHON: Final = 0.36
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -194,7 +194,7 @@ class TraceSource:
             workspaces = f"{format_bytes(libraries)} of cuBLAS's workspaces are counted, as other bytes: PyTorch holds them from the first product on"
             trace = replace(trace, notes=(*trace.notes, workspaces))
         followed, recomputed = engine_seconds(self._table)
-        between = BETWEEN * host_time_of(self._table).mode if self.machine.kind == "cpu" else 0.0
+        between = PYTHON * host_time_of(self._table).mode if self.machine.kind == "cpu" else 0.0
 
         def completed(path: Trace) -> Trace:
             return replace(

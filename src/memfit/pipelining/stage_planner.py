@@ -112,6 +112,8 @@ class StagePlanner:
     def __post_init__(self) -> None:
         self._timelines: dict[tuple[int, int, tuple[int, ...]], Timeline] = {}
         self._solvers: dict[tuple[int, int], Solver] = {}
+        self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
+        self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
         # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
         self._divided_bytes = _divided_bytes(self.batch)
@@ -150,24 +152,25 @@ class StagePlanner:
         """For the step of this stretch as one stage, on the rank with the most state."""
         if (first, end) not in self._solvers:
             shares = [share[first, end] for share in self.shares([(first, end)])]
-            sizes = self._sizes()
-            most = max(shares, key=lambda share: sum(sizes[name] for name in share))
+            most = max(shares, key=lambda share: sum(self._sizes[name] for name in share))
             self._solvers[first, end] = Solver(self.timeline(first, end, most))
         return self._solvers[first, end]
 
     def timeline(self, first: int, end: int, share: Sequence[str]) -> Timeline:
         """Of the step of this stretch as one stage, on a rank that has the optimizer's state of these parameters; shares of the same sizes have one."""
-        sizes = self._sizes()
-        key = first, end, tuple(sizes[name] for name in share)
+        key = first, end, tuple(self._sizes[name] for name in share)
         if key not in self._timelines:
             self._timelines[key] = Timeline(self._trace(first, end, frozenset(share)))
         return self._timelines[key]
 
-    def _sizes(self) -> dict[str, int]:
-        return {name: p.numel() for name, p in self.source.model.named_parameters()}
-
     def shares(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         """Which parameters' state a rank with these stages has, by stage, in each of the pipelines: those of all its stages are dealt out together."""
+        key = tuple(stretches)
+        if key not in self._shares:  # asked again in a rank, whose model has the parameters of its own stages alone
+            self._shares[key] = self._dealt(stretches)
+        return self._shares[key]
+
+    def _dealt(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         model = self.source.model
         used = {stretch: self.calls.parameters(model, *stretch).keys() for stretch in stretches}
         names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -178,8 +181,7 @@ class StagePlanner:
             groups = [
                 [names[id(p)] for p in group["params"]] for group in self.source.optimizer(iter(own)).param_groups
             ]
-            sizes = self._sizes()
-            positions = dealt_out([[sizes[name] for name in group] for group in groups], self.replicas)
+            positions = dealt_out([[self._sizes[name] for name in group] for group in groups], self.replicas)
             dealt = [
                 [[group[each] for each in of_group[replica]] for group, of_group in zip(groups, positions, strict=True)]
                 for replica in range(self.replicas)

@@ -145,6 +145,19 @@ def test_stages_run_no_more_again_than_the_bytes_of_their_devices_ask_for() -> N
     assert memfit.Plan.from_json(less.to_json()) == less
 
 
+def test_stages_that_share_a_device_run_something_again_where_each_alone_would_fit_with_everything_kept() -> None:
+    model, sample, loss_fn = steps.chain()
+    fixed = {"sharding": "interleaved/2", "micro_batches": 4}
+    plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=2, fixed=fixed)
+    planning = origin_of(plain)
+    assert isinstance(planning, PipelinePlanning)
+    budget = plain.prediction.peak_bytes - 1
+    less = planning.cut_as(plain, budget)
+    assert less.pipeline is not None
+    assert any(script.recomputations for script in less.pipeline.scripts)
+    assert less.prediction.peak_bytes <= budget
+
+
 @pytest.mark.parametrize(
     ("fixed", "named", "says"),
     [

@@ -230,7 +230,8 @@ class StagePlanner:
         Args:
             first, end: its parts.
             found: whose schedule it is to run.
-            has_bytes: the least that a device has. Where it fits there with everything kept, no other way is looked for.
+            has_bytes: the least that a device has. Where it fits there with everything kept, or in its share of it beside other stages, no other way is
+                looked for.
         """
         solver = self.solver(first, end)
         forward, backward, update = seconds_of(solver.trace)
@@ -239,7 +240,8 @@ class StagePlanner:
         kept = self._menu(first, end, plain_only=True)
         most = self.micro_batches if found.schedule is Schedule.GPIPE else len(found.stages)
         one = self._with_messages(kept[0][0], plain, found.schedule)
-        if state + one.pass_bytes + (most - 1) * one.kept_bytes > has_bytes:
+        per_device = len(found.stages) // len(found.devices)
+        if state + one.pass_bytes + (most - 1) * max(one.kept_bytes, one.done_bytes) > has_bytes // per_device:
             kept = self._menu(first, end)
         ways = (
             self._with_messages(way, self.levels(first, end, solution.recomputations), found.schedule)

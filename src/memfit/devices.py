@@ -108,7 +108,7 @@ def plan_sharded(
             best = made
         else:
             turned_down.append(_slower(made))
-    least = _least(refused, planning) if best is None else None
+    least = _needs_least(refused, planning) if best is None and refused else None
     turned_down += map(_does_not_fit, refused, refused.values())
     if best is None:
         if least is None:
@@ -172,16 +172,14 @@ def _does_not_fit(way: str, error: InfeasibleError) -> str:
     return f"{in_words(Choices(sharding=way))}: does not fit{needs}"
 
 
-def _least(refused: dict[str, InfeasibleError], planning: _Planning) -> InfeasibleError | None:
-    """Of the ways that do not fit, the one that needs least; what pipelines need is tried, and told anew where it is more. None where there is none."""
+def _needs_least(refused: dict[str, InfeasibleError], planning: _Planning) -> InfeasibleError:
+    """Of the ways that do not fit, the one that needs least; what pipelines need is tried, and told anew where it is more."""
 
     def needed(way: str) -> int:
         return refused[way].minimum_bytes or 1 << 62
 
     for _ in range(CLAIMS):
-        way = min(refused, key=needed, default=None)
-        if way is None:
-            return None
+        way = min(refused, key=needed)
         least = refused[way]
         if not is_pipeline(way) or least.minimum_bytes is None:
             return least
@@ -203,8 +201,7 @@ def _larger_budget(least: InfeasibleError, topology: Topology) -> tuple[Remedy, 
     size = least.minimum_bytes
     if size is None or size > min(device.memory_bytes for device in topology.devices):
         return ()
-    given = format_budget(size)
-    return (Remedy(f'budget="{given}"', size - least.budget_bytes, 0.0, "budget", {"budget": given}),)
+    return (Remedy.larger_budget(format_budget(size), size - least.budget_bytes),)
 
 
 def _slower(plan: Plan) -> str:

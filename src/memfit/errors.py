@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class MemfitError(Exception):
@@ -68,6 +68,19 @@ class Remedy(NamedTuple):
     extra_seconds: float
     kind: str = ""
     arguments: Mapping[str, Any] | None = None
+
+    @classmethod
+    def larger_budget(cls, budget: str, more_bytes: int, extra_seconds: float = 0.0, how: str = "") -> Self:
+        """The budget that would do.
+
+        Args:
+            budget: as the argument has it.
+            more_bytes: than were asked for.
+            extra_seconds: as in the attributes.
+            how: what the plan in it is made of; "" for nothing of note.
+        """
+        text = f'budget="{budget}"' + (f" ({how})" if how else "")
+        return cls(text, more_bytes, extra_seconds, "budget", {"budget": budget})
 
 
 class InfeasibleError(MemfitError):

@@ -162,8 +162,7 @@ def no_smaller_plan(
         # Where the first plan takes all of a larger budget, its repair is for that much less, and a thousandth of what is measured.
         needed = least + missing
         needed += -(-(needed + missing) // 999)
-        budget = format_budget(needed)
-        larger = Remedy(f'budget="{budget}"', needed - budget_bytes, 0.0, "budget", {"budget": budget})
+        larger = Remedy.larger_budget(format_budget(needed), needed - budget_bytes)
         remedies = (larger, *(remedy for remedy in error.remedies if remedy.kind != "budget"))
         ways = (
             f"the smallest one is predicted to take {format_bytes(least)}, which with what is missing from the prediction is about {format_bytes(needed)}. "

@@ -127,10 +127,9 @@ def test_the_process_really_gets_smaller() -> None:
     made, trace = forced(model, sample, loss_fn, everything(0))
     taken = []
     for engine in (None, memfit.apply(made, model, loss_fn, None)):
+        # What earlier tests have freed would else be taken again, and the process be no larger for it.
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # what earlier tests have freed would else be taken again, and the process be no larger for it
+        ctypes.CDLL(None).malloc_trim(0)
         before = resident_bytes()
         if engine is None:
             loss = loss_fn(model, sample)

@@ -54,7 +54,7 @@ def test_modules_are_remembered_until_the_model_runs_and_no_longer() -> None:
 
 
 class Growing(nn.Module):
-    """Gets a module in its first forward, and another parameter with it, as lazy models do."""
+    """Gets a module in every third forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,15 +39,14 @@ class _KnownCosts:
 
     Attributes:
         settled: digests of the calls whose costs something in this process has asked for.
-        least_reference_seconds: that the reference work has taken in any process, as the file tells; infinite where it has not been timed.
-        seen_reference_seconds: likewise in this one.
+        least_reference_seconds: that the reference work has taken in this process and in those that have written costs; infinite where it has not been timed.
         slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
         long: the longest calls whose costs this process knows, and their seconds.
     """
 
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
-        self.least_reference_seconds = self.seen_reference_seconds = inf
+        self.least_reference_seconds = inf
         self.slowdown: float | None = None
         self.long: dict[str, tuple[CallSpec, float]] = {}
         self._path = path
@@ -72,22 +71,19 @@ class _KnownCosts:
                     self._note(line)
 
     def _note(self, line: bytes) -> None:
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, IndexError):
             key, row = json.loads(line)
-            if key == _REFERENCE:
-                self.least_reference_seconds = min(self.least_reference_seconds, float(row))
-            elif key not in self.settled:
+            if row[_LEAST] is not None:
+                self.least_reference_seconds = min(self.least_reference_seconds, row[_LEAST])
+            if key not in self.settled:
                 self._rows[str(key)] = row
                 self._costs.pop(key, None)
 
     def append(self, digests: Iterable[str], least_reference_seconds: float) -> None:
         """Write these costs to the file. The file is a convenience: a read-only or full disk must not stop a plan."""
-        known = min(least_reference_seconds, self.least_reference_seconds)
-        least = None if known == inf else known
+        self.least_reference_seconds = min(least_reference_seconds, self.least_reference_seconds)
+        least = None if self.least_reference_seconds == inf else self.least_reference_seconds
         lines = [json.dumps([d, [*astuple(self._costs[d]), least]]) for d in digests if d in self._costs]
-        if least_reference_seconds < self.least_reference_seconds:
-            self.least_reference_seconds = least_reference_seconds
-            lines.append(json.dumps([_REFERENCE, least_reference_seconds]))
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # One write, so that other processes' lines are before or after these; and a line of its own, should one have been killed in the midst of one.
@@ -98,8 +94,7 @@ class _KnownCosts:
         """The cost of a call; None where it is not known."""
         if key in self._rows:
             with suppress(ValueError, TypeError, IndexError):
-                least = min(self.least_reference_seconds, self.seen_reference_seconds)
-                self._costs[key] = _read(self._rows[key], least)
+                self._costs[key] = _read(self._rows[key], self.least_reference_seconds)
             del self._rows[key]
         return self._costs.get(key)
 
@@ -124,7 +119,9 @@ _HOST: Final = tuple(
     for what in ("a dispatch mode", "an operation", "a view")
     for touched in TOUCHED
 )
-_REFERENCE: Final = ""  # in the place of a digest: the line tells the least seconds of the reference work
+_LEAST: Final = (
+    7  # place in a line, after the fields of a cost: the least seconds of the reference work when it was written
+)
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
 
@@ -196,16 +193,15 @@ class CostTable:
         known = self._known
         if known.slowdown is None:
             known.slowdown = reference.slowdown()
-            known.seen_reference_seconds = min(known.seen_reference_seconds, reference.least_seconds)
+            known.least_reference_seconds = min(known.least_reference_seconds, reference.least_seconds)
         return known.slowdown
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""
         fresh = {key: d for key, d in digests.items() if d not in self._known.settled}
         if fresh and self._reference is not None:
-            self._look(
-                self._reference
-            )  # before costs are read, which tells whether the computer was busy when they were taken
+            # Before costs are read, which tells whether the computer was busy when they were taken.
+            self._look(self._reference)
         slowdowns = {d: _slowdown(self._known.get(d)) for d in fresh.values()}
         wanted = {key: d for key, d in fresh.items() if slowdowns[d] == inf}
         busy = {key: d for key, d in fresh.items() if BUSY < slowdowns[d] < inf}

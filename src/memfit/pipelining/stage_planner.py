@@ -111,7 +111,7 @@ class StagePlanner:
 
     def __post_init__(self) -> None:
         self._timelines: dict[tuple[int, int, tuple[int, ...]], Timeline] = {}
-        self._solvers: dict[tuple[int, int], Solver] = {}
+        self._solvers: dict[Stretch, Solver] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
         self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
@@ -144,7 +144,7 @@ class StagePlanner:
         return tuple(part for part in range(len(self.calls.calls)) if place in self._read(part, part + 1))
 
     @property
-    def known(self) -> tuple[tuple[int, int], ...]:
+    def known(self) -> tuple[Stretch, ...]:
         """The stretches that were captured so far."""
         return tuple(self._solvers)
 
@@ -173,14 +173,15 @@ class StagePlanner:
     def _dealt(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         model = self.source.model
         used = {stretch: self.calls.parameters(model, *stretch).keys() for stretch in stretches}
-        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        own = [p for p in model.parameters() if any(names.get(id(p)) in some for some in used.values())]
+        own = {
+            n: p for n, p in model.named_parameters() if p.requires_grad and any(n in some for some in used.values())
+        }
         if self.replicas == 1 or self.source.optimizer is None or not own:
-            dealt = [[[names[id(p)] for p in own]]] * self.replicas
+            dealt = [[list(own)]] * self.replicas
         else:
-            groups = [
-                [names[id(p)] for p in group["params"]] for group in self.source.optimizer(iter(own)).param_groups
-            ]
+            names = {id(p): name for name, p in own.items()}
+            made = self.source.optimizer(iter(own.values()))
+            groups = [[names[id(p)] for p in group["params"]] for group in made.param_groups]
             positions = dealt_out([[self._sizes[name] for name in group] for group in groups], self.replicas)
             dealt = [
                 [[group[each] for each in of_group[replica]] for group, of_group in zip(groups, positions, strict=True)]
@@ -208,7 +209,7 @@ class StagePlanner:
             self.buffers_bytes(first, end) + self.own_part_bytes + self.solver(first, end).trace.changed_buffer_bytes,
         )
 
-    def shared_bytes(self, stretches: Sequence[tuple[int, int]]) -> int:
+    def shared_bytes(self, stretches: Sequence[Stretch]) -> int:
         """Of a rank with several stages, what is there once and counted in each of them: the batch, what is in no part, and tied parameters.
 
         Gradient and optimizer state of a parameter that is tied between two stages of one rank stay counted in both.
@@ -296,13 +297,12 @@ class StagePlanner:
     def _optimizer(
         self,
         make: OptimizerFactory,
-        stage: nn.Module,
+        stage: StageModule,
         names: frozenset[str],
         share: frozenset[str],
         _: Iterable[nn.Parameter],
     ) -> torch.optim.Optimizer:
         """As a rank makes it: over the stage's own parameters, or its share of them."""
-        assert isinstance(stage, StageModule)
         own = {n: p for n, p in stage.model.named_parameters() if p.requires_grad and n in names}
         made = make(iter(something(own.values())))
         if self.replicas == 1 or not own:

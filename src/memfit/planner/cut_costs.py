@@ -50,10 +50,10 @@ class CutCosts:
     per_device: int
     _costs: dict[tuple[int, int], StageCost] = field(default_factory=dict)
     _ways: dict[tuple[int, int, int], list[Stage]] = field(default_factory=dict)
-    _moments: list[tuple[tuple[int, tuple[tuple[int, int], ...]], ...]] = field(default_factory=list)
+    _moments: list[list[tuple[int, dict[int, int]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._moments = [moments(order) for order in self.orders]
+        self._moments = [[(running, dict(others)) for running, others in moments(order)] for order in self.orders]
 
     @property
     def number(self) -> int:
@@ -99,7 +99,7 @@ class CutCosts:
         return cost.state_bytes + max(
             cost.update_bytes,
             *(
-                self._held_bytes(stage, dict(others), {stage: made})
+                self._held_bytes(stage, others, {stage: made})
                 for running, others in self._moments[stage % len(self.devices)]
                 if running == stage
             ),
@@ -130,7 +130,7 @@ class CutCosts:
             holding = sum(any(one.first <= p < one.end for p in tied.parts) for one in mine.values())
             state -= tied.bytes * max(0, holding - 1)
         update = max((self.cost(one.first, one.end).update_bytes for one in mine.values()), default=0)
-        held = (self._held_bytes(running, dict(others), mine) for running, others in self._moments[rank])
+        held = (self._held_bytes(running, others, mine) for running, others in self._moments[rank])
         return state + max(update, *held)
 
     def fits(self, stages: Sequence[Stage]) -> bool:

@@ -102,6 +102,4 @@ def _larger_budget(solvers: Solvers, budget_bytes: int, size: int, found: Found)
         have = f"the {format_bytes(devices[0].memory_bytes)} of {devices[0].name}"
         text = f"a device with {format_bytes(size)}, which is more than {have}" + (f" ({how})" if how else "")
         return Remedy(text, size - budget_bytes, seconds, "budget")
-    given = format_budget(size)
-    text = f'budget="{given}"' + (f" ({how})" if how else "")
-    return Remedy(text, size - budget_bytes, seconds, "budget", {"budget": given})
+    return Remedy.larger_budget(format_budget(size), size - budget_bytes, seconds, how)

@@ -10,9 +10,8 @@ from typing import Final
 
 import torch.distributed as dist
 
-_LETTING_GO: Final = (
-    0.05  # seconds; a waiting thread takes microseconds, and joins in only while this one does not hold the interpreter
-)
+# Seconds; a waiting thread takes microseconds, and joins in only while this one does not hold the interpreter.
+_LETTING_GO: Final = 0.05
 
 
 @cache

@@ -95,8 +95,7 @@ class Absent(torch.Tensor):
             return cls._moved(func, place, args, kwargs)
         if kwargs.get("device") is not None:
             place, kwargs["device"] = torch.device(kwargs["device"]), "meta"
-        with _values_are_elsewhere(func):
-            known = _known_result(func, args, kwargs)
+        known = _known_result(func, args, kwargs)
         if known is not None:
             leaves, structure = known
             found = [absent(each, place) if isinstance(each, TensorMeta) else each for each in leaves]
@@ -147,7 +146,7 @@ def _values_are_elsewhere(func: Any) -> Iterator[None]:
     """Inside, torch's error at a function that needs values, which has many words, becomes one that says what to do."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # NotImplementedError is one
         if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
             raise
         raise EngineError(
@@ -205,9 +204,10 @@ def _result(
             for leaf in described
         ]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        made, arranged = pytree.tree_flatten(
-            func(*("meta" if isinstance(value, torch.device) else value for value in args), **kwargs)
-        )
+        with _values_are_elsewhere(func):
+            made, arranged = pytree.tree_flatten(
+                func(*("meta" if isinstance(value, torch.device) else value for value in args), **kwargs)
+            )
     if not all(type(leaf) is torch.Tensor or isinstance(leaf, _PLAIN) for leaf in made):
         return None
     return tuple(_described(leaf) if type(leaf) is torch.Tensor else leaf for leaf in made), arranged

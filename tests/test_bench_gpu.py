@@ -77,7 +77,7 @@ def test_the_hidden_share_is_that_of_counting_moments(gpu: Any, copies: Any, ker
 
 
 def asked(gpu: Any, ask: Any, path: Path, seconds: float) -> list[dict[str, Any]]:
-    gpu.asking.answer("question", gpu.asking.Question(ask, seconds), gpu.setting.Setting(tiny=True), path, seconds)
+    gpu.asking.answer("question", gpu.asking.Question(ask, seconds, 0.0), gpu.setting.Setting(tiny=True), path, seconds)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

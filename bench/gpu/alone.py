@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ TECHNIQUES = (
     Technique("bf16", {"precision": "bf16"}, precision="bf16"),
     Technique("fp16", {"precision": "fp16"}, precision="fp16"),
     Technique("recompute", {}, share=0.3),
-    Technique("swap", {"state_place": "device"}, share=0.3, swaps=True),
+    Technique("swap", {"state_place": "device", "streamed": ""}, share=0.3, swaps=True),
     Technique("streaming", {"streamed": "bert.encoder.layer"}),
 )
 
@@ -66,8 +67,9 @@ def techniques(setting: Setting) -> Iterator[dict[str, Any]]:
         setting.fresh()
         try:
             yield {"technique": technique.name, **technique_row(setting, technique, build, references)}
-        except (memfit.MemfitError, torch.OutOfMemoryError) as error:
-            yield {"technique": technique.name, "failed": f"{type(error).__name__}: {error}"[:500]}
+        except Exception as error:  # noqa: BLE001 - one technique that fails must not take the others along
+            text = "".join(traceback.format_exception(error))
+            yield {"technique": technique.name, "failed": f"{type(error).__name__}: {error}"[:500], "at": text[-2500:]}
 
 
 def technique_row(setting: Setting, technique: Technique, build: Any, references: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def technique_row(setting: Setting, technique: Technique, build: Any, references
 def planned_with(setting: Setting, technique: Technique, model: nn.Module, sample: Any) -> tuple[Any, Any]:
     """Plan and engine."""
     fixed = {"micro_batches": 1, **technique.fixed}
-    below = room_below(setting) if technique.swaps else 0
+    below = room_below(setting) if technique.swaps or technique.fixed.keys() & {"streamed", "state_place"} else 0
     made = memfit.plan(model, sample, None, 1 << 50, adamw, fixed=fixed, host_budget=below)
     if technique.share < 1.0:
         high, low = made.prediction.plain_peak_bytes, memfit.smallest_budget(made)
@@ -160,7 +162,7 @@ def overlap_of(setting: Setting, step: Callable[[], object]) -> dict[str, Any]:
 def swap(setting: Setting) -> Iterator[dict[str, Any]]:
     """Swapping to the host, twelve of BERT-large's layers: seconds and hidden copies beside what the plan says, and the same bytes without it."""
     model, sample = bert(setting, *((8, 32) if setting.tiny else (32, 128)), layers=12)
-    fixed = {"micro_batches": 1, "state_place": "device"}
+    fixed = {"micro_batches": 1, "state_place": "device", "streamed": ""}
     bases = {
         "recompute and swap": memfit.plan(
             model, sample, None, 1 << 50, adamw, fixed=fixed, host_budget=room_below(setting)
@@ -181,7 +183,6 @@ def swap(setting: Setting) -> Iterator[dict[str, Any]]:
                 "ways": name,
                 "share": share,
                 **row,
-                "predicted_seconds": made.prediction.step_seconds,
                 "swapped_bytes": sum(each.bytes for each in made.script.swaps.values()),
                 "recomputations": made.script.recomputations,
                 **said(made),
@@ -234,4 +235,4 @@ def streaming(setting: Setting) -> Iterator[dict[str, Any]]:
             **overlap_of(setting, step),
         }
         engine.stream.close(restore=False)
-        del engine, made, model, sample
+        del step, engine, made, model, sample

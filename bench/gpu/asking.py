@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,16 @@ Ask = Callable[[Setting], Iterator[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the seconds it gets when it is asked first."""
+    """What is asked.
+
+    Attributes:
+        seconds: that it gets when it is asked first.
+        grace_seconds: for the row that it is at when its time is over.
+    """
 
     ask: Ask
     seconds: float
+    grace_seconds: float = 15.0
 
 
 def state_of(path: Path) -> str:
@@ -69,14 +76,17 @@ def answer(name: str, question: Question, setting: Setting, path: Path, seconds:
 
         write({"bench": f"gpu/{name}", "machine": setting.about()})
         try:
-            with cut_after(seconds):
-                for row in question.ask(setting):
+            # Between two rows it can be cut and leaves nothing behind; in the middle of one it is only where that takes very long.
+            with cut_after(seconds + question.grace_seconds), contextlib.closing(question.ask(setting)) as rows:
+                for row in rows:
                     write(row)
                     print(name, json.dumps(row), flush=True)
+                    if time.perf_counter() - begin > seconds:
+                        raise OutOfTime
             write({"done": True, "seconds": time.perf_counter() - begin})
         except OutOfTime:
             write({"cut_after_seconds": seconds})
-            print(f"{name}: cut after {seconds:.0f} s", flush=True)
+            print(f"{name}: cut after {time.perf_counter() - begin:.0f} s", flush=True)
         except Exception as error:  # noqa: BLE001 - one question that fails must not take the others along
             write({"failed": f"{type(error).__name__}: {error}"[:2000]})
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            print(f"{name}: {''.join(traceback.format_exception(error))[-6000:]}", flush=True)

@@ -114,7 +114,8 @@ def rivals(setting: Setting, build: Callable[[], tuple[nn.Module, Any]], name: s
         for r, row in out.items()
         if "allocated_bytes" in row and r != "plain"
     }
-    wanted |= {f"{share:.2f} of plain": round(high * share) for share in (0.65, 0.35)} | {"the smallest": low}
+    wanted = {"plain": high, **wanted, **{f"{share:.2f} of plain": round(high * share) for share in (0.65, 0.35)}}
+    wanted["the smallest"] = low
     for what, budget in wanted.items():
         if budget < low:
             yield {

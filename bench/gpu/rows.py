@@ -25,13 +25,19 @@ def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: A
     engine.step(sample)
     engine.step(sample)
     record = engine.step(sample, meter=True)
-    return {
+    row = {
         "budget_bytes": made.budget_bytes,
         "predicted_bytes": made.prediction.peak_bytes,
+        "predicted_seconds": made.prediction.step_seconds,
         "allocated_bytes": record.peak_bytes,
         "divergences": list(record.divergences),
         "seconds": setting.timed(partial(engine.step, sample), 5),
+        "streamed": made.choices.streamed,
+        "state_place": made.choices.state_place,
     }
+    if engine.stream is not None:
+        engine.stream.close()  # the model is whole again for the next plan
+    return row
 
 
 def plain_row(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
+import importlib
 import sys
 import time
 from collections.abc import Iterator
@@ -24,9 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measuring
 import torch
+from gpu.absent import absent
 from gpu.alone import streaming, swap, techniques
 from gpu.asking import Question, answer, turns
 from gpu.beside import frontier_bert, frontier_llama, optimizers, recompute_layers
+from gpu.failing import failing
+from gpu.programs import programs
 from gpu.rows import plain_row, planned_row
 from gpu.setting import Clock, Setting, adamw, bert, images, llama
 from overhead.chain import chain_and_batch, engines_between, plainly, planned
@@ -92,7 +97,6 @@ def predict(setting: Setting) -> Iterator[dict[str, Any]]:
                 "model": name,
                 "share": share,
                 "planning_seconds": planning,
-                "predicted_seconds": made.prediction.step_seconds,
                 "error": row["predicted_bytes"] / row["allocated_bytes"] - 1,
                 **row,
             }
@@ -183,17 +187,28 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 QUESTIONS: dict[str, Question] = {
-    "exactness": Question(exactness, 55),
-    "predict": Question(predict, 65),
-    "techniques": Question(techniques, 75),
-    "swap": Question(swap, 60),
-    "streaming": Question(streaming, 45),
-    "frontier_bert": Question(frontier_bert, 65),
-    "frontier_llama": Question(frontier_llama, 60),
-    "largest_batch": Question(largest_batch, 55),
-    "optimizers": Question(optimizers, 20),
-    "overhead": Question(overhead, 25),
+    "exactness": Question(exactness, 40),
+    "failing": Question(failing, 5),
+    "programs": Question(programs, 60),
+    "predict": Question(predict, 60),
+    "absent": Question(absent, 90),
+    "techniques": Question(techniques, 60),
+    "swap": Question(swap, 45),
+    "streaming": Question(streaming, 30),
+    "frontier_bert": Question(frontier_bert, 45),
+    "frontier_llama": Question(frontier_llama, 40),
+    "largest_batch": Question(largest_batch, 25),
+    "optimizers": Question(optimizers, 10),
+    "overhead": Question(overhead, 20),
 }
+
+
+def import_all() -> None:
+    """What the questions need: one that runs out of time in an import would leave half of a module for those after it."""
+    for model in ("bert", "gpt2", "llama", "t5"):
+        importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    importlib.import_module("memfit.api")
+    faulthandler.enable()
 
 
 def main() -> None:
@@ -201,18 +216,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--only", choices=list(QUESTIONS), action="append", help="ask this one (may be given again)")
     parser.add_argument("--tiny", action="store_true", help="small models: does the script work?")
-    parser.add_argument("--seconds", type=float, default=WHOLE_SECONDS, help="stop before this many seconds")
+    parser.add_argument("--seconds", type=float, default=WHOLE_SECONDS, help="for all questions together")
     arguments = parser.parse_args()
     setting, clock = Setting(tiny=arguments.tiny), Clock(arguments.seconds)
     if setting.device.type == "cpu" and not arguments.tiny:
         parser.error("no CUDA device here; --tiny tries the script on a CPU")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, again in turns(arguments.only or QUESTIONS, arguments.out):
+    import_all()
+    asked = turns(arguments.only or QUESTIONS, arguments.out)
+    share = min(1.0, arguments.seconds / sum(QUESTIONS[name].seconds for name, _ in asked)) if asked else 1.0
+    for name, again in asked:
         question = QUESTIONS[name]
         if clock.left < MOST_LATE:
             print(f"{name}: no time left; call again to go on", flush=True)
             continue
-        seconds = clock.left if again else min(question.seconds, clock.left)
+        seconds = clock.left if again else min(share * question.seconds, clock.left)
         answer(name, question, setting, arguments.out / f"{name}.jsonl", seconds)
         setting.fresh()
 

@@ -38,6 +38,17 @@ class Setting:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tiny = tiny
 
+    @property
+    def batch_device(self) -> torch.device:
+        """Where a sample lies: beside the model, or on the CPU where the model has no memory."""
+        return torch.device("cpu") if self.device.type == "meta" else self.device
+
+    def on_meta(self) -> Setting:
+        """The same sizes, models on the meta device."""
+        other = Setting(tiny=self.tiny)
+        other.device = torch.device("meta")
+        return other
+
     def about(self) -> dict[str, Any]:
         cuda = self.device.type == "cuda"
         return {
@@ -101,6 +112,7 @@ def bert(setting: Setting, batch: int, tokens: int, layers: int = 24) -> tuple[n
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = BertForSequenceClassification(BertConfig(**sizes))
+    with setting.batch_device:
         sample = {
             "input_ids": torch.randint(0, sizes["vocab_size"], (batch, tokens)),
             "attention_mask": torch.ones(batch, tokens, dtype=torch.long),
@@ -135,8 +147,9 @@ def llama(setting: Setting, batch: int, tokens: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+    with setting.batch_device:
         ids = torch.randint(0, sizes["vocab_size"], (batch, tokens))
-    if setting.device.type == "cuda":
+    if setting.device.type != "cpu":
         model = model.to(torch.bfloat16)
     return model.train(), {"input_ids": ids, "labels": ids}
 

@@ -259,7 +259,9 @@ def _step(trace: Trace, blocks: int, head: int, recompute: str, elements: int) -
     dealt = state if elements else 0
     peaks = tuple(int(levels[a:b].max(initial=dealt)) - dealt for a, b in sections)
     played = overlapped(trace, recomputations, timeline.run_seconds)
-    seconds = (played.computing_seconds + played.sending_seconds, played.seconds, played.sending_seconds)
+    host = trace.micro_batches * trace.between_seconds
+    serial = played.computing_seconds + played.sending_seconds
+    seconds = (serial + host, played.seconds + host, played.sending_seconds)
     return _Step(blocks, peaks, (*others, state - dealt), seconds, trace.seconds_are, elements, dealt)
 
 

@@ -14,12 +14,21 @@ from memfit.capture.calls import CallSpec, TensorSpec
 LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
 VALUES: Final = 1 << 15  # different numbers in filled memory; more than a processor learns to foresee
 
-# Backward kernels that read an opaque buffer their forward kernel wrote; on made-up bytes they crash.
+# Backward kernels that read what only their forward kernel can write: an opaque buffer, on whose made-up bytes they crash, or where the random numbers of
+# dropout began, which is on the CPU or on the GPU as the kernel likes (fake tensors say on the GPU, and then they crash).
 FORWARD_OF: Final = {
     "aten.mkldnn_rnn_layer_backward.default": "aten.mkldnn_rnn_layer.default",
     "aten._cudnn_rnn_backward.default": "aten._cudnn_rnn.default",
     "aten.miopen_rnn_backward.default": "aten.miopen_rnn.default",
+    "aten.cudnn_batch_norm_backward.default": "aten.cudnn_batch_norm.default",
+    "aten.batch_norm_backward.default": "aten._batch_norm_with_update.default",
+    **{
+        f"aten._scaled_dot_product_{kernel}_attention_backward.default": f"aten._scaled_dot_product_{kernel}_attention.default"
+        for kernel in ("efficient", "flash", "cudnn")
+    },
 }
+GRADIENT_FIRST: Final = ("attention.default", "_batch_norm_with_update.default")
+_WRITTEN_BY_FORWARD: Final = frozenset({torch.uint8, torch.int64, torch.uint64})  # buffers of RNNs, seeds of attention
 
 
 # What they take meanwhile depends on how many places the mask chooses.
@@ -78,12 +87,17 @@ def arguments_of(
     if forward_name is None:
         return build(call, device, shared)
     args, kwargs = build(call, device)
-    shape = call.tensors[0].shape
+    # Of some the first tensor is the gradient, and the next one is what their forward begins with.
+    shape = call.tensors[forward_name.endswith(GRADIENT_FIRST)].shape
     forward = next(c for c in calls.values() if str(c.func) == forward_name and c.tensors[0].shape == shape)
     outputs = run(forward, *build(forward, device))
-    opaque = [t for t in dispatch.tensors_in(outputs) if t.dtype == torch.uint8]
-    filled = tuple(opaque.pop(0) if isinstance(a, torch.Tensor) and a.dtype == torch.uint8 else a for a in args)
-    return filled, kwargs
+    opaque = [t for t in dispatch.tensors_in(outputs) if t.dtype in _WRITTEN_BY_FORWARD]
+    filled = list(args)
+    places = [n for n, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dtype in _WRITTEN_BY_FORWARD]
+    # The state of an RNN's dropout is opaque too; it goes into both kernels, and comes first.
+    for place, tensor in zip(reversed(places), reversed(opaque), strict=False):
+        filled[place] = tensor
+    return tuple(filled), kwargs
 
 
 def _chosen(call: CallSpec) -> int:
@@ -108,6 +122,9 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
     if call.written or call.input_bytes > LARGEST_SHARED_BYTES:
         shared = None
     specs = call.tensors
+    # A step on a GPU has small tensors on the CPU, too.
+    where = {spec.place: device if spec.device == device.type else torch.device("cpu") for spec in specs}
+    shared = shared if all(each == device for each in where.values()) else None
     start: dict[int, int] = {}
     for spec in specs:
         position = spec.offset * spec.dtype.itemsize
@@ -128,21 +145,21 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         storages[place] = (
             shared.storage(place, dtype, elements)
             if shared is not None
-            else _filled(elements, dtype, device).untyped_storage()
+            else _filled(elements, dtype, where[place]).untyped_storage()
         )
 
     for place in masks:
         # Kernels list the places that a mask chooses, which takes more than the mask does: as many as in the step.
-        torch.empty(0, dtype=torch.bool, device=device).set_(storages[place])[: _chosen(call)].fill_(True)
+        torch.empty(0, dtype=torch.bool, device=where[place]).set_(storages[place])[: _chosen(call)].fill_(True)
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             offset = value.offset - start[value.place] // value.dtype.itemsize
-            return torch.empty(0, dtype=value.dtype, device=device).set_(
+            return torch.empty(0, dtype=value.dtype, device=where[value.place]).set_(
                 storages[value.place], offset, value.shape, value.stride
             )
         if isinstance(value, torch.device):
-            return device
+            return value if value.type == "cpu" else device
         if isinstance(value, torch.Generator):
             return torch.Generator(device)  # the user's own is not to move
         if isinstance(value, (list, tuple)):

@@ -30,6 +30,7 @@ class TensorSpec:
         dtype: of the elements.
         storage_bytes: of the whole storage it lies in.
         place: which of the call's distinct storages that is.
+        device: type of the device it is on: a step on a GPU has small tensors on the CPU, too.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class TensorSpec:
     dtype: torch.dtype
     storage_bytes: int
     place: int
+    device: str = "cpu"
 
     @property
     def extent(self) -> int:
@@ -109,6 +111,7 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 value.dtype,
                 value.untyped_storage().nbytes(),
                 place,
+                value.device.type,
             )
         if isinstance(value, (list, tuple)):
             return (
@@ -119,7 +122,8 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def name(value: Any) -> str:
         if isinstance(value, TensorSpec):
             # The offset is left out: where in its storage a tensor starts does not change what an operation costs.
-            return f"{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride)}@{value.place}"
+            where = "" if value.device == "cpu" else f"{value.device}:"
+            return f"{where}{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride)}@{value.place}"
         if isinstance(value, (list, tuple)):
             return f"({','.join(name(item) for item in value)})"
         if isinstance(value, torch.Generator):

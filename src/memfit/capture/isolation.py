@@ -8,6 +8,7 @@ tensors are exchanged inside the modules and put back at the end, together with 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -189,12 +190,13 @@ def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor], lis
         return exchanged(value)
     if type(value) is list and (
         any(isinstance(v, torch.Tensor) for v in value)
-        # torch.nn.RNNBase keeps its weights once more, in lists.
-        or any(type(v) in (list, tuple) for v in value)
+        # torch.nn.RNNBase keeps its weights once more, in lists, and weak references to them by which it sees that they are others: it lays them out anew then.
+        or any(type(v) in (list, tuple, weakref.ref) for v in value)
     ):
         if id(value) not in lists:
             lists[id(value)] = [_exchange(v, exchanged, lists) for v in value]
         return lists[id(value)]
     if type(value) is tuple and any(isinstance(v, torch.Tensor) for v in value):
         return tuple(_exchange(v, exchanged, lists) for v in value)
-    return value
+    meant = value() if type(value) is weakref.ref else None
+    return weakref.ref(exchanged(meant)) if isinstance(meant, torch.Tensor) else value

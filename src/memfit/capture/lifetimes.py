@@ -29,12 +29,16 @@ class StorageLife:
 class Lifetimes:
     """All storages of a step, by number.
 
+    Args:
+        device: type of the device whose bytes count; None to count all.
+
     Attributes:
         storages: in the order in which they were first seen.
         now: the last event that has begun; what dies now dies after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self._device = device
         self.storages: list[StorageLife] = []
         self.now = BEFORE_STEP
         self._ids: dict[int, int] = {}
@@ -47,10 +51,11 @@ class Lifetimes:
         return self._ids.get(dispatch.storage_key(tensor))
 
     def add(self, tensor: torch.Tensor, category: Category, module: str, birth: int) -> int:
-        """Follow the tensor's storage from now on, under a number of its own."""
+        """Follow the tensor's storage from now on, under a number of its own. One on another device than the step's takes no bytes."""
         storage = tensor.untyped_storage()
         sid = len(self.storages)
-        self.storages.append(StorageLife(storage.nbytes(), category, module, birth))
+        elsewhere = self._device is not None and tensor.device.type != self._device
+        self.storages.append(StorageLife(0 if elsewhere else storage.nbytes(), category, module, birth))
         self._follow(storage, sid)
         return sid
 

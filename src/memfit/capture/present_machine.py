@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from memfit.hardware.machine import Machine
+from memfit.step.generators import forked_generators
 
 
 def device_name(device: torch.device) -> str:
@@ -43,7 +44,7 @@ def present_machine(device: torch.device) -> Machine:
         return min(times)
 
     n = 512 if device.type == "cpu" else 4096
-    with torch.random.fork_rng(devices=[]):
+    with forked_generators(device):
         a = torch.rand(n, n, device=device)
         source = torch.rand((1 << 23) if device.type == "cpu" else (1 << 27), device=device)
     target = torch.empty_like(source)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
 from memfit.capture.constants import run_recorded
+from memfit.capture.cuda.attention import is_seed
 from memfit.capture.cuda.recurrent import NAME as RECURRENT
 from memfit.capture.cuda.rms_norm import NAME as RMS_NORM
 from memfit.capture.in_place import UnwatchedBackward
@@ -100,6 +101,7 @@ class Recorder(dispatch.DispatchMode):
         backend: str = "",
         *,
         as_written: bool = False,
+        device: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
@@ -110,7 +112,7 @@ class Recorder(dispatch.DispatchMode):
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
-        self.lifetimes = Lifetimes()
+        self.lifetimes = Lifetimes(device)
         self._resized = Resized(self.lifetimes)
         self.saves: list[_SavedTensor] = []
         self.changed: set[int] = set()  # storages written in place, running statistics included
@@ -301,6 +303,8 @@ class Recorder(dispatch.DispatchMode):
                 outputs.append(len(made))
                 layouts[-1] = layout_of(out)
                 made.append(self.lifetimes.add(out, category, self.module, event))
+                if is_seed(func, out):
+                    self.lifetimes.storages[made[-1]].bytes = 0
                 if forward:
                     self._unseen.made(func, out, made[-1])
         for s in writes:

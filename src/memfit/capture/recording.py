@@ -67,7 +67,8 @@ def record(
     # capturing a small model.
     with uncollected(), dispatch.ModulePaths(source.model) as paths, run_as_written() as as_written:
         ranks = () if sharded is None else tuple(range(sharded.ranks))
-        recorder = Recorder(paths, layouts, ranks, backend_for(device_of(source.model)), as_written=as_written)
+        device = device_of(source.model)
+        recorder = Recorder(paths, layouts, ranks, backend_for(device), as_written=as_written, device=device.type)
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = dict(source.model.named_parameters())
         step.first_pass()

@@ -152,6 +152,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, target: int) -> CallSpec:
                 x.dtype,
                 at(x.storage_bytes, y.storage_bytes),
                 x.place,
+                x.device,
             )
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)) and len(x) == len(y):
             return type(x)(at(p, q) for p, q in zip(x, y, strict=True))

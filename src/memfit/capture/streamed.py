@@ -18,6 +18,7 @@ from memfit.capture.generator_states import following_generator_states
 from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource
 from memfit.garbage import uncollected
+from memfit.step.device import device_of
 from memfit.step.other_kernels import run_as_written
 from memfit.step.program import StepProgram, model_tensors, state_tensors
 from memfit.storage.tiers import NoTier
@@ -58,12 +59,13 @@ def record_streamed(
     Arguments are those of `capture`, with the model's tensors lent already and its batch split.
     """
     model, sample = source.model, source.sample
+    device = device_of(model)  # before the blocks' parameters go
     program = StepProgram(model, source.loss_fn, None, source.clip_norm, choices)
     program.optimizer = source.optimizer(iter(program.trainable())) if source.optimizer is not None else None
     stream = LayerStream(model, choices.streamed, NoTier())
     weights = [None if len(parts) == 1 else 1.0 / len(parts)] * len(parts)
     with uncollected(), dispatch.ModulePaths(model) as paths, run_as_written() as as_written:
-        recorder = Recorder(paths, layouts, as_written=as_written)
+        recorder = Recorder(paths, layouts, as_written=as_written, device=device.type)
         watch = _Watched(recorder)
         recorder.recording = False
         with recorder:

@@ -50,6 +50,10 @@ AGREEMENT: Final = 1.1
 ROUNDS: Final = range(3, 8)
 VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: the setup of a first run is small in comparison
 MEMORY_BOUND: Final = 0.1  # operations that spend less than this fraction of their time on memory traffic are timed with warm caches alone
+# On a GPU: runs of each operation, launched while it is kept busy for about a millisecond; a cache is no larger than this.
+GPU_RUNS: Final = 4
+BUSY_CYCLES: Final = 2_000_000
+GPU_CACHE_BYTES: Final = 128 << 20
 # Operations this long are timed under the profiler: its few microseconds are negligible in them.
 PROFILED_SECONDS: Final = 0.001
 
@@ -102,7 +106,7 @@ class KernelTimer:
                     result = run(call, args, kwargs)
                 times.append(clock() - begin)
                 got = new_pages()
-                made, layouts = _results(result, args, kwargs)
+                made, layouts = self._results(result, args, kwargs)
                 del result
                 if times[0] >= VERY_LONG_SECONDS:
                     break
@@ -152,10 +156,10 @@ class KernelTimer:
             torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device) - before
             remaining = torch.cuda.memory_allocated(self.device) - before
-            made, layouts = _results(result, args, kwargs)
+            made, layouts = self._results(result, args, kwargs)
             del result
-            seconds = self._warm_seconds(call, args, kwargs)
-            found[key] = Cost(seconds, max(0, peak - max(0, remaining)), made, layouts)
+            warm, cold = (self._device_seconds(call, args, kwargs, cold=cold) for cold in (False, True))
+            found[key] = Cost((warm + cold) / 2, max(0, peak - max(0, remaining)), made, layouts)
 
         self._each(wanted, Filled(self.device), measure_call)
         return found
@@ -175,14 +179,48 @@ class KernelTimer:
                 measure(key, call, args, kwargs)
                 del args, kwargs
 
+    def _results(self, result: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ResultLayouts]:
+        """Bytes on the device of the storages a run allocated, and the layouts of the tensors it returned that lie in them."""
+        inputs = dispatch.storages_of(dispatch.tensors_in((args, kwargs)))
+        sizes: dict[int, int] = {}
+        layouts: list[TensorLayout | None] = []
+        for tensor in dispatch.tensors_in(result):
+            new = dispatch.has_storage(tensor) and dispatch.storage_key(tensor) not in inputs
+            layouts.append(layout_of(tensor) if new else None)
+            if new:
+                here = tensor.device.type == self.device.type
+                sizes[dispatch.storage_key(tensor)] = tensor.untyped_storage().nbytes() if here else 0
+        return tuple(sizes.values()), tuple(layouts)
+
     def _meets_cold_caches(self, touched: int, warm: float) -> bool:
         """Whether it makes a difference to a call on the CPU, which touches so many bytes, if what it reads is in the caches."""
         if touched > CACHE_BYTES or warm < OVERHEAD_SECONDS:
             return False
         return present_machine(self.device).roofline_seconds(0.0, touched, half=False) >= MEMORY_BOUND * warm
 
+    def _device_seconds(self, call: CallSpec, args: Any, kwargs: Any, *, cold: bool) -> float:
+        """What the kernels of a call take on a GPU: the median of several runs, launched while the GPU is kept busy, so that it never waits for the host.
+
+        Args:
+            call, args, kwargs: what to run.
+            cold: the GPU's cache holds other bytes before each run.
+        """
+        if cold and self._cache_filler is None:
+            with suppress(torch.OutOfMemoryError):  # a GPU that is full already: warm caches have to do
+                self._cache_filler = torch.empty(GPU_CACHE_BYTES, dtype=torch.uint8, device=self.device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(GPU_RUNS)]
+        torch.cuda._sleep(BUSY_CYCLES)
+        for start, end in events:
+            if cold and self._cache_filler is not None:
+                self._cache_filler.zero_()
+            start.record()
+            run(call, args, kwargs)
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return median(float(start.elapsed_time(end)) / 1e3 for start, end in events)
+
     def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
-        """The median of several runs."""
+        """The median of several runs on a CPU."""
 
         def once() -> float:
             return self._run_seconds(call, args, kwargs)
@@ -190,8 +228,6 @@ class KernelTimer:
         times = [_with_pages_it_has(once)]
         while len(times) < MOST_REPEATS and sum(times) < MEASURE_SECONDS:
             times.append(_with_pages_it_has(once))
-        if self.device.type == "cuda":
-            return min(times)
         if min(times) > IN_A_ROW_SECONDS / 2:
             return median(times)
         runs = max(1, int(IN_A_ROW_SECONDS / max(min(times), 1e-6)))
@@ -206,13 +242,6 @@ class KernelTimer:
 
     def _run_seconds(self, call: CallSpec, args: Any, kwargs: Any, runs: int = 1) -> float:
         """Seconds of one of so many runs in a row."""
-        if self.device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run(call, args, kwargs)
-            end.record()
-            torch.cuda.synchronize(self.device)
-            return float(start.elapsed_time(end)) / 1e3
         clock, func = processor_clock(), call.func
         # As in `run`, but with nothing of ours between the clock and the operation.
         with torch.enable_grad():
@@ -313,16 +342,3 @@ def _agree(times: Iterable[float]) -> bool:
 def processor_clock() -> Callable[[], float]:
     """CPU time of this thread where it does all the work, so that other load on the machine counts less; else wall time."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def _results(result: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ResultLayouts]:
-    """Bytes of the storages a run allocated, and the layouts of the tensors it returned that lie in them."""
-    inputs = dispatch.storages_of(dispatch.tensors_in((args, kwargs)))
-    sizes: dict[int, int] = {}
-    layouts: list[TensorLayout | None] = []
-    for tensor in dispatch.tensors_in(result):
-        new = dispatch.has_storage(tensor) and dispatch.storage_key(tensor) not in inputs
-        layouts.append(layout_of(tensor) if new else None)
-        if new:
-            sizes[dispatch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return tuple(sizes.values()), tuple(layouts)

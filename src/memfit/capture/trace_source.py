@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,9 +17,9 @@ from memfit.capture.captured import Captured
 from memfit.capture.confirmation import trustworthy, without_forced_gradients
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
-from memfit.capture.cuda.workspaces import library_bytes
+from memfit.capture.cuda.workspaces import has_products, library_bytes, take_workspaces
 from memfit.capture.filling import filled, filled_rows
-from memfit.capture.host_time import ELSEWHERE, HostTime
+from memfit.capture.host_time import ELSEWHERE, HostTime, has_kernel
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
@@ -38,7 +39,7 @@ from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
 from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, Weighting
-from memfit.values.trace import Category, Trace
+from memfit.values.trace import Category, Phase, Trace
 
 LARGEST_FILLED_BYTES: Final = 1 << 30  # of a model on the meta device that gets values for a look at them
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
@@ -48,6 +49,9 @@ FOLLOWED: Final = 1.8
 RECOMPUTED: Final = 4.5
 # Likewise, what Python and autograd take between an operation of a step and the next, on a CPU. Found as `BETWEEN` of the trace was.
 PYTHON: Final = 0.36
+# Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping (`bench/gpu`: 33 to 56
+# microseconds on a host where a mode adds 17).
+LAUNCHED: Final = 2.2
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 
@@ -194,7 +198,9 @@ class TraceSource:
             workspaces = f"{format_bytes(libraries)} of cuBLAS's workspaces are counted, as other bytes: PyTorch holds them from the first product on"
             trace = replace(trace, notes=(*trace.notes, workspaces))
         followed, recomputed = engine_seconds(self._table)
-        between = PYTHON * host_time_of(self._table).mode if self.machine.kind == "cpu" else 0.0
+        between = PYTHON * host_time_of(self._table).mode
+        if self.machine.kind == "cuda":
+            between, followed, recomputed = _beside_a_gpu(trace, host_time_of(self._table).mode, followed, recomputed)
 
         def completed(path: Trace) -> Trace:
             return replace(
@@ -213,11 +219,16 @@ class TraceSource:
 
     def _other_bytes(self, captured: Captured, present: Sequence[torch.Tensor]) -> int:
         """Bytes of libraries, and of the user's other tensors where the device is here."""
+        names = [operation.name for operation in captured.trace.operations]
         if self.device is None:
+            if self.here.type == "cuda":
+                gc.collect()  # what looks at the model have left behind in cycles is held by nobody when it trains
+                if has_products(names):
+                    take_workspaces(self.here)
             return other_bytes(self.here, present)
         if self._cuda is None:
             return 0
-        return library_bytes((operation.name for operation in captured.trace.operations), self._cuda)
+        return library_bytes(names, self._cuda)
 
     def _captured_as(self, choices: Choices, known: Captured | None) -> Captured:
         source = StepSource(
@@ -319,6 +330,29 @@ def engine_seconds(table: CostTable | None) -> tuple[float, float]:
     """What the engine takes for each operation of forward that it follows, and for each that it runs again, with warm caches."""
     mode_seconds = host_time_of(table).mode
     return FOLLOWED * mode_seconds, RECOMPUTED * mode_seconds
+
+
+def _beside_a_gpu(trace: Trace, mode_seconds: float, followed: float, recomputed: float) -> tuple[float, float, float]:
+    """Between two operations, and of the engine for one that it follows or runs again, what adds to a step on a GPU.
+
+    The host launches kernels ahead of the GPU, so what it takes is hidden where the GPU takes longer; where the GPU waits for the host, the host's time is the
+    step's.
+
+    Args:
+        trace: with the seconds of its kernels.
+        mode_seconds: that a dispatch mode which does nothing adds to an operation.
+        followed, recomputed: of the engine on the host.
+    """
+    of_a_pass = [o for o in trace.operations if o.phase is not Phase.OPTIMIZER]
+    if not of_a_pass:
+        return 0.0, 0.0, 0.0
+    device = sum(o.seconds for o in of_a_pass)
+    host = LAUNCHED * mode_seconds * sum(o.times for o in of_a_pass if has_kernel(o))
+    forward = sum(o.phase is Phase.FORWARD for o in of_a_pass)
+    late = host + followed * forward - device  # of a step under the engine
+    if late <= 0:
+        return 0.0, 0.0, 0.0
+    return max(0.0, host - device) / len(of_a_pass), min(followed, late / max(1, forward)), recomputed
 
 
 def _told_as(trace: Trace, choices: Choices) -> Trace:

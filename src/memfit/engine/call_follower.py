@@ -32,6 +32,7 @@ class CallFollower(dispatch.DispatchMode):
         retain: backward may run more than once.
         watch: told of divergences, and of what is written between calls; it may end the forward.
         sizes: told what forward makes, where values decide how much.
+        device: type of the device that trains.
 
     Attributes:
         divergence: of the first call that diverged, or that the forward is longer than any that is known; None where neither is so.
@@ -45,9 +46,10 @@ class CallFollower(dispatch.DispatchMode):
         retain: bool = False,
         watch: PathWatch | None = None,
         sizes: SizeWatch | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._retain, self._watch, self._sizes = retain, watch, sizes
+        self._retain, self._watch, self._sizes, self._device = retain, watch, sizes, device
         self._operations, self._most = 0, compiled.script.most_operations
         self._longer: str | None = None
         self._scripts = compiled.calls
@@ -91,7 +93,7 @@ class CallFollower(dispatch.DispatchMode):
         compiled = scripts.get(number) if known else scripts[max(scripts)]
         if compiled is not None:
             self._depth, self._module = depth, module
-            self._inside = Follower(compiled, retain=self._retain, diverged=self._diverged)
+            self._inside = Follower(compiled, retain=self._retain, diverged=self._diverged, device=self._device)
 
     def _diverged(self, why: str) -> None:
         if self._watch is not None:

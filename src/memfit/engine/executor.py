@@ -12,6 +12,7 @@ from memfit.engine.called_modules import UnfollowedForward
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.engine.new_paths import PathWatch
+from memfit.step.device import device_of
 from memfit.step.fingerprint import has_fingerprint
 from memfit.step.program import StepProgram
 
@@ -27,6 +28,7 @@ class Executor:
     def __init__(self, lower_tiers: LowerTiers, model: nn.Module) -> None:
         self._lower_tiers = lower_tiers
         self._model = model
+        self._device = device_of(model).type
 
     def follower(
         self, compiled: CompiledScript, *, retain: bool = False, watch: PathWatch | None = None
@@ -47,7 +49,7 @@ class Executor:
             return UnfollowedForward(compiled.script, self._model, watch.diverged)
         sizes = None if watch is None or first else watch.sizes(only=not compiled.calls)
         if compiled.calls:
-            return CallFollower(compiled, self._model, retain=retain, watch=watch, sizes=sizes)
+            return CallFollower(compiled, self._model, retain=retain, watch=watch, sizes=sizes, device=self._device)
         return Follower(
             compiled,
             retain=retain,
@@ -56,6 +58,7 @@ class Executor:
             diverged=None if watch is None else watch.diverged,
             sizes=sizes,
             everything=watch is not None and watch.several,
+            device=self._device,
         )
 
     def forward_backward(

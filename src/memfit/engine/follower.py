@@ -74,6 +74,7 @@ class Follower(dispatch.DispatchMode):
         diverged: called with where and why the forward differs, before anything that is not planned runs; it may raise.
         sizes: told what forward makes, where values decide how much; `diverged` hears of too much.
         everything: is followed, stretches in which nothing is dropped as well: another path that is known may differ within them.
+        device: type of the device that trains.
 
     Attributes:
         tape: what backward goes by.
@@ -91,6 +92,7 @@ class Follower(dispatch.DispatchMode):
         diverged: Callable[[str], None] | None = None,
         sizes: SizeWatch | None = None,
         everything: bool = False,
+        device: str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
@@ -101,6 +103,7 @@ class Follower(dispatch.DispatchMode):
         self.unfollowed = 0
         self._model = model
         self._everything = everything
+        self._device = device
         self._retain = retain
         self._repeated: CallsToRepeat | None = None
         self._diverged: Callable[[str], None] | None = None
@@ -270,7 +273,8 @@ class Follower(dispatch.DispatchMode):
                     self._diverge(f"operation {index} ({func}) gave {len(results)} tensors, the plan has more")
                     return result
                 storage = results[output].untyped_storage()
-                if storage.nbytes() > size >= 0:
+                # A plan counts the bytes of its device alone: what a step on a GPU makes on the CPU is none in it.
+                if storage.nbytes() > size >= 0 and (size or storage.device.type == self._device):
                     self._diverge(
                         f"operation {index} ({func}) made {storage.nbytes()} bytes, the plan has {size}: the batch is larger than planned"
                     )

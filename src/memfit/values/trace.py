@@ -198,7 +198,7 @@ class Trace:
         rng_state_bytes: bytes the engine keeps to replay one random operation.
         dispatch_seconds: host seconds the engine adds to each forward operation that it follows, with warm caches.
         recomputed_seconds: likewise, to each operation that runs again: noting its arguments, running it, giving autograd what it made.
-        python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; 0 where the device works on meanwhile.
+        python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; on a GPU, as far as the GPU waits for them.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.

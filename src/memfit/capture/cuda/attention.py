@@ -25,6 +25,11 @@ LARGEST_CUDNN_HEAD: Final = 128
 MASK_ALIGNMENT: Final = 16  # the memory-efficient kernel wants rows of the mask to be a multiple of this
 
 
+def is_seed(func: Any, made: Tensor) -> bool:
+    """Whether this result of an operation is where its random numbers began, which the memory-efficient kernel keeps on the CPU (fake tensors do not)."""
+    return func is aten._scaled_dot_product_efficient_attention.default and made.dtype == torch.int64
+
+
 class Kernel(StrEnum):
     """An attention kernel, by the name that `torch.nn.attention.SDPBackend` gives it."""
 

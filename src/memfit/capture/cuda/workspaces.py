@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+import torch
+
 from memfit.capture.calls import CallSpec
 from memfit.hardware.machine import Capability
 
@@ -26,9 +28,22 @@ EMBEDDING_ROWS: Final = 3072  # up to here a kernel without sorting serves
 EMBEDDING_PART: Final = 10  # rows that one partial sum has
 
 
+def has_products(names: Iterable[str]) -> bool:
+    """Whether a step that runs these operations calls cuBLAS."""
+    return not _PRODUCTS.isdisjoint(names)
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Run a product forward and backward on a GPU that is here, so that the handles of both threads have taken the workspaces they keep."""
+    with torch.enable_grad():
+        one = torch.ones((1, 1), device=device, requires_grad=True)
+        # A product is not the first thing that autograd's thread runs: PyTorch warns of one that finds no CUDA context.
+        torch.autograd.grad((one @ one).exp(), one, torch.ones_like(one))
+
+
 def library_bytes(names: Iterable[str], capability: Capability) -> int:
     """Bytes of cuBLAS's workspaces in a step that runs these operations."""
-    if _PRODUCTS.isdisjoint(names):
+    if not has_products(names):
         return 0
     return HANDLES * (LARGE_WORKSPACE_BYTES if capability[0] >= 9 else SMALL_WORKSPACE_BYTES)
 

@@ -45,7 +45,9 @@ def refuse(trainer: Any) -> None:
         raise InputError(
             f"{args.world_size} processes that are no group of torch.distributed: start them with torchrun or accelerate launch"
         )
-    if args.activation_checkpointing or _recomputes(trainer.model):
+    # Before transformers 5.23 the argument had the other name.
+    recomputes = (getattr(args, name, False) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    if any(recomputes) or _recomputes(trainer.model):
         raise InputError(
             "activation (gradient) checkpointing recomputes every layer whether or not the budget asks for it, and a plan recomputes what pays: leave it "
             "out of the arguments, and call model.activation_checkpointing_disable() where the model has it on (PEFT turns it on, unless told "

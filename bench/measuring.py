@@ -73,6 +73,8 @@ def machine(**more: Any) -> dict[str, Any]:
 def in_words(about: Mapping[str, Any]) -> str:
     """The machine on one line."""
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers", "memfit") if name in about)
+    if "cuda" in about:
+        return f"{about['device']}, {versions}, CUDA {about['cuda']}, Python {about['python']}, {about['date']}"
     threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
     return (
         f"{about['device']}, {about['cores']} cores, {threads}, {versions}, Python {about['python']}, {about['date']}"

@@ -57,6 +57,8 @@ QUESTIONS = (
     "service",
     "answers",
 )
+ON_A_GPU = "gpu"  # asked where there is one, by itself
+COMMANDS = {ON_A_GPU: "PYTHONPATH=src python bench/gpu/run.py --out results && python bench/gpu/keep.py results"}
 BEGIN, END = "<!-- written by bench/run.py -->", "<!-- end -->"
 
 
@@ -74,7 +76,7 @@ def module_of(question: str) -> Any:
 def section(question: str, folder: Path) -> str:
     """Machine, command, charts and table of a question, from its kept results, for a page in a folder."""
     rows = measuring.kept(question)
-    command = f"```console\n$ python bench/run.py {question}\n```"
+    command = f"```console\n$ {COMMANDS.get(question, f'python bench/run.py {question}')}\n```"
     if not rows:
         return f"{command}\n\nNot run yet."
     shown = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of(question, rows).items()]
@@ -155,7 +157,7 @@ def pages() -> dict[Path, str]:
     """Each question's README, docs/figures.md with all of them, and the pages that quote some, from the kept results."""
     out = {}
     parts = []
-    for question in QUESTIONS:
+    for question in (*QUESTIONS, ON_A_GPU):
         path = FOLDER / question / "README.md"
         out[path] = between(path.read_text(), section(question, path.parent))
         before, after = out[path].split(BEGIN)[0], out[path].split(END)[1]
@@ -163,7 +165,6 @@ def pages() -> dict[Path, str]:
         parts += [body, "", section(question, DOCS), ""]
         if after.strip():
             parts += [after.strip(), ""]
-    parts += [(FOLDER / "gpu" / "README.md").read_text().strip().replace("# ", "## ", 1), ""]
     for path in sorted(TECHNIQUES.glob("*.md")):
         if BEGIN in (text := path.read_text()):
             out[path] = between(text, f"\n{measured(path.stem)}\n")

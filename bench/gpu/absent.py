@@ -138,9 +138,9 @@ def absent(setting: Setting) -> Iterator[dict[str, Any]]:
         setting.fresh()
         row = {"step": each.name, **_measured(setting, each)}
         setting.fresh()
-        row |= {f"absent_{key}": value for key, value in _predicted(setting.on_meta(), each, machine).items()}
+        row |= {f"absent_{key}": value for key, value in predicted(setting.on_meta(), each, machine).items()}
         setting.fresh()
-        row |= {f"present_{key}": value for key, value in _predicted(setting, each, None).items()}
+        row |= {f"present_{key}": value for key, value in predicted(setting, each, None).items()}
         for which in ("absent", "present"):
             row[f"{which}_error"] = row[f"{which}_bytes"] / row["allocated_bytes"] - 1
             row[f"{which}_seconds_error"] = row[f"{which}_seconds"] / row["seconds"] - 1
@@ -170,7 +170,8 @@ def _measured(setting: Setting, each: PlainStep) -> dict[str, Any]:
     }
 
 
-def _predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str, Any]:
+def predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str, Any]:
+    """Bytes and seconds of a plain step on this device; None for that of the setting."""
     begin = time.perf_counter()
     model, sample, loss_fn = each.build(setting)
     trace = TraceSource(model, sample, loss_fn, adamw, device=device).trace_of(BASELINE.but(precision=each.precision))
@@ -178,7 +179,8 @@ def _predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[st
     return {
         "bytes": timeline.plain().peak_bytes,
         "reserved": reserved_bytes(timeline, {}),
-        "seconds": sum(operation.seconds for operation in trace.operations),
+        "kernel_seconds": sum(operation.seconds for operation in trace.operations),
+        "seconds": trace.plain_step_seconds,
         "captured_on": trace.source,
         "notes": list(trace.notes),
         "took_seconds": time.perf_counter() - begin,

@@ -24,8 +24,6 @@ from memfit.step.modules import every_module
 LARGEST_CONTAINER: Final = 10_000
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 OF_EVERY_MODULE: Final = vars(nn.Module()).keys()  # names of attributes
-_PLAIN_OF_EVERY_MODULE: Final = [name for name, value in vars(nn.Module()).items() if isinstance(value, PLAIN)]
-_ABSENT: Final = object()
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
 
@@ -100,7 +98,7 @@ class PlainValues:
 
     def __init__(self, *models: nn.Module) -> None:
         self._held = [
-            (module, names := vars(module).keys() - OF_EVERY_MODULE, _plain_ones(vars(module), names))
+            (module, tuple(vars(module)), _plain_ones(vars(module)))
             for model in models
             for module in every_module(model)
             if not type(module).__module__.startswith("torch.")
@@ -110,18 +108,19 @@ class PlainValues:
         """Restore what has changed; what was not there goes."""
         for module, names, held in self._held:
             now = vars(module)
-            for name in now.keys() - OF_EVERY_MODULE - names:
+            for name in now.keys() - OF_EVERY_MODULE - set(names):
                 del now[name]
             now.update(held)
 
 
-def _plain_ones(attributes: dict[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """Those of a module's attributes that are numbers, words or None; `own` are the names of those that not every module has."""
-    return {
-        name: value
-        for name in (*_PLAIN_OF_EVERY_MODULE, *own)
-        if isinstance(value := attributes.get(name, _ABSENT), PLAIN)
-    }
+def is_plain(value: object) -> bool:
+    """Whether it is a number, a word or None. By its type: an object that is asked for its class may run code of its own, and there are thousands in a step."""
+    return issubclass(type(value), PLAIN)
+
+
+def _plain_ones(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those of a module's attributes that are numbers, words or None."""
+    return {name: value for name, value in attributes.items() if issubclass(type(value), PLAIN)}
 
 
 def length(container: Container | tuple[Any, ...]) -> int:

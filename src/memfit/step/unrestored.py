@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memfit.dispatch import has_storage, storage_key
-from memfit.step.attributes import LARGEST_CONTAINER, OF_EVERY_MODULE, PLAIN, held_by, items_of, length
+from memfit.step.attributes import LARGEST_CONTAINER, OF_EVERY_MODULE, held_by, is_plain, items_of, length
 from memfit.step.modules import every_module, modules_of
 
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
@@ -81,7 +81,7 @@ class Unrestored:
         held = vars(module)
         names = self._names.get(id(module))
         if names is None:
-            names = [name for name in sorted(held.keys() - OF_EVERY_MODULE) if not isinstance(held[name], PLAIN)]
+            names = [name for name, value in held.items() if name not in OF_EVERY_MODULE and not is_plain(value)]
             self._names[id(module)] = names
         for name in names:
             words.value(name)
@@ -146,8 +146,10 @@ class _Words:
 
     def value(self, value: Any, *, inside: bool = False) -> None:
         """Anything that an attribute may be."""
-        if isinstance(value, PLAIN):
+        if is_plain(value):
             self.words.append(value)
+        elif id(value) in self._looked_into:  # a configuration that every module holds
+            self.words.append(id(value))
         elif isinstance(value, torch.Tensor):
             self.tensors((value,))
         elif isinstance(value, (list, tuple, dict, set, deque)):
@@ -164,7 +166,7 @@ class _Words:
         self._looked_into.add(id(value))
         if isinstance(value, dict):
             for key, held in value.items():
-                self.words.append(id(key) if not isinstance(key, PLAIN) else key)
+                self.words.append(key if is_plain(key) else id(key))
                 self.value(held, inside=inside)
         else:
             for held in items_of(value):

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 HALF: Final = (torch.float16, torch.bfloat16)
 LARGEST_FLASH_HEAD: Final = 256
 LARGEST_CUDNN_HEAD: Final = 128
+DROPOUT_IN_SIXTEENTHS: Final = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"  # 2.11 gave cuDNN any
 MASK_ALIGNMENT: Final = 16  # the memory-efficient kernel wants rows of the mask to be a multiple of this
 
 
@@ -77,6 +78,8 @@ def chosen(call: Call, capability: Capability) -> Kernel:
 
 
 def _last_is_dense(call: Call) -> bool:
+    if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:  # a bias that was permuted (T5's)
+        return False
     return all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (call.query, call.key, call.value))
 
 
@@ -128,7 +131,7 @@ def _cudnn(call: Call, capability: Capability) -> bool:
         return False
     if call.attn_mask is not None and call.attn_mask.requires_grad:
         return False
-    if (call.dropout_p * 16) % 1 or call.query.dtype not in HALF:
+    if (DROPOUT_IN_SIXTEENTHS and (call.dropout_p * 16) % 1) or call.query.dtype not in HALF:
         return False
     if any(size > LARGEST_CUDNN_HEAD or size % 8 for size in sizes):
         return False

@@ -1,0 +1,175 @@
+"""What was measured on a GPU, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import measuring
+
+MIB = 1 << 20
+Row = Mapping[str, Any]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Of each question that has rows."""
+    parts = []
+    for name, told in SECTIONS.items():
+        mine = [row for row in rows if row["part"] == name]
+        if mine:
+            parts.append(told(mine))
+    return "\n\n".join(parts)
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.0f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _off(predicted: float, measured: float, digits: int = 2) -> str:
+    return f"{100 * (predicted / measured - 1):+.{digits}f} %"
+
+
+def programs(rows: Sequence[Row]) -> str:
+    """One paragraph."""
+    found = [row for row in rows if "share" in row]
+    failed = sorted({row["case"] for row in rows if "failed" in row})
+    errors = sorted(abs(row["predicted_bytes"] / row["allocated_bytes"] - 1) for row in found)
+    apart = [row["allocated_bytes"] - row["predicted_bytes"] for row in found]
+    to_the_byte = sum(abs(each) <= 512 for each in apart)
+    kept = all(row["generators_kept"] for row in found)
+    models, repeated = len({row["case"] for row in found}), sum(row["plain_repeats"] for row in found)
+    more = sum(each > 512 for each in apart)
+    told = [
+        f"{models} models, {len(found)} steps at three budgets each (small ones, a few MiB beside cuBLAS's 64).",
+        f"With deterministic kernels {sum(row['equal'] for row in found)} of {repeated} give plain PyTorch's loss, gradients and buffers bit by bit;",
+        f"{sum(bool(row['divergences']) for row in found)} left their plan. Predicted peaks: {to_the_byte} within the 512 bytes of one block,",
+        f"median error {100 * statistics.median(errors):.3f} %, largest {100 * errors[-1]:.1f} %; {more} hold more than predicted, by at most",
+        f"{_mib(max(apart))}: the allocator does not split a block where less than 1 MiB would be left of it.",
+        f"Generators were {'as before' if kept else 'NOT as before'} after planning.",
+        *([f"Not run: {', '.join(failed)}."] if failed else []),
+    ]
+    return "### The tests' models\n\n" + " ".join(told)
+
+
+def plain_steps(rows: Sequence[Row]) -> str:
+    """One table."""
+    return (
+        "### Plain steps, predicted with the GPU here and without it\n\n"
+        "*Absent*: from a model on the meta device and the GPU's name, on a computer without one. Seconds of kernels alone: where the host takes longer than "
+        "the GPU (BERT-large under autocast), the step does too.\n\n"
+        + measuring.table(
+            ["step", "measured", "predicted", "absent", "measured", "kernels, predicted", "kernels, absent"],
+            [
+                [
+                    row["step"],
+                    _mib(row["allocated_bytes"]),
+                    _off(row["present_bytes"], row["allocated_bytes"], 3),
+                    _off(row["absent_bytes"], row["allocated_bytes"]),
+                    _ms(row["seconds"]),
+                    _ms(row.get("present_kernel_seconds", row["present_seconds"])),
+                    _ms(row.get("absent_kernel_seconds", row["absent_seconds"])),
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
+def techniques(rows: Sequence[Row]) -> str:
+    """One table."""
+    return (
+        "### Techniques, six of BERT-large's layers\n\n"
+        "Results after three steps beside PyTorch's own.\n\n"
+        + measuring.table(
+            ["technique", "results", "peak", "predicted", "step", "predicted"],
+            [
+                [
+                    row["technique"],
+                    "equal" if row["equal"] else f"differ by {row['difference']:.0e}",
+                    _mib(row["allocated_bytes"]),
+                    _off(row["predicted_bytes"], row["allocated_bytes"]),
+                    _ms(row["seconds"]),
+                    _ms(row["predicted_seconds"]),
+                ]
+                for row in rows
+                if "equal" in row
+            ],
+        )
+    )
+
+
+def frontier(name: str) -> Callable[[Sequence[Row]], str]:
+    """One table, of this model."""
+
+    def told(rows: Sequence[Row]) -> str:
+        plain = next(row["seconds"] for row in rows if row["row"] == "plain")
+        return f"### {name} beside others\n\n" + measuring.table(
+            ["row", "peak", "predicted", "step", "of plain", "predicted"],
+            [
+                [
+                    row["row"],
+                    _mib(row["allocated_bytes"]),
+                    _off(row["predicted_bytes"], row["allocated_bytes"]) if "predicted_bytes" in row else "",
+                    _ms(row["seconds"]),
+                    f"{row['seconds'] / plain:.2f}",
+                    _ms(row["predicted_seconds"]) if "predicted_seconds" in row else "",
+                ]
+                for row in rows
+                if "seconds" in row
+            ],
+        )
+
+    return told
+
+
+def swap(rows: Sequence[Row]) -> str:
+    """One table."""
+    return (
+        "### Activation offloading, twelve of BERT-large's layers\n\n"
+        "*Hidden*: of the copying time, the part in which a kernel ran.\n\n"
+        + measuring.table(
+            ["candidates", "peak", "predicted", "step", "predicted", "offloaded", "hidden", "planned"],
+            [
+                [
+                    row["ways"],
+                    _mib(row["allocated_bytes"]),
+                    _off(row["predicted_bytes"], row["allocated_bytes"]),
+                    _ms(row["seconds"]),
+                    _ms(row["predicted_seconds"]),
+                    _mib(row["swapped_bytes"]),
+                    f"{100 * row['hidden']:.0f} %" if row["swapped_bytes"] else "",
+                    f"{100 * row['planned_hidden']:.0f} %" if "planned_hidden" in row else "",
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
+def failing(rows: Sequence[Row]) -> str:
+    """One paragraph."""
+    read = {row["file"]: row["read"] for row in rows if "file" in row}
+    there = next(row["there"] for row in rows if "file" in row)
+    words = ", ".join(f"{_mib(each['allocated_bytes'])} from the {kind}" for kind, each in read.items())
+    return (
+        "### Out of memory\n\n"
+        f"`memfit doctor --oom` on this allocator's own message (.txt) and snapshot (.pickle): in tensors {words}; there were "
+        f"{_mib(there['allocated_bytes'])}. The snapshot names the stage: {read['.pickle']['stage'] or 'none'}."
+    )
+
+
+SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "programs": programs,
+    "absent": plain_steps,
+    "techniques": techniques,
+    "frontier_bert": frontier("BERT-large, batch 32, 128 tokens,"),
+    "frontier_llama": frontier("A Llama-style model of a billion parameters"),
+    "swap": swap,
+    "failing": failing,
+}
+"""By the name of a question, what tells its rows; the others have none."""

@@ -34,6 +34,7 @@ from gpu.failing import failing
 from gpu.programs import programs
 from gpu.rows import plain_row, planned_row
 from gpu.setting import Clock, Setting, adamw, bert, images, llama
+from gpu.table import table
 from overhead.chain import chain_and_batch, engines_between, plainly, planned
 
 import memfit
@@ -185,6 +186,8 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
             "added_microseconds_per_operation": 1e6 * (here - base) / operations,
         }
 
+
+__all__ = ["QUESTIONS", "table"]
 
 QUESTIONS: dict[str, Question] = {
     "exactness": Question(exactness, 40),

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu.rows import measured_step
 from gpu.setting import Setting, adamw, bert, llama
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-from memfit import batches
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
-from memfit.meter import metered
 from memfit.planner.caching_allocator import reserved_bytes
 from memfit.planner.timeline import Timeline
-from memfit.step.program import StepProgram, state_tensors
+from memfit.step.program import StepProgram
 from memfit.techniques.choices import BASELINE
 
 STAND_IN = "h100"  # predicted for where the script is tried without a GPU
@@ -157,17 +156,7 @@ def _measured(setting: Setting, each: PlainStep) -> dict[str, Any]:
         program.update()
         program.clear()
 
-    step()
-    step()
-    setting.fresh()
-    present = [*model.parameters(), *model.buffers(), *batches.leaves(sample), *state_tensors(optimizer)]
-    with metered(present, setting.device) as reading:
-        step()
-    return {
-        "allocated_bytes": reading.peak_bytes,
-        "reserved_bytes": reading.reserved_bytes,
-        "seconds": setting.timed(step, 5),
-    }
+    return measured_step(setting, step, model, sample, optimizer)
 
 
 def predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str, Any]:

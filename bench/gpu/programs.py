@@ -58,7 +58,7 @@ def case_rows(name: str, *, tiny: bool) -> list[dict[str, Any]]:
 
 def _rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     from models import case
-    from models.outcome import outcome_of
+    from models.outcome import outcome_of, plans_between
 
     def built() -> Any:
         model, sample, loss_fn = case(name).build()
@@ -67,7 +67,8 @@ def _rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     model, sample, loss_fn = built()
     setting.fresh()
     before = generators(setting)
-    plans = _plans(model, sample, loss_fn)
+    # `outcome_of` runs forward and backward by itself, which layer streaming does not allow.
+    plans = plans_between(model, sample, loss_fn, adamw, SHARES, streamed="")
     left_as_they_were = all(torch.equal(a, b) for a, b in zip(before, generators(setting), strict=True))
     found = []
     for share, made in zip(SHARES, plans, strict=True):
@@ -102,14 +103,6 @@ def _rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     for row, made in zip(found, plans, strict=True):
         differs = reference.differs(outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn)))
         yield {**row, "plain_repeats": repeats is None, "equal": differs is None, "differs": differs}
-
-
-def _plans(model: torch.nn.Module, sample: Any, loss_fn: Any) -> list[memfit.Plan]:
-    """Of the whole batch, kept, recomputed or offloaded; `_rows` runs forward and backward by itself, which layer streaming does not allow."""
-    fixed = {"micro_batches": 1, "streamed": ""}
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed=fixed)
-    high, low = plain.prediction.plain_peak_bytes, memfit.smallest_budget(plain)
-    return [memfit.replan(plain, round(low + share * (high - low))) for share in SHARES]
 
 
 def generators(setting: Setting) -> list[torch.Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from gpu.setting import Setting, adamw
 from torch import nn
 
 import memfit
+from memfit import batches
 from memfit.meter import metered
 from memfit.step.program import state_tensors
 
@@ -40,6 +43,28 @@ def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: A
     return row
 
 
+def measured_step(
+    setting: Setting,
+    step: Callable[[], object],
+    model: nn.Module,
+    sample: Any,
+    optimizer: torch.optim.Optimizer,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """Peak, reserve and seconds of a step of plain PyTorch, once the optimizer's state is there."""
+    step()
+    step()
+    setting.fresh()
+    present = [*model.parameters(), *model.buffers(), *batches.leaves(sample), *state_tensors(optimizer)]
+    with metered(present, setting.device) as reading:
+        step()
+    return {
+        "allocated_bytes": reading.peak_bytes,
+        "reserved_bytes": reading.reserved_bytes,
+        "seconds": setting.timed(step, repeats),
+    }
+
+
 def plain_row(
     setting: Setting, model: nn.Module, sample: Any, arrange: Any, repeats: int = 5, make: Any = None
 ) -> dict[str, Any]:
@@ -53,17 +78,7 @@ def plain_row(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()
-    step()
-    setting.fresh()
-    present = [*model.parameters(), *model.buffers(), *sample.values(), *state_tensors(optimizer)]
-    with metered(present, setting.device) as reading:
-        step()
-    row = {
-        "allocated_bytes": reading.peak_bytes,
-        "reserved_bytes": reading.reserved_bytes,
-        "seconds": setting.timed(step, repeats),
-    }
+    row = measured_step(setting, step, model, sample, optimizer, repeats)
     if make is not None:
         model(**sample).loss.backward()
         row["update_seconds"] = setting.timed(optimizer.step, repeats)

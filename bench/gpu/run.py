@@ -65,7 +65,8 @@ def exactness(setting: Setting) -> Iterator[dict[str, Any]]:
         reference = outcome_of(model, sample, loss_fn)
         repeats = reference.differs(outcome_of(model, sample, loss_fn)) is None
         shares = (0.75, 0.4, 0.0)
-        for share, made in zip(shares, plans_between(model, sample, loss_fn, adamw, shares), strict=True):
+        plans = plans_between(model, sample, loss_fn, adamw, shares, streamed="")
+        for share, made in zip(shares, plans, strict=True):
             found = outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn))
             yield {
                 "model": name,

@@ -109,7 +109,7 @@ def frontier(name: str) -> Callable[[Sequence[Row]], str]:
     def told(rows: Sequence[Row]) -> str:
         plain = next(row["seconds"] for row in rows if row["row"] == "plain")
         return f"### {name} beside others\n\n" + measuring.table(
-            ["row", "peak", "predicted", "step", "of plain", "predicted"],
+            ["row", "peak", "predicted", "step", "of plain", "predicted", "offloaded"],
             [
                 [
                     row["row"],
@@ -118,6 +118,7 @@ def frontier(name: str) -> Callable[[Sequence[Row]], str]:
                     _ms(row["seconds"]),
                     f"{row['seconds'] / plain:.2f}",
                     _ms(row["predicted_seconds"]) if "predicted_seconds" in row else "",
+                    _mib(row["swapped_bytes"]) if row.get("swapped_bytes") else "",
                 ]
                 for row in rows
                 if "seconds" in row

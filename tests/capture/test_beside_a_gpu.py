@@ -125,7 +125,7 @@ def test_where_the_host_is_ahead_of_the_gpu_it_adds_nothing() -> None:
     )
 
 
-def test_taking_workspaces_draws_nothing_and_leaves_no_gradient() -> None:
+def test_taking_workspaces_draws_nothing() -> None:
     before = torch.get_rng_state()
     take_workspaces(torch.device("cpu"))
     assert torch.equal(before, torch.get_rng_state())

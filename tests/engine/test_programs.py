@@ -428,8 +428,7 @@ def check_parts(program: Any, count: int, *, splits: bool) -> bool:
         refused = str(error)
     if made is None:
         assert "batch" in refused
-        # Rounding to 16 bits may go another way in another shape, and where no gradient comes through (a dead relu) there is nothing to compare.
-        assert not splits or low or refused.count("the gradient of a few samples is 0.0"), refused
+        assert not splits or low, refused  # rounding to 16 bits may go another way in another shape
         return False
     search = planning_of(made)
     smallest, largest = search.smallest()[0], search.plain_peak()

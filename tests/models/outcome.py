@@ -90,10 +90,15 @@ def outcome_of(
 
 
 def plans_between(
-    model: nn.Module, sample: Any, loss_fn: Any, optimizer: Any = None, fractions: Sequence[float] = FRACTIONS
+    model: nn.Module,
+    sample: Any,
+    loss_fn: Any,
+    optimizer: Any = None,
+    fractions: Sequence[float] = FRACTIONS,
+    **fixed: Any,
 ) -> list[memfit.Plan]:
-    """Plans for the whole batch at budgets these fractions of the way from the smallest to plain; none is above its budget."""
-    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": 1})
+    """Plans for the whole batch at budgets these fractions of the way from the smallest to plain; none is above its budget. `fixed` as for `memfit.plan`."""
+    plain = memfit.plan(model, sample, loss_fn, 1 << 50, optimizer, fixed={"micro_batches": 1, **fixed})
     search = planning_of(plain)
     largest, smallest = search.plain_peak(), search.smallest()[0]
     plans = []

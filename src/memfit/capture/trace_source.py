@@ -49,8 +49,8 @@ FOLLOWED: Final = 1.8
 RECOMPUTED: Final = 4.5
 # Likewise, what Python and autograd take between an operation of a step and the next, on a CPU. Found as `BETWEEN` of the trace was.
 PYTHON: Final = 0.36
-# Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping (`bench/gpu`: 33 to 56
-# microseconds on a host where a mode adds 17).
+# Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping (by hand, beside an
+# H100: 33 to 56 microseconds where a mode adds 17).
 LAUNCHED: Final = 2.2
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 from memfit import __version__
 from memfit.cli import extras
 from memfit.cli.answer import Answer
-from memfit.cli.extras import version
 from memfit.errors import InputError
 from memfit.progress import Progress
 from memfit.runner.cores import cores
@@ -92,7 +91,7 @@ def versions() -> dict[str, str | None]:
     import torch
 
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda is not None else {}
-    return {"memfit": __version__, "python": platform.python_version(), "torch": version("torch"), **cuda}
+    return {"memfit": __version__, "python": platform.python_version(), "torch": torch.__version__, **cuda}
 
 
 def processor() -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import inf
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +34,9 @@ class CallCounts:
         self._left[module] = left - 1
         if left:
             return None
-        return _called_too_often(module, self._most.get(module, 0))
-
-
-def _called_too_often(module: str, most: int) -> str:
-    return f"{module or 'the model'} is called more often than on any path that is known ({most})"
+        return (
+            f"{module or 'the model'} is called more often than on any path that is known ({self._most.get(module, 0)})"
+        )
 
 
 class UnfollowedForward:
@@ -57,13 +53,10 @@ class UnfollowedForward:
     """
 
     def __init__(self, script: Script, model: nn.Module, diverged: Callable[[str], None]) -> None:
-        self._most = script.most_calls
+        self._counts = CallCounts(script.most_calls)
         kept = script.call_bytes
-        # Thousands of calls a step in some models, so each looks up one thing: calls that are left, bytes that each keeps, the module's name.
-        self._known: dict[int, list[Any]] = {
-            id(module): [self._most.get(name, 0) if self._most else inf, kept.get(name, 0), name]
-            for name, module in modules_of(model).items()
-        }
+        # Thousands of calls a step in some models, so each looks up one thing.
+        self._known = {id(module): (name, kept.get(name, 0)) for name, module in modules_of(model).items()}
         self._left = script.most_call_bytes
         self._diverged = diverged
         self.divergence: str | None = None
@@ -80,18 +73,16 @@ class UnfollowedForward:
 
     def _before(self, module: nn.Module, _args: object) -> None:
         known = self._known.get(id(module))
-        if known is None or not torch.is_grad_enabled():
+        if known is None or self.divergence is not None or not torch.is_grad_enabled():
             return
-        known[0] -= 1
-        self._left -= known[1]
-        if (known[0] >= 0 and self._left >= 0) or self.divergence is not None:
-            return
-        self.divergence = (
-            _called_too_often(known[2], self._most.get(known[2], 0))
-            if known[0] < 0
-            else "calls of modules so far keep more than on any path that is known"
-        )
-        self._diverged(self.divergence)
+        name, kept = known
+        self._left -= kept
+        why = self._counts.begins(name)
+        if why is None and self._left < 0:
+            why = "calls of modules so far keep more than on any path that is known"
+        if why is not None:
+            self.divergence = why
+            self._diverged(why)
 
     def end(self) -> None:
         """Nothing is held."""

@@ -115,25 +115,12 @@ class PlainValues:
 
 def is_plain(value: object) -> bool:
     """Whether it is a number, a word or None. By its type: an object that is asked for its class may run code of its own, and there are thousands in a step."""
-    return _PLAIN_TYPES[type(value)]
-
-
-class _PlainTypes(dict[type, bool]):
-    """Of each type that was met, whether its values are plain."""
-
-    def __missing__(self, kind: type) -> bool:
-        if len(self) >= LARGEST_CONTAINER:  # classes that are made anew all the time
-            self.clear()
-        self[kind] = found = issubclass(kind, PLAIN)
-        return found
-
-
-_PLAIN_TYPES: Final = _PlainTypes()
+    return issubclass(type(value), PLAIN)
 
 
 def _plain_ones(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those of a module's attributes that are numbers, words or None."""
-    return {name: value for name, value in attributes.items() if _PLAIN_TYPES[type(value)]}
+    return {name: value for name, value in attributes.items() if issubclass(type(value), PLAIN)}
 
 
 def length(container: Container | tuple[Any, ...]) -> int:

@@ -140,10 +140,7 @@ class _Words:
         """Which ones they are, where they lie, how often each was written."""
         self.words += map(id, tensors)
         if self._addresses:
-            try:
-                self.words += [t.data_ptr() for t in tensors]
-            except RuntimeError:  # one that lies in no storage of its own
-                self.words += [t.data_ptr() if has_storage(t) else 0 for t in tensors]
+            self.words += [t.data_ptr() if has_storage(t) else 0 for t in tensors]
         self.words += [0 if t.is_inference() else t._version for t in tensors]  # noqa: SLF001 - torch's only count
         self.alive += map(weakref.ref, tensors)
 

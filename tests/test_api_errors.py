@@ -33,6 +33,7 @@ from memfit.errors import (
     SnapshotError,
     SplitError,
 )
+from memfit.step.loss_value import LossValue
 from memfit.units import format_bytes
 from small import adamw, chain, plan_at, rows, same, squared_error, state_of
 
@@ -517,8 +518,13 @@ def test_a_smaller_batch_is_trained_plainly_right() -> None:
 # -- losses that are no numbers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_loss_that_is_no_number_changes_nothing(parts: int) -> None:
+@pytest.mark.parametrize(("parts", "late"), [(1, False), (3, False), (1, True), (3, True)])
+def test_a_loss_that_is_no_number_changes_nothing(
+    parts: int,
+    late: bool,  # noqa: FBT001 - a parameter
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it is heard of after backward only (`late`), as on a GPU."""
     made = tight(batch_norm=True, dropout=0.1)
     named: dict[str, Any] = {"batch_norm": True, "dropout": 0.1}
     if parts > 1:  # splits only without batch norm
@@ -528,6 +534,8 @@ def test_a_loss_that_is_no_number_changes_nothing(parts: int) -> None:
     engine, undisturbed = (memfit.apply(made, m, squared_error, adamw) for m in (one, other))
     torch.manual_seed(2)
     engine.step(rows())
+    if late:
+        monkeypatch.setattr(LossValue, "here", property(lambda _: False))
     x, y = rows()
     spoiled = y.clone()
     spoiled[-1, 0] = float("nan")  # in the last part

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import small
 from memfit.errors import NonFiniteLossError
+from memfit.step.loss_value import LossValue
 from memfit.step.program import StepProgram
 
 
@@ -69,6 +70,24 @@ def test_a_loss_that_is_no_number_stops_before_backward(value: float) -> None:
     with pytest.raises(NonFiniteLossError, match=f"the loss is {value}: the step was not taken"):
         program.forward_backward(small.rows(8), check_finite=True)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_that_is_still_on_its_way_stops_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which would have to be waited for between forward and backward."""
+    monkeypatch.setattr(LossValue, "here", property(lambda _: False))
+    model = small.chain(1)
+    program = StepProgram(model, lambda m, b: small.squared_error(m, b) * float("nan"))
+    with pytest.raises(NonFiniteLossError, match="the loss is nan: the step was not taken"):
+        program.forward_backward(small.rows(8), check_finite=True)
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(NonFiniteLossError):
+        program.forward_backward(small.rows(8), check_finite=True, around_backward=refused())  # an update inside it
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    raise AssertionError("backward has begun")
+    yield
 
 
 def test_the_context_surrounds_forward_and_loss_only() -> None:

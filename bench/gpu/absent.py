@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
-from memfit.planner.caching_allocator import reserved_bytes
+from memfit.planner.caching_allocator import allocator_bytes
 from memfit.planner.timeline import Timeline
 from memfit.step.program import StepProgram
 from memfit.techniques.choices import BASELINE
@@ -118,7 +118,6 @@ PLAIN_STEPS = (
     PlainStep("GPT-2, 8 x 1024, fp32", _gpt2),
     PlainStep("GPT-2, 8 x 1024, bf16 autocast", _gpt2, "bf16"),
     PlainStep("T5-small, 16 x 256, fp32", _t5),
-    PlainStep("LSTM, 64 x 128, width 1024, fp32", _lstm),
     PlainStep("ViT-base, 64, fp32", partial(_images, "vit_base", 64, torch.contiguous_format)),
     PlainStep("ViT-base, 64, bf16 autocast", partial(_images, "vit_base", 64, torch.contiguous_format), "bf16"),
     PlainStep("ResNet-50, 64, fp32", partial(_images, "resnet50", 64, torch.contiguous_format)),
@@ -126,6 +125,7 @@ PLAIN_STEPS = (
     PlainStep("VGG-16 with batch norm, 32, fp32", partial(_images, "vgg16_bn", 32, torch.contiguous_format)),
     PlainStep("MobileNetV2, 64, fp32", partial(_images, "mobilenetv2", 64, torch.contiguous_format)),
     PlainStep("MLP-Mixer, 64, bf16 autocast", partial(_images, "mixer_base", 64, torch.contiguous_format), "bf16"),
+    PlainStep("LSTM, 64 x 128, width 1024, fp32", _lstm),
 )
 
 
@@ -165,9 +165,11 @@ def predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str
     model, sample, loss_fn = each.build(setting)
     trace = TraceSource(model, sample, loss_fn, adamw, device=device).trace_of(BASELINE.but(precision=each.precision))
     timeline = Timeline(trace)
+    found = allocator_bytes(timeline, {})
     return {
         "bytes": timeline.plain().peak_bytes,
-        "reserved": reserved_bytes(timeline, {}),
+        "reserved": found.reserved,
+        "allocated": found.allocated,
         "kernel_seconds": sum(operation.seconds for operation in trace.operations),
         "seconds": trace.plain_step_seconds,
         "captured_on": trace.source,

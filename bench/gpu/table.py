@@ -80,6 +80,23 @@ def plain_steps(rows: Sequence[Row]) -> str:
     )
 
 
+def exactness(rows: Sequence[Row]) -> str:
+    """One paragraph."""
+    told = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == name]
+        equal = sum(row["equal"] for row in mine)
+        alone = (
+            "" if all(row["plain_repeats"] for row in mine) else ", where plain PyTorch does not repeat itself either"
+        )
+        told.append(f"{name} {equal} of {len(mine)}{alone}")
+    return (
+        "### Larger models\n\n"
+        "With PyTorch's default kernels, steps at three budgets that give plain PyTorch's loss, gradients and buffers bit by bit "
+        f"(BERT-large, 8 x 128; convolutions with batch norm; a Llama of a billion, 2 x 128): {'; '.join(told)}."
+    )
+
+
 def techniques(rows: Sequence[Row]) -> str:
     """One table."""
     return (
@@ -152,6 +169,64 @@ def swap(rows: Sequence[Row]) -> str:
     )
 
 
+def streaming(rows: Sequence[Row]) -> str:
+    """One table."""
+    return "### Layer streaming, six of BERT-large's layers at growing batches\n\n" + measuring.table(
+        ["batch", "peak", "predicted", "step", "copies", "hidden"],
+        [
+            [
+                f"{row['batch']} x 128",
+                _mib(row["allocated_bytes"]),
+                _off(row["predicted_bytes"], row["allocated_bytes"]),
+                _ms(row["seconds"]),
+                _ms(row["copies_down_seconds"] + row["copies_up_seconds"]),
+                f"{100 * row['hidden']:.0f} %",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def optimizers(rows: Sequence[Row]) -> str:
+    """One table."""
+    return "### Updates, two of BERT-large's layers and its embedding\n\n" + measuring.table(
+        ["AdamW", "peak of a step", "update"],
+        [
+            [row["optimizer"], _mib(row["allocated_bytes"]), _ms(row["update_seconds"])]
+            for row in rows
+            if "update_seconds" in row
+        ],
+    )
+
+
+def overhead(rows: Sequence[Row]) -> str:
+    """One table."""
+    return (
+        "### Host time\n\n"
+        f"{rows[0]['operations']} forward operations on tensors of a few elements, so that the GPU waits for the host: what a plan adds to each, its "
+        "recomputations included.\n\n"
+        + measuring.table(
+            [
+                "budget, from the smallest to plain",
+                "plain",
+                "under the plan",
+                "recomputations",
+                "added per forward operation",
+            ],
+            [
+                [
+                    f"{row['share']:.1f}",
+                    _ms(row["plain_seconds"]),
+                    _ms(row["seconds"]),
+                    str(row["recomputations"]),
+                    f"{row['added_microseconds_per_operation']:.1f} µs",
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
 def failing(rows: Sequence[Row]) -> str:
     """One paragraph."""
     read = {row["file"]: row["read"] for row in rows if "file" in row}
@@ -166,11 +241,15 @@ def failing(rows: Sequence[Row]) -> str:
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "programs": programs,
+    "exactness": exactness,
     "absent": plain_steps,
     "techniques": techniques,
     "frontier_bert": frontier("BERT-large, batch 32, 128 tokens,"),
     "frontier_llama": frontier("A Llama-style model of a billion parameters"),
     "swap": swap,
+    "streaming": streaming,
+    "optimizers": optimizers,
+    "overhead": overhead,
     "failing": failing,
 }
 """By the name of a question, what tells its rows; the others have none."""

@@ -50,7 +50,7 @@ def predicted(row: Mapping[str, Any]) -> Row:
     """
     sys.path.insert(0, str(FOLDER))
     from memfit.capture.trace_source import TraceSource
-    from memfit.planner.caching_allocator import reserved_bytes
+    from memfit.planner.caching_allocator import allocator_bytes
     from memfit.planner.timeline import Timeline
     from memfit.techniques.choices import BASELINE
     from models import built
@@ -66,7 +66,7 @@ def predicted(row: Mapping[str, Any]) -> Row:
     copies = row["copies"] * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return {
         "allocated_bytes": timeline.plain().peak_bytes + copies,
-        "reserved_bytes": reserved_bytes(timeline, {}) + copies,
+        "reserved_bytes": allocator_bytes(timeline, {}).reserved + copies,
         "assumed": trace.notes[0],
         "seconds": time.perf_counter() - begin,
     }

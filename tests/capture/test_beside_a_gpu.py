@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,20 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memfit
 import small
 from memfit.capture import arguments
 from memfit.capture.arguments import arguments_of, build
-from memfit.capture.calls import describe
+from memfit.capture.calls import StorageSpec, describe
+from memfit.capture.capture import capture, capture_real
 from memfit.capture.cuda import attention
 from memfit.capture.cuda.workspaces import take_workspaces
 from memfit.capture.host_time import ELSEWHERE, has_kernel
 from memfit.capture.isolation import lent
 from memfit.capture.lifetimes import Lifetimes
+from memfit.capture.source import StepSource
 from memfit.capture.trace_source import LAUNCHED, TraceSource
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.techniques.choices import BASELINE
 from memfit.values.trace import Category, Phase, Trace
+from models import outcome
 
 META = torch.device("meta")
 
@@ -98,6 +104,84 @@ def test_lent_weights_of_recurrent_layers_are_not_laid_out_anew() -> None:
         assert not layer._weights_have_changed()
         assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
     assert not layer._weights_have_changed()
+
+
+# ------------------------------------------------------------------------------------------------- one storage for several
+
+
+class Flat(nn.Module):
+    """Two weights in one storage, and a look at all of it through that of the first, as cuDNN's recurrent layers look at theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = torch.randn(2, 8, 8).mul_(0.1).unbind()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = torch.empty(0, device=x.device)
+        with torch.no_grad():
+            every.set_(self.first.untyped_storage(), 0, (2 * 8 * 8,), (1,))
+        x = x @ self.first @ self.second
+        return x * every[:8]
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+def test_a_real_capture_shares_the_storages_that_parameters_share() -> None:
+    captured = capture_real(StepSource(Flat(), torch.randn(16, 8), squares, small.adamw))
+    weights = [s.bytes for s in captured.trace.storages if s.category is Category.PARAMETER]
+    assert weights == [2 * 8 * 8 * 4]
+    (call,) = (call for key, call in captured.calls.items() if "aten.set_" in key)
+    assert call.args[1] == StorageSpec(2 * 8 * 8 * 4, "cpu")
+    args, _ = build(call, torch.device("cpu"))
+    assert args[1].nbytes() == 2 * 8 * 8 * 4
+
+
+def test_such_a_step_is_exact_and_its_peak_is_that_predicted() -> None:
+    model = nn.Sequential(*(Flat() for _ in range(4)))
+    x = torch.randn(256, 8)
+    plans = outcome.plans_between(model, x, squares, small.adamw, (1.0, 0.0))
+    reference = outcome.outcome_of(model, x, squares)
+    for made in plans:
+        found = outcome.outcome_of(model, x, squares, memfit.apply(made, model, squares))
+        assert reference.differs(found) is None
+        assert outcome.measured_peak(made, model, x, squares, small.adamw) == made.prediction.peak_bytes
+
+
+def test_a_call_is_described_by_the_size_of_a_storage_not_by_its_bytes() -> None:
+    """The `repr` of a storage reads each of them: on a GPU planning for an LSTM did not end."""
+    key, _ = describe(torch.ops.aten.set_.source_Storage, (torch.empty(0), torch.ones(4096).untyped_storage()), {})
+    assert "StorageSpec(bytes=16384" in key
+    assert len(key) < 200
+
+
+def test_what_a_step_reads_besides_its_model_is_told_by_a_real_capture_alone() -> None:
+    """The device has it already, so it is none of the device's other bytes; fake tensors do not tell that."""
+    there = torch.ones(8)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = (model(x) * there).mean()
+        return out
+
+    source = StepSource(nn.Linear(8, 8), torch.ones(4, 8), loss, small.adamw)
+    assert capture_real(source).met_bytes == (32,)
+    assert capture(source).met_bytes == ()
+
+
+def test_arguments_of_a_call_are_freed_without_the_garbage_collector() -> None:
+    """Else they are freed in the middle of another call, whose workspace seems smaller by as much."""
+    _, call = describe(torch.ops.aten.add.Tensor, (torch.ones(4), torch.ones(4)), {})
+    gc.disable()
+    try:
+        args, _ = build(call, torch.device("cpu"))
+        there = weakref.ref(args[0].untyped_storage())
+        del args
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------- the host

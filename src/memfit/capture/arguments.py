@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from memfit import dispatch
-from memfit.capture.calls import CallSpec, TensorSpec
+from memfit.capture.calls import CallSpec, StorageSpec, TensorSpec
 
 LARGEST_SHARED_BYTES: Final = 256 << 20  # calls that read more get memory of their own
 VALUES: Final = 1 << 15  # different numbers in filled memory; more than a processor learns to foresee
@@ -152,18 +153,40 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         # Kernels list the places that a mask chooses, which takes more than the mask does: as many as in the step.
         torch.empty(0, dtype=torch.bool, device=where[place]).set_(storages[place])[: _chosen(call)].fill_(True)
 
-    def made(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            offset = value.offset - start[value.place] // value.dtype.itemsize
-            return torch.empty(0, dtype=value.dtype, device=where[value.place]).set_(
-                storages[value.place], offset, value.shape, value.stride
-            )
-        if isinstance(value, torch.device):
-            return value if value.type == "cpu" else device
-        if isinstance(value, torch.Generator):
-            return torch.Generator(device)  # the user's own is not to move
-        if isinstance(value, (list, tuple)):
-            return type(value)(made(v) for v in value)
-        return value
+    make = _Arguments(device, where, storages, start)
+    return tuple(make.like(a) for a in call.args), {k: make.like(v) for k, v in call.kwargs.items()}
 
-    return tuple(made(a) for a in call.args), {k: made(v) for k, v in call.kwargs.items()}
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Makes arguments. No inner function that calls itself: such a one is a cycle, which keeps its storages until Python looks for cycles.
+
+    Attributes:
+        device: of the call.
+        where: the device of each storage.
+        storages: by place.
+        start: of each storage in the step, the byte with which that of here begins.
+    """
+
+    device: torch.device
+    where: Mapping[int, torch.device]
+    storages: Mapping[int, torch.UntypedStorage]
+    start: Mapping[int, int]
+
+    def like(self, value: Any) -> Any:
+        """What a description says, in lists and tuples, too."""
+        if isinstance(value, TensorSpec):
+            offset = value.offset - self.start[value.place] // value.dtype.itemsize
+            return torch.empty(0, dtype=value.dtype, device=self.where[value.place]).set_(
+                self.storages[value.place], offset, value.shape, value.stride
+            )
+        if isinstance(value, StorageSpec):
+            there = self.device if value.device == self.device.type else "cpu"
+            return torch.UntypedStorage(value.bytes, device=there)
+        if isinstance(value, torch.device):
+            return value if value.type == "cpu" else self.device
+        if isinstance(value, torch.Generator):
+            return torch.Generator(self.device)  # the user's own is not to move
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.like(v) for v in value)
+        return value

@@ -49,13 +49,26 @@ class TensorSpec:
         return 1 + sum((n - 1) * abs(s) for n, s in zip(self.shape, self.stride, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """What is needed to make a like storage later: cuDNN's recurrent layers read their weights through one.
+
+    Attributes:
+        bytes: of all of it.
+        device: type of the device it is on.
+    """
+
+    bytes: int
+    device: str
+
+
 @dataclass(slots=True)
 class CallSpec:
     """One call to time: the operation with its arguments, tensors replaced by `TensorSpec`.
 
     Attributes:
         func: the operation.
-        args, kwargs: as the dispatcher got them.
+        args, kwargs: as the dispatcher got them, no tensor and no storage among them.
         made_bytes: of the storages it returns, in order.
         layouts: of the tensors it returns.
         written: it writes to one of its arguments.
@@ -117,6 +130,8 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return (
                 type(value)(spec(item) for item in value) if type(value) in (list, tuple) else [spec(i) for i in value]
             )
+        if isinstance(value, torch.UntypedStorage):
+            return StorageSpec(value.nbytes(), value.device.type)
         return value
 
     def name(value: Any) -> str:

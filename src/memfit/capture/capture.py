@@ -12,13 +12,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit import batches
+from memfit import batches, dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
-from memfit.capture.isolation import lent
+from memfit.capture.isolation import lent, with_copied_storage
 from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
 from memfit.capture.source import StepSource, model_digest
@@ -113,8 +114,12 @@ def _untold() -> Iterator[None]:
 
 def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
     """Write down one optimizer step on real tensors; parameters, buffers and generators are left as they were."""
+    copied: dict[int, torch.UntypedStorage] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and dispatch.has_storage(tensor):
+            # Parameters that share a storage share it again: cuDNN reads all weights of a recurrent layer through the storage of the first.
+            return with_copied_storage(tensor.detach(), copied)
         fresh = torch.empty_strided(
             tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device
         )

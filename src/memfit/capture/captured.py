@@ -24,6 +24,8 @@ class Captured:
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
         repeats: the forward before it ran the same operations.
         before: what modules hold before it and not after it (`memfit.step.fingerprint.fingerprint`).
+        met_bytes: of storages on the device that are neither the model's nor the batch's, and that the step reads: cuDNN keeps the state of dropout in one. Of
+            a real capture; fake tensors do not tell whether the device has them already.
         steady: other random numbers gave the same operations and sizes, or none that are drawn can decide any.
     """
 
@@ -36,3 +38,4 @@ class Captured:
     steady: bool = False
     repeats: bool = True
     before: Mapping[str, str] = field(default_factory=dict)
+    met_bytes: tuple[int, ...] = ()

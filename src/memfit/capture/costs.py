@@ -140,11 +140,16 @@ def with_costs(
     )
 
 
-def other_bytes(device: torch.device, known: Iterable[torch.Tensor]) -> int:
-    """Bytes that the CUDA allocator has handed out for other things than these tensors: cuBLAS's workspace, whatever else the process holds; 0 on a CPU."""
+def other_bytes(device: torch.device, known: Iterable[torch.Tensor], met_bytes: Iterable[int] = ()) -> int:
+    """Bytes that the CUDA allocator has handed out for other things than these: cuBLAS's workspace, whatever else the process holds; 0 on a CPU.
+
+    Args:
+        device: the GPU.
+        known: tensors that the trace counts.
+        met_bytes: of other storages that it counts.
+    """
     if device.type != "cuda":
         return 0
-    held = sum(
-        -(-s.nbytes() // 512) * 512 for s in dispatch.storages_of(t for t in known if t.device == device).values()
-    )
+    storages = dispatch.storages_of(t for t in known if t.device == device).values()
+    held = sum(-(-size // 512) * 512 for size in (*(s.nbytes() for s in storages), *met_bytes))
     return max(0, torch.cuda.memory_allocated(device) - held)

@@ -112,6 +112,11 @@ def _with_private_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedS
         or tensor.untyped_storage().nbytes() > LARGEST_PRIVATE_BYTES
     ):
         return tensor
+    return with_copied_storage(tensor, copied)
+
+
+def with_copied_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """A tensor like this one on a copy of its storage, which is written into `copied` for others that share it."""
     key = storage_key(tensor)
     if key not in copied:
         copied[key] = flat_storage(tensor.untyped_storage()).clone().untyped_storage()

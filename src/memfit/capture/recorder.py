@@ -185,6 +185,11 @@ class Recorder(dispatch.DispatchMode):
             self._first_read[sid] = len(self.events)
         return sid
 
+    def met_bytes(self) -> tuple[int, ...]:
+        """Of each storage that was there before the step, is there after it, and was not registered."""
+        storages = (self.lifetimes.storages[sid] for sid in self._first_read)
+        return tuple(s.bytes for s in storages if s.birth == BEFORE_STEP and s.death is None)
+
     def record_state(self, state: torch.Tensor, operation: str | None) -> None:
         """Record a tensor that was made between two operations, by no kernel.
 

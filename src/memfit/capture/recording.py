@@ -115,6 +115,7 @@ def record(
         before={
             place: before.get(place, "") for place in before | after if before.get(place, "") != after.get(place, "")
         },
+        met_bytes=recorder.met_bytes() if tensors == "real" else (),
     )
 
 

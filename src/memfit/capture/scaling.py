@@ -86,7 +86,13 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
         notes=(*first.trace.notes, *notes),
     )
     return Captured(
-        trace, calls, receiving=first.receiving, forced=first.forced, repeats=first.repeats, before=first.before
+        trace,
+        calls,
+        receiving=first.receiving,
+        forced=first.forced,
+        repeats=first.repeats,
+        before=first.before,
+        met_bytes=first.met_bytes,
     )
 
 

@@ -225,7 +225,7 @@ class TraceSource:
                 gc.collect()  # what looks at the model have left behind in cycles is held by nobody when it trains
                 if has_products(names):
                     take_workspaces(self.here)
-            return other_bytes(self.here, present)
+            return other_bytes(self.here, present, captured.met_bytes)
         if self._cuda is None:
             return 0
         return library_bytes(names, self._cuda)

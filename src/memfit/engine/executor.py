@@ -14,6 +14,7 @@ from memfit.engine.follower import Follower
 from memfit.engine.new_paths import PathWatch
 from memfit.step.device import device_of
 from memfit.step.fingerprint import has_fingerprint
+from memfit.step.loss_value import LossValue
 from memfit.step.program import StepProgram
 
 
@@ -86,7 +87,7 @@ class Executor:
             last: of the step.
         """
         total.last = None
-        follower = self.follower(compiled, watch=watch)
+        follower, value = self.follower(compiled, watch=watch), LossValue()
         try:
             # In fp16 an infinite loss is an overflow like any other: its gradients are not finite, so the step is skipped.
             total.last = program.forward_backward(
@@ -97,12 +98,13 @@ class Executor:
                 after_forward=None if watch is None else watch.forward_ended,
                 around_backward=program.updating() if updates else None,
                 last=last,
+                value=value,
             )
         finally:
             if follower is not None:
                 follower.end()
         if weight != 0.0:
-            total.loss += float(total.last) * (1.0 if weight is None else weight)
+            total.loss += value.read() * (1.0 if weight is None else weight)
         total.micro_batches += 1
         if follower is not None:
             total.recomputations += follower.recomputations

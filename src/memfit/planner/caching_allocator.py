@@ -35,10 +35,11 @@ class CachingAllocator:
 
     Attributes:
         reserved_bytes: of all segments. They are never given back.
+        most_allocated_bytes: of blocks at the same time. A block may be up to 1 MiB larger than what was asked for.
     """
 
     def __init__(self) -> None:
-        self.reserved_bytes = 0
+        self.reserved_bytes = self.most_allocated_bytes = self._allocated_bytes = 0
         self._pools: tuple[list[Block], list[Block]] = ([], [])  # free blocks of large and of small segments
         self._small: list[bool] = []  # by segment
         self._blocks: list[dict[int, tuple[int, bool]]] = []  # by segment: offset -> bytes, free
@@ -58,11 +59,14 @@ class CachingAllocator:
             wanted = have
         block = (wanted, segment, offset)
         self._put(block, free=False)
+        self._allocated_bytes += wanted
+        self.most_allocated_bytes = max(self.most_allocated_bytes, self._allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
         """Give a block back, and join it with free neighbours."""
         size, segment, offset = block
+        self._allocated_bytes -= size
         blocks = self._blocks[segment]
         after, before = blocks.get(offset + size), self._begins[segment].get(offset)
         if after is not None and after[1]:
@@ -113,8 +117,21 @@ class _Life:
     last: int
 
 
-def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: int = 2) -> int:
-    """Bytes that the allocator has taken from CUDA after some steps under a plan.
+@dataclass(frozen=True, slots=True)
+class AllocatorBytes:
+    """What the allocator counts in a step.
+
+    Attributes:
+        reserved: taken from CUDA (`torch.cuda.memory_reserved`).
+        allocated: of blocks that tensors have, at most (`torch.cuda.max_memory_allocated`).
+    """
+
+    reserved: int
+    allocated: int
+
+
+def allocator_bytes(timeline: Timeline, recomputations: Recomputations, steps: int = 2) -> AllocatorBytes:
+    """What the allocator counts after some steps under a plan.
 
     Args:
         timeline: of the trace.
@@ -173,7 +190,7 @@ def reserved_bytes(timeline: Timeline, recomputations: Recomputations, steps: in
             for life in dying[slot]:
                 if life in held:
                     allocator.free(held.pop(life))
-    return allocator.reserved_bytes
+    return AllocatorBytes(allocator.reserved_bytes, allocator.most_allocated_bytes)
 
 
 def _make_again(allocator: CachingAllocator, trace: Trace, calls: RepeatableCalls) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from memfit.garbage import uncollected
-from memfit.planner.caching_allocator import reserved_bytes
+from memfit.planner.caching_allocator import MIB, allocator_bytes
 from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection
 from memfit.planner.script_compiler import compile_calls, compile_script, knowing_calls
@@ -240,10 +240,12 @@ def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solu
     """What the allocator of a GPU takes from the card for the plan."""
     if not any(machine.kind == "cuda" for machine in solvers.bundle.topology.devices):
         return ()
-    reserved = reserved_bytes(timeline, solution.recomputations)
+    found = allocator_bytes(timeline, solution.recomputations)
+    more = found.allocated - prediction.peak_bytes
+    blocks = f" and {format_bytes(more)} in blocks larger than their tensors" if more >= MIB else ""
     note = (
-        f"PyTorch's allocator takes about {format_bytes(reserved)} of the card for these {format_bytes(prediction.peak_bytes)}, its free blocks included "
-        "(estimated, with its default settings); the CUDA context comes on top"
+        f"PyTorch's allocator takes about {format_bytes(found.reserved)} of the card for these {format_bytes(prediction.peak_bytes)}, its free blocks{blocks} "
+        "included (estimated, with its default settings); the CUDA context comes on top"
     )
     return (note,)
 

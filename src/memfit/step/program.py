@@ -17,6 +17,7 @@ from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.absent import Absent
 from memfit.step.device import device_of
+from memfit.step.loss_value import LossValue
 from memfit.step.modules import forget_modules, let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 from memfit.techniques.choices import BASELINE, Choices, regions
@@ -90,6 +91,7 @@ class StepProgram:
         after_forward: Callable[[], None] | None = None,
         around_backward: AbstractContextManager[object] | None = None,
         last: bool = True,
+        value: LossValue | None = None,
     ) -> torch.Tensor:
         """One micro-batch: loss and gradients, added to what is in `.grad`.
 
@@ -97,16 +99,20 @@ class StepProgram:
             batch: the micro-batch.
             weight: the micro-batch's share of the loss; None means the whole (no extra operation).
             around_forward: entered for forward and loss only.
-            check_finite: raise before backward when the loss is NaN or infinite, so that nothing is changed.
+            check_finite: raise when the loss is NaN or infinite, before any parameter is changed: before backward, or on a GPU that would have to be waited
+                for then, after it.
             after_forward: called between forward and backward.
             around_backward: entered for backward only; of the last micro-batch it is `updating()` where the step updates inside backward.
             last: of the step; in its backward gradients are synchronised with other ranks.
+            value: takes the loss.
 
         Returns:
             The unweighted loss, detached.
         """
         with nullcontext() if self.sharded is None else self.sharded.micro_batch(last=last):
-            loss = self._forward_backward(batch, weight, around_forward, check_finite, after_forward, around_backward)
+            loss = self._forward_backward(
+                batch, weight, around_forward, check_finite, after_forward, around_backward, value
+            )
         if self.sharded is not None and last:
             self.sharded.collect()
         return loss
@@ -119,22 +125,30 @@ class StepProgram:
         check_finite: bool,  # noqa: FBT001 - passed on
         after_forward: Callable[[], None] | None,
         around_backward: AbstractContextManager[object] | None,
+        value: LossValue | None,
     ) -> torch.Tensor:
         with around_forward or nullcontext():
             loss = self.loss(batch)
         if after_forward is not None:
             after_forward()
-        if check_finite:
-            # The mean of no labels is no number, and its gradients are zero.
-            self._check_finite(
-                0.0 if weight == 0.0 and self.sharded is not None else loss.item()
-            )  # .item() allocates nothing
+        value = LossValue() if value is None and check_finite else value
+        if value is not None:
+            value.take(loss)
+        # An update inside backward cannot be undone, and ranks agree before they send gradients.
+        first = value is not None and (value.here or around_backward is not None or self.sharded is not None)
+        if check_finite and first:
+            self._check_finite(value, weight)
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
         with around_backward or nullcontext():
             self.backward(scaled, None if weight is None else torch.full_like(scaled.detach(), weight))
+        if check_finite and not first:
+            self._check_finite(value, weight)
         return loss.detach()
 
-    def _check_finite(self, value: float) -> None:
+    def _check_finite(self, loss: LossValue | None, weight: float | None) -> None:
+        assert loss is not None
+        # The mean of no labels is no number, and its gradients are zero.
+        value = 0.0 if weight == 0.0 and self.sharded is not None else loss.read()
         finite = math.isfinite(value)
         whose = "the loss"
         if self.sharded is not None:

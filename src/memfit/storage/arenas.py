@@ -209,17 +209,34 @@ class HostArena(Arena):
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
         self._going: dict[int, _HostCopy] = {}
+        self._places: dict[
+            tuple[int, int], torch.Tensor
+        ] = {}  # of the block, by offset and size: the same ones in every step
+        self._computed = torch.cuda.Event()
 
     def _copy(self, storage: Storage, offset: int, stream: torch.cuda.Stream, *, down: bool) -> Copy:
+        # Some hundred times a step, while the GPU computes what the host has launched: every call here is one that the host does not launch.
         size = storage.nbytes()
-        place = self._block[offset : offset + size]
+        place = self._places.get((offset, size))
+        if place is None:
+            place = self._places[offset, size] = self._block[offset : offset + size]
         seen = flat_storage(storage)
         # After what computed the storage or, where it is fresh, after what used its memory before.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream), torch.no_grad():
-            (place if down else seen).copy_(seen if down else place, non_blocking=True)
+        computing = torch.cuda.current_stream(self._device)
+        self._computed.record(computing)
+        stream.wait_event(self._computed)
+        done, current = torch.cuda.Event(), torch.cuda.current_device()
+        torch.cuda.set_stream(stream)  # makes the stream's device the current one
+        try:
+            if down:
+                place.copy_(seen, non_blocking=True)
+            else:
+                seen.copy_(place, non_blocking=True)
             done.record(stream)
+        finally:
+            torch.cuda.set_stream(computing)
+            if current != computing.device_index:
+                torch.cuda.set_device(current)
         copy = _HostCopy(self, storage, done)
         self._going[id(copy)] = copy
         return copy
@@ -237,13 +254,17 @@ class HostArena(Arena):
         self._going.pop(id(copy), None)
 
     def settle(self) -> None:
-        """Wait for both streams."""
-        self._down.synchronize()
-        self._up.synchronize()
+        """Let the GPU wait for both streams; the host goes on, and what it launches from here on may use the storages."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._down)
+        computing.wait_stream(self._up)
         self._going.clear()
 
     def close(self) -> None:
         """Let go of the block."""
-        self.settle()
+        self._down.synchronize()
+        self._up.synchronize()
+        self._going.clear()
+        self._places.clear()
         self._block = torch.empty(0, dtype=torch.uint8)
         self._memory.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from memfit.capture import cost_table, costs, gloo_time, timing
+from memfit.capture import cost_table, costs, gloo_time, timing, trace_source
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
 from memfit.capture.engine_time import EngineTime
@@ -61,6 +61,8 @@ def defined_costs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_table, "FORMAT", "defined")
         patch.setattr(cost_table, "host_time", host_time)
+        patch.setattr(trace_source, "noting_seconds", lambda *_: 0.0)
+        patch.setattr(trace_source, "COUNTED", 0.0)
         patch.setattr(costs, "engine_time", lambda: ENGINES)
         patch.setattr(gloo_time, "gloo_time", lambda _: GLOO)
         patch.setattr(links, "measured_once", lambda *_: DISK)  # folders are still looked at

@@ -60,6 +60,22 @@ def test_seconds_add_up_over_micro_batches() -> None:
     assert once.forward_operations == 6
 
 
+def test_a_plan_that_drops_nothing_takes_what_the_engine_does_once_a_step_and_in_each_micro_batch() -> None:
+    noted = replace(traces.layers(3, seconds=1.0), noted_seconds=0.5, counted_seconds=0.25)
+    several = replace(noted, choices=Choices(4))
+    assert noted.planned_step_seconds == noted.plain_step_seconds + 0.75
+    assert several.planned_step_seconds == several.plain_step_seconds + 1.5
+
+
+def test_a_step_without_passes_has_python_between_all_its_operations() -> None:
+    """That of streamed layers: its events are those of all micro-batches."""
+    trace = replace(traces.layers(3, seconds=1.0), python_seconds=1e-4, choices=Choices(4))
+    streamed = replace(trace, pass_events=0, forward_events=0)
+    passed = [o for o in trace.operations if o.phase is not Phase.OPTIMIZER]
+    seconds = sum(o.seconds for o in trace.operations)
+    assert streamed.plain_step_seconds == pytest.approx(seconds + 1e-4 * len(passed))
+
+
 def test_what_lies_between_operations_is_there_in_each_micro_batch_and_longer_where_kernels_take_the_caches() -> None:
     nothing = replace(traces.layers(3, seconds=1.0), dispatch_seconds=0.0)
     warm = replace(nothing, python_seconds=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,12 +21,14 @@ from memfit.capture.cuda.workspaces import has_products, library_bytes, take_wor
 from memfit.capture.filling import filled, filled_rows
 from memfit.capture.host_time import ELSEWHERE, HostTime, has_kernel
 from memfit.capture.layouts import wrong_layouts
+from memfit.capture.noting_time import noting_seconds
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource, made_by_its_first_forward
 from memfit.capture.splitting import SAMPLES as COMPARED_SAMPLES
 from memfit.capture.splitting import Splitting, find_splitting
+from memfit.capture.timing import processor_clock
 from memfit.hardware.machine import Capability, Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
@@ -49,6 +51,8 @@ FOLLOWED: Final = 1.8
 RECOMPUTED: Final = 4.5
 # Likewise, what Python and autograd take between an operation of a step and the next, on a CPU. Found as `BETWEEN` of the trace was.
 PYTHON: Final = 0.36
+# Likewise, what counting one call of a module takes (by hand on three models, 0.3 to 0.9: log of 2026-11-26).
+COUNTED: Final = 0.55
 # Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping (by hand, beside an
 # H100: 33 to 56 microseconds where a mode adds 17).
 LAUNCHED: Final = 2.2
@@ -105,6 +109,7 @@ class TraceSource:
         self._believed: dict[Choices, Captured] = {}  # by the way the step is run
         self._unforced: dict[Choices, tuple[str, ...]] = {}
         self._layouts: dict[str, ResultLayouts] = {}
+        self._noting: float | None = None
         self._splitting: dict[tuple[str, ...], Splitting] = {}
 
     @property
@@ -201,6 +206,9 @@ class TraceSource:
         between = PYTHON * host_time_of(self._table).mode
         if self.machine.kind == "cuda":
             between, followed, recomputed = _beside_a_gpu(trace, host_time_of(self._table).mode, followed, recomputed)
+        noted = counting = 0.0
+        if self.machine.kind == "cpu" and self._table is not None:  # a GPU is busy meanwhile
+            noted, counting = self._noted_seconds(trace), COUNTED * host_time_of(self._table).mode
 
         def completed(path: Trace) -> Trace:
             return replace(
@@ -209,6 +217,8 @@ class TraceSource:
                 dispatch_seconds=followed,
                 recomputed_seconds=recomputed,
                 python_seconds=between,
+                noted_seconds=noted,
+                counted_seconds=counting * sum(_factors_of_calls(path)),
                 clip_norm=self.clip_norm,
                 torch_version=torch.__version__,
                 paths=tuple(map(completed, path.paths)),
@@ -216,6 +226,12 @@ class TraceSource:
             )
 
         return completed(trace)
+
+    def _noted_seconds(self, trace: Trace) -> float:
+        """Measured once, as all candidates are compared by it."""
+        if self._noting is None:
+            self._noting = noting_seconds(self.model, self.loss_fn, trace.changed_buffers, processor_clock())
+        return self._noting
 
     def _other_bytes(self, captured: Captured, present: Sequence[torch.Tensor]) -> int:
         """Bytes of libraries, and of the user's other tensors where the device is here."""
@@ -330,6 +346,14 @@ def engine_seconds(table: CostTable | None) -> tuple[float, float]:
     """What the engine takes for each operation of forward that it follows, and for each that it runs again, with warm caches."""
     mode_seconds = host_time_of(table).mode
     return FOLLOWED * mode_seconds, RECOMPUTED * mode_seconds
+
+
+def _factors_of_calls(trace: Trace) -> Iterator[float]:
+    """Of each call of a module, how many times longer than with warm caches Python takes when it begins."""
+    operations = [operation for operation in trace.operations if operation.phase is Phase.FORWARD]
+    for call in trace.calls:
+        first = call.operations[0]
+        yield operations[first].host_factor if first < len(operations) else 1.0
 
 
 def _beside_a_gpu(trace: Trace, mode_seconds: float, followed: float, recomputed: float) -> tuple[float, float, float]:

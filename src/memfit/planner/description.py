@@ -60,7 +60,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
         step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
         ranks=ranks,
-        bound_seconds=trace.plain_step_seconds + trace.micro_batches * bound,
+        bound_seconds=trace.planned_step_seconds + trace.micro_batches * bound,
         seconds_are=trace.seconds_are,
         peak_phase=phase,
         peak_module=module,
@@ -128,7 +128,7 @@ def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
         solver = found.solver if role == roles[own] else solvers.of(found.number, found.candidate.but(sharding=setting))
         peak = solver.problem.timeline.peak(found.solution.recomputations)
         peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
-        figures[role] = peak, solver.trace.plain_step_seconds + solver.trace.micro_batches * found.solution.seconds
+        figures[role] = peak, solver.trace.planned_step_seconds + solver.trace.micro_batches * found.solution.seconds
     return tuple(RankPrediction(rank, *figures[role]) for rank, role in enumerate(roles))
 
 

@@ -64,7 +64,7 @@ class Found:
     @property
     def seconds(self) -> float:
         """Of a whole step."""
-        return self.solver.trace.plain_step_seconds + self.solver.trace.micro_batches * self.solution.seconds
+        return self.solver.trace.planned_step_seconds + self.solver.trace.micro_batches * self.solution.seconds
 
     def worth_no_more(self) -> bool:
         """Whether recomputation and offloading cost so little in this plan that avoiding them would not be worth another choice."""

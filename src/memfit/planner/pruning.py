@@ -148,7 +148,7 @@ def _least_seconds(solvers: Solvers, candidate: Choices, budget_bytes: int) -> f
         )
         saved = _saved_bytes(solvers, candidate, other)
         seconds = [
-            solver.trace.plain_step_seconds
+            solver.trace.planned_step_seconds
             + added
             + solver.trace.micro_batches * _least_extra_seconds(solvers, solver, budget_bytes, saved)
             for choices, solver in solvers.asked.items()

@@ -107,7 +107,7 @@ def _weigh_one(
                 raise
             rejected.append(Rejection(named(candidate, number), Reason.CANNOT_RUN, error.refusal.text))
             break
-        plain = solver.trace.plain_step_seconds
+        plain = solver.trace.planned_step_seconds
         name = named(candidate, number)
         if best is not None and plain * WORTH_MORE >= best.seconds:
             why = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -199,6 +199,8 @@ class Trace:
         dispatch_seconds: host seconds the engine adds to each forward operation that it follows, with warm caches.
         recomputed_seconds: likewise, to each operation that runs again: noting its arguments, running it, giving autograd what it made.
         python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; on a GPU, as far as the GPU waits for them.
+        noted_seconds: that the engine takes once a step, whatever its plan: notes of what a step may change, so that it can be undone.
+        counted_seconds: that it takes for each micro-batch, whatever its plan: calls of modules are counted.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
@@ -230,6 +232,8 @@ class Trace:
     dispatch_seconds: float = 0.0
     recomputed_seconds: float = 0.0
     python_seconds: float = 0.0
+    noted_seconds: float = 0.0
+    counted_seconds: float = 0.0
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
     clip_norm: float | None = None
@@ -260,8 +264,11 @@ class Trace:
 
         It takes longer after a kernel that went through some megabytes, as it is read from memory again then, like the engine's own part.
         """
+        return self._between(self._of_a_pass)
+
+    def _between(self, operations: Iterable[Operation]) -> float:
         added = BETWEEN * self.dispatch_seconds
-        return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in self._of_a_pass)
+        return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in operations)
 
     @cached_property
     def pass_seconds(self) -> float:
@@ -284,8 +291,16 @@ class Trace:
         # An update inside backward happens in the last pass only, and so does what synchronises gradients.
         every = sum(self.operations[e].seconds for e in self.events if e >= 0)
         once = sum(self.operations[number].seconds for number in self.synchronising) if self.micro_batches > 1 else 0.0
+        if not self.pass_events:  # streamed layers: all micro-batches are in its events
+            whole = (operation for operation in self.operations if operation.phase is not Phase.OPTIMIZER)
+            return every + self._between(whole) + self.waited_seconds
         every += self.between_seconds
         return every + (self.pass_seconds - once) * (self.micro_batches - 1) + self.waited_seconds
+
+    @property
+    def planned_step_seconds(self) -> float:
+        """The same under a plan that drops nothing."""
+        return self.plain_step_seconds + self.noted_seconds + self.micro_batches * self.counted_seconds
 
     @cached_property
     def synchronising(self) -> frozenset[int]:

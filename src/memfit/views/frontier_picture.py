@@ -57,7 +57,7 @@ def frontier_picture(plan: Plan, points: Sequence[FrontierPoint] = (), layout: L
     p = plan.prediction
     if p.plain_step_seconds <= 0:
         return _nothing("this plan carries no times, so there is nothing to compare.", layout)
-    if not points and (p.peak_bytes, p.step_seconds) == (p.plain_peak_bytes, p.plain_step_seconds):
+    if not points and plan.script.plain and p.peak_bytes == p.plain_peak_bytes:
         return _nothing(
             "this plan is the plain step, and no others were asked for: there is nothing to compare.", layout
         )

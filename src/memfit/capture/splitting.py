@@ -28,6 +28,8 @@ from memfit.step.generators import forked_generators
 SAMPLES: Final = 4
 # Above this many parameters a comparison takes seconds, and a copy in float64 gigabytes.
 SAMPLES_OF_LARGE_MODELS: Final = 2
+# So many times as many are looked at where the gradient of the first ones is zero (a dead ReLU).
+MORE_SAMPLES: Final = (1, 8, 64)
 LARGE_MODEL_PARAMETERS: Final = 50_000_000
 # Differences of gradients, relative to the gradient's norm.
 # Rounding and no more: in fp32 most models show 1e-7 to 1e-6; in float64 all that split show far less.
@@ -153,7 +155,19 @@ def _is_large(model: nn.Module) -> bool:
 
 
 def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
-    count = min(SAMPLES_OF_LARGE_MODELS if _is_large(model) else SAMPLES, batches.size(sample))
+    """On a few samples; on more, where their gradient is zero."""
+    first, total = SAMPLES_OF_LARGE_MODELS if _is_large(model) else SAMPLES, batches.size(sample)
+    for count in (min(times * first, total) for times in MORE_SAMPLES):
+        found = _compare_on(count, model, sample, loss_fn)
+        if found is not None:
+            return found
+        if count == total:
+            break
+    return Splitting(None, float("nan"), f"the gradient of {count} samples is 0.0, so nothing can be compared")
+
+
+def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting | None:
+    """On the first samples; None where their gradient is zero."""
     few = _with_masked_labels(rows_of(sample, count))
     mode = _Deterministic()
     with forked_generators():
@@ -176,7 +190,9 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
         except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
             return _failed(error)
         norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
-        if not norm > 0 or norm == float("inf"):
+        if norm == 0:
+            return None
+        if not math.isfinite(norm):
             return Splitting(None, float("nan"), f"the gradient of a few samples is {norm}, so nothing can be compared")
         differences = _differences(few, micro_batches, whole, of_each)
         del whole, of_each

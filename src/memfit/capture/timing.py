@@ -28,6 +28,7 @@ from memfit.capture.costs import Cost
 from memfit.capture.present_machine import present_machine
 from memfit.capture.reference_work import ReferenceWork
 from memfit.meter import profiled, spans_and_changes, workspace_of
+from memfit.step.freed_memory import keep_freed_memory
 
 # Operations with larger inputs are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
@@ -86,6 +87,7 @@ class KernelTimer:
 
     def _on_cpu(self, wanted: Mapping[str, CallSpec], progress: Callable[[int], None]) -> dict[str, Cost]:
         """Bytes of every call from one profiler session; seconds from the same session for long operations, without the profiler for short ones."""
+        keep_freed_memory()  # as in a step
         names: dict[str, str] = {}
         found: dict[str, Cost] = {}
         timed: dict[str, _Timed] = {}

@@ -23,7 +23,6 @@ from memfit.engine.call_follower import CallFollower
 from memfit.engine.called_modules import UnfollowedForward
 from memfit.engine.executor import Executor
 from memfit.engine.follower import Follower
-from memfit.engine.freed_memory import keep_freed_memory
 from memfit.engine.history import History
 from memfit.engine.new_paths import Learner, PathWatch
 from memfit.engine.pipelined import PipelinedStep
@@ -36,6 +35,7 @@ from memfit.meter import MeterReading
 from memfit.sharding.pipelined import PipelinedModel
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
+from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
 from memfit.step.modules import forget_modules, remembering_modules
 from memfit.step.other_kernels import CompileWatch

@@ -12,7 +12,7 @@ import pytest
 import forking
 import memfit
 import small
-from memfit.engine.freed_memory import keep_freed_memory
+from memfit.step.freed_memory import keep_freed_memory
 
 MEBIBYTE = 1 << 20
 

@@ -2,7 +2,8 @@
 
 glibc gives the top of its heap back to the system whenever more than twice its largest block is free there, as it is at the end of a step, and of a
 micro-batch; the next one gets it page by page, each zeroed by the kernel. That takes a part of each step on a CPU (docs/design/log.md), and as it depends on
-where blocks happen to lie nothing can predict it. With it a process is as large between steps as at their peak.
+where blocks happen to lie nothing can predict it. With it a process is as large between steps as at their peak. So operations are timed with it, too: whether a
+convolution got its scratch memory anew each time made it two to six times as long in some processes, and in others not.
 """
 
 from __future__ import annotations

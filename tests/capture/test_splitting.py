@@ -69,6 +69,25 @@ def test_a_part_that_cannot_be_run_alone_is_told() -> None:
     assert "a part of the batch cannot be run alone (ValueError: at least two rows)" in found.reason
 
 
+def through_a_dead_unit(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(torch.relu(x)).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("dead", [0, 4, 20, 100])
+def test_where_the_first_samples_have_no_gradient_others_are_looked_at(dead: int) -> None:
+    x = torch.rand(128, 8)
+    x[:dead] *= -1.0
+    assert find_splitting(nn.Linear(8, 8, bias=False), x, through_a_dead_unit).weights == "samples"
+
+
+@pytest.mark.parametrize(("rows", "told"), [(8, 8), (512, 256)])
+def test_where_none_of_many_samples_has_one_they_are_counted(rows: int, told: int) -> None:
+    found = find_splitting(nn.Linear(8, 8, bias=False), -torch.rand(rows, 8), through_a_dead_unit)
+    assert found.weights is None
+    assert found.reason == f"the gradient of {told} samples is 0.0, so nothing can be compared"
+
+
 def test_gradients_of_nothing_cannot_be_compared() -> None:
     found = find_splitting(small.chain(1), small.rows(8), lambda m, b: 0 * small.squared_error(m, b))
     assert found.weights is None

@@ -21,7 +21,7 @@ class StepRecord:
     Attributes:
         step: number of the step, from 1.
         loss: of the whole batch.
-        seconds: wall time.
+        seconds: wall time. On a GPU until the host is done with the step, which may be before the GPU is; of steps in a row that is what each takes.
         micro_batches: parts it ran in.
         peak_bytes: measured, when the step was metered.
         recomputations: operations run again.

@@ -120,7 +120,7 @@ class Plan:
         notes = ""
         as_plain = self.script.plain and self.choices.micro_batches == 1 and not used
         if as_plain and not p.ranks and p.step_seconds > p.plain_step_seconds:
-            notes = " Nothing is dropped: what it takes longer are notes, by which memfit undoes a step that fails."
+            notes = " Nothing is dropped; the difference is what memfit notes to undo a step that fails."
         lines = [
             (
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak"

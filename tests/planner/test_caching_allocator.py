@@ -10,11 +10,12 @@ import pytest
 import models
 import small
 from memfit.capture.trace_source import TraceSource
-from memfit.planner.caching_allocator import MIB, CachingAllocator, allocator_bytes
+from memfit.planner import description
+from memfit.planner.caching_allocator import MIB, AllocatorBytes, CachingAllocator, allocator_bytes
 from memfit.planner.timeline import Timeline
 from memfit.planning import planning_of
 from memfit.techniques.choices import BASELINE
-from memfit.units import parse_bytes
+from memfit.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,12 @@ def test_a_plan_in_fewer_bytes_reserves_fewer_too_and_says_how_many() -> None:
     told, peak = (parse_bytes(size) for size in re.findall(r"[\d.]+ [KMG]iB", note))
     assert peak == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
     assert peak <= told < allocator_bytes(planning_of(plan).solver(1).timeline, {}).reserved
+
+
+def test_a_plan_says_how_much_its_blocks_are_larger_than_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "allocator_bytes", lambda *_: AllocatorBytes(2 << 30, 1 << 30))
+    model, sample, loss = models.case("gpt_dropout").build()[:3]
+    plan = small.plan_at(0.3, model, sample, loss, device="rtx4090", host_budget=0)
+    peak = plan.prediction.peak_bytes
+    more = f"and {format_bytes((1 << 30) - peak)} in blocks larger than their tensors included"
+    assert any(more in note and "about 2.00 GiB of the card" in note for note in plan.notes)

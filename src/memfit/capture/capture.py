@@ -53,7 +53,7 @@ def capture(
         MemfitError: the model's loss is not a scalar, or depends on nothing trainable.
     """
     target = device or device_of(source.model)
-    # What has no fake kernel torch would run for real, on zeros: on a GPU that takes its memory, and likely never ended for recurrent layers.
+    # What has no fake kernel torch would run for real, on zeros: on a GPU that takes its memory.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=target.type != "cuda")
     cuda = CudaKernels(source.cuda) if source.cuda is not None else None
 

@@ -140,7 +140,7 @@ def with_costs(
     )
 
 
-def other_bytes(device: torch.device, known: Iterable[torch.Tensor], met_bytes: Iterable[int] = ()) -> int:
+def other_bytes(device: torch.device, known: Iterable[torch.Tensor], met_bytes: Iterable[int]) -> int:
     """Bytes that the CUDA allocator has handed out for other things than these: cuBLAS's workspace, whatever else the process holds; 0 on a CPU.
 
     Args:

@@ -117,10 +117,10 @@ class Plan:
         if self.choices.micro_batches > 1 or any(technique.reorders for technique, _ in used):
             rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
             exact = f"the same step as {reference} up to the order of additions{rounding}"
-        notes = ""
+        longer = ""
         as_plain = self.script.plain and self.choices.micro_batches == 1 and not used
         if as_plain and not p.ranks and p.step_seconds > p.plain_step_seconds:
-            notes = " Nothing is dropped; the difference is what memfit notes to undo a step that fails."
+            longer = " Nothing is dropped; the difference is what memfit notes to undo a step that fails."
         lines = [
             (
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak"
@@ -145,7 +145,7 @@ class Plan:
             (
                 f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
                 f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes with as many micro-batches "
-                f"can be more than {100 * self.gap:.1f} % faster.{notes}"
+                f"can be more than {100 * self.gap:.1f} % faster.{longer}"
             ),
             f"Results: {exact}.",
             f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -126,17 +127,18 @@ def apply(
                 raise
     make = partial(Engine, plan, model, loss_fn, chosen, stream, folder=lower_tier, sharded=sharded)
     engine = make() if sharded is None or not plan.script.lower_bytes else _on_all_ranks(make, sharded)
+    held: Engine = weakref.proxy(engine)  # by what the engine itself holds
     # What one rank would plan anew, all would have to.
     if planning is not None and source is not None and sharded is None:
         alike = source.optimizer or _like(optimizer, model)
-        engine.planner = _planner_of(engine, planning.request, planning.placement, alike)
+        engine.planner = _planner_of(held, planning.request, planning.placement, alike)
         # What is placed by hand is placed on one path; streamed layers run in an order of their own.
         if planning.placement is None and not plan.choices.streamed:
-            engine.learner = _Learner(engine, alike)
+            engine.learner = _Learner(held, alike)
     elif (
         plan.undoable and not plan.choices.streamed and sharded is None
     ):  # loaded: what it was planned from is captured anew where it is left
-        engine.learner = _Learner(engine, None if optimizer is None else optimizer_factory(optimizer, model))
+        engine.learner = _Learner(held, None if optimizer is None else optimizer_factory(optimizer, model))
     return engine
 
 

@@ -5,6 +5,8 @@ Backward run twice, gradients of gradients, exceptions, engines inside engines: 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -383,3 +385,25 @@ def test_writing_after_forward_into_what_recomputations_read_is_said() -> None:
         else:
             assert all(same(p.grad, g) for p, g in zip(model.parameters(), reference.gradients, strict=True))
     assert said
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{}, {"micro_batches": 2}, {"update": "in_backward"}, {"state_format": "8bit"}, {"precision": "fp16"}],
+    ids=str,
+)
+def test_an_engine_that_is_let_go_takes_the_optimizer_state_with_it(fixed: dict[str, Any]) -> None:
+    model, x = layers(), rows()
+    engine = memfit.fit(model, x, squares, "1GiB", torch.optim.AdamW, fixed=fixed)
+    while engine.step(x).skipped:  # until the scale of fp16 fits
+        pass
+    assert engine.optimizer is not None
+    held = [weakref.ref(t) for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    assert held
+    gc.collect()
+    gc.disable()  # another engine for the same model is made before Python looks for cycles
+    try:
+        del engine
+        assert all(reference() is None for reference in held)
+    finally:
+        gc.enable()

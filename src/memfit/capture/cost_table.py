@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
+from itertools import islice
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
-from memfit.capture.host_time import TOUCHED, HostTime, host_time
+from memfit.capture.host_time import ROWS, TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
@@ -24,7 +25,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 23
+FORMAT: Final = 24
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -114,10 +115,11 @@ class _KnownCosts:
 
 
 # In the places of digests.
-_HOST: Final = tuple(
-    f"{what} among others after {touched} bytes"
-    for what in ("a dispatch mode", "an operation", "a view")
-    for touched in TOUCHED
+_HOST: Final = (
+    *(f"a dispatch mode after a product of {rows} rows" for rows in ROWS),
+    *(f"a product of {rows} rows" for rows in ROWS),
+    *(f"an operation after {touched} bytes" for touched in TOUCHED),
+    *(f"a view after {touched} bytes" for touched in TOUCHED),
 )
 _LEAST: Final = (
     7  # place in a line, after the fields of a cost: the least seconds of the reference work when it was written
@@ -169,7 +171,7 @@ class CostTable:
 
             before = slowdown()
             found = host_time(processor_clock())
-            seconds = found.modes + found.operations + found.views
+            seconds = found.modes + found.products + found.operations + found.views
             busy = (before + slowdown()) / 2
             if any(busy < _slowdown(known.get(key)) for key in _HOST):
                 for key, each in zip(_HOST, seconds, strict=True):
@@ -178,9 +180,9 @@ class CostTable:
         known.settled.update(_HOST)
         costs = [known.get(key) for key in _HOST]
         here = [self._here(cost).seconds for cost in costs if cost is not None]
-        count = len(TOUCHED)
-        modes, operations, views = (tuple(here[part * count : (part + 1) * count]) for part in range(3))
-        return HostTime(modes, operations, views)
+        parts = iter(here)
+        counts = (len(ROWS), len(ROWS), len(TOUCHED), len(TOUCHED))
+        return HostTime(*(tuple(islice(parts, count)) for count in counts))
 
     def _here(self, cost: Cost) -> Cost:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""

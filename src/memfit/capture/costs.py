@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,7 +15,7 @@ from memfit.capture.captured import Captured
 from memfit.capture.engine_time import engine_time
 from memfit.capture.generator_states import GENERATOR_STATE
 from memfit.capture.gloo_time import seconds_among
-from memfit.capture.host_time import ELSEWHERE, HostTime, touched_before
+from memfit.capture.host_time import BEFORE, ELSEWHERE, HostTime, touched_since
 from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
@@ -73,12 +74,15 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
-    for op, (touched, since) in zip(trace.operations, touched_before(trace), strict=True):
+    lately: deque[float] = deque([0.0], maxlen=BEFORE)  # seconds of the operations right before
+    for op, since in zip(trace.operations, touched_since(trace), strict=True):
+        factor = host.factor_after(sum(lately))
         among = op.collective
         if among is not None:
             seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
             if network is not None and network.processes:
-                seconds += engine_time().seconds(among.kind, together) * host.factor_after(touched)
+                seconds += engine_time().seconds(among.kind, together) * factor
+            lately.append(seconds)
             operations.append(replace(op, seconds=seconds))
             together = 0
             continue
@@ -94,9 +98,8 @@ def with_costs(
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(since, op)
         workspace = cost.workspace_bytes + hidden
-        operations.append(
-            replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=host.factor_after(touched))
-        )
+        lately.append(op.times * seconds)
+        operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue
         for s, size in zip(op.makes, cost.made_bytes, strict=True):

@@ -3,16 +3,16 @@
 The engine is Python beside every operation that it follows or runs again, as a dispatch mode is, so on a faster processor, or under a faster Python, it takes
 less in the same proportion. How many times more than a mode that does nothing it takes is measured by `bench/overhead`.
 
-On a CPU the kernels share the caches with the interpreter, with torch's dispatcher, and with their own code. After a kernel that went through a few
-megabytes, more than a core's own caches hold, all of that is read again: a mode takes about three times as long then, and a small operation about five times.
+On a CPU the kernels share the caches with the interpreter, with torch's dispatcher, and with their own code, which are read again after a long one. A mode
+takes up to five times as long then. How long the kernel took says more of that than the bytes it went through: a product of a megabyte leaves as little behind
+as an addition of thirty, and a server's last cache belongs to others, too (docs/design/log.md).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import Any, Final
@@ -28,25 +28,32 @@ LAYERS: Final = 3  # of each kind
 WIDTH: Final = 16  # so small that only what lies around the kernels counts
 ROUNDS: Final = 15
 COLD_ROUNDS: Final = 6
+# Of the products before what a mode adds: some tenths of a millisecond to three milliseconds on one core.
+ROWS: Final = (0, 16, 64, 256)
+PRODUCT_WIDTH: Final = 768
+PRODUCT_ROUNDS: Final = 20
 # Bytes that kernels went through before what is timed. Between a core's own caches and what it sees of a server's last one most of the difference is made
 # at once, by a few megabytes; from the last on nothing is left.
 TOUCHED: Final = (0, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24, 1 << 25)
 # They are others each time, as in a step: the same few megabytes again would stay in the last cache, and the code in there beside them.
 OTHER_BYTES: Final = 2 * TOUCHED[-1]
-BEFORE: Final = 3  # a small operation right after a large one brings back its own code, not that of the next
+BEFORE: Final = 3  # operations: a small one right after a long one brings back its own code, not that of the next
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Seconds beside the kernels, after a kernel that went through as many bytes as `TOUCHED` says.
+    """Seconds beside the kernels.
 
     Attributes:
-        modes: that a dispatch mode which does nothing adds to an operation.
-        operations: that an operation takes longer, without a mode, than after one that touched nothing: the code that leads to its kernel is read from memory.
+        modes: that a dispatch mode which does nothing adds to an operation, after products of as many rows as `ROWS` says.
+        products: that these products take.
+        operations: that an operation takes longer, without a mode, after a kernel that went through as many bytes as `TOUCHED` says, than after one that
+            touched nothing: the code that leads to its kernel is read from memory.
         views: that an operation which only looks at its input in another way takes longer.
     """
 
     modes: tuple[float, ...]
+    products: tuple[float, ...]
     operations: tuple[float, ...]
     views: tuple[float, ...]
 
@@ -54,25 +61,20 @@ class HostTime:
     def same_after_all(cls, mode: float) -> HostTime:
         """Where kernels leave the host's caches alone."""
         nothing = (0.0,) * len(TOUCHED)
-        return cls((mode,) * len(TOUCHED), nothing, nothing)
+        return cls((mode,) * len(ROWS), tuple(map(float, ROWS)), nothing, nothing)
 
     @property
     def mode(self) -> float:
         """That a dispatch mode which does nothing adds to an operation, with warm caches."""
         return self.modes[0]
 
-    def factor_after(self, touched_bytes: int) -> float:
-        """How many times longer than with warm caches a mode takes after a kernel that went through these bytes."""
-        return _between(touched_bytes, self.modes) / self.mode if self.mode else 1.0
+    def factor_after(self, kernel_seconds: float) -> float:
+        """How many times longer than with warm caches a mode takes after kernels that took so long."""
+        return float(np.interp(kernel_seconds, self.products, self.modes)) / self.mode if self.mode else 1.0
 
     def added_after(self, touched_bytes: int, operation: Operation) -> float:
         """Seconds that an operation takes longer after a kernel that went through these bytes."""
-        return _between(touched_bytes, self.operations if has_kernel(operation) else self.views)
-
-
-def _between(touched_bytes: int, seconds: tuple[float, ...]) -> float:
-    """Seconds after a kernel of these bytes: a straight line between two that were timed."""
-    return float(np.interp(touched_bytes, TOUCHED, seconds))
+        return float(np.interp(touched_bytes, TOUCHED, self.operations if has_kernel(operation) else self.views))
 
 
 def has_kernel(operation: Operation) -> bool:
@@ -85,24 +87,19 @@ ELSEWHERE: Final = HostTime.same_after_all(
 )  # of a computer that is not here. A GPU's kernels leave the host's caches alone.
 
 
-def touched_before(trace: Trace) -> list[tuple[int, int]]:
-    """Of each operation, the bytes that the few operations before it went through; and those that all have since one like it.
+def touched_since(trace: Trace) -> list[int]:
+    """Of each operation, the bytes that all have gone through since one like it: whether it finds its own code in the caches.
 
-    The second say whether it finds its own code in the caches. Before the first of its kind a whole step went by.
+    Before the first of its kind a whole step went by.
     """
     found = []
-    before: deque[int] = deque(maxlen=BEFORE)
     every = 0
     last: dict[str, int] = {}  # by name, the bytes by then
     for operation in trace.operations:
-        found.append(
-            (sum(before), min(every - last[operation.name], TOUCHED[-1]) if operation.name in last else TOUCHED[-1])
-        )
+        found.append(min(every - last[operation.name], TOUCHED[-1]) if operation.name in last else TOUCHED[-1])
         last[operation.name] = every
         if has_kernel(operation):
-            touched = sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes})
-            before.append(touched)
-            every += touched
+            every += sum(trace.storages[s].bytes for s in {*operation.reads, *operation.makes})
     return found
 
 
@@ -128,47 +125,77 @@ def host_time(clock: Callable[[], float]) -> HostTime:
     Args:
         clock: seconds, as operations are timed.
     """
-    layers = _kinds() * LAYERS
+    kinds = _kinds()
+    layers = kinds * LAYERS
     views = [torch.t] * len(layers)
     x = torch.ones(WIDTH, WIDTH, requires_grad=True)
     others = torch.ones(OTHER_BYTES // 4)
     at = 0  # the first of them that was not touched lately
+    factor = torch.ones(PRODUCT_WIDTH, PRODUCT_WIDTH)
+    rows = torch.ones(ROWS[-1], PRODUCT_WIDTH)
 
-    def forward(through: Sequence[Callable[[Any], Any]], touched_bytes: int) -> Iterator[float]:
-        """Seconds of each layer."""
+    def go_through(touched_bytes: int) -> None:
         nonlocal at
-        y, count = x, touched_bytes // 4
+        if count := touched_bytes // 4:
+            at = at if at + count <= len(others) else 0
+            others[at : at + count].add_(0.0)
+            at += count
+
+    def multiply(count: int) -> None:
+        if count:
+            torch.mm(rows[:count], factor)
+
+    def forward(through: Sequence[Callable[[Any], Any]], before: Callable[[], None]) -> Iterator[float]:
+        """Seconds of each layer."""
+        y = x
         for layer in through:
-            if count:
-                at = at if at + count <= len(others) else 0
-                others[at : at + count].add_(0.0)
-                at += count
+            before()
             begin = clock()
             y = layer(y)
             yield clock() - begin
 
-    def typical(
-        through: Sequence[Callable[[Any], Any]], around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> list[float]:
-        """Seconds of a forward after each of the sizes, of the medians that each layer took."""
-        found = []
-        for touched in TOUCHED:
-            times = []
-            for _ in range(COLD_ROUNDS if touched else ROUNDS):
-                with around():
-                    times.append(list(forward(through, touched)))
-            found.append(float(sum(map(median, zip(*times, strict=True)))))
-        return found
+    def typical(rounds: int, through: Sequence[Callable[[Any], Any]], before: Callable[[], None]) -> float:
+        """Seconds of a forward, of the medians that each layer took."""
+        return _medians(list(forward(through, before)) for _ in range(rounds))
+
+    def added_by_a_mode(rounds: int, before: Callable[[], None]) -> float:
+        """To a forward. Each round has one without it, too, so that what wavers for longer is in both."""
+        differences = []
+        for _ in range(rounds):
+            alone = list(forward(kinds, before))
+            with HandsOn():
+                under = list(forward(kinds, before))
+            differences.append([u - a for u, a in zip(under, alone, strict=True)])
+        return _medians(differences)
+
+    def after_bytes(through: Sequence[Callable[[Any], Any]]) -> list[float]:
+        return [typical(COLD_ROUNDS if each else ROUNDS, through, partial(go_through, each)) for each in TOUCHED]
+
+    def product_seconds(count: int) -> float:
+        times = []
+        for _ in range(PRODUCT_ROUNDS):
+            go_through(TOUCHED[-1])
+            begin = clock()
+            multiply(count)
+            times.append(clock() - begin)
+        return median(times)
 
     with torch.enable_grad():
         with HandsOn() as mode:
-            list(forward(layers, 0))  # the first one sets the libraries up
-        alone, under, viewed = typical(layers), typical(layers, HandsOn), typical(views)
+            list(forward(kinds, lambda: None))  # the first one sets the libraries up
+        modes = [added_by_a_mode(PRODUCT_ROUNDS if each else LAYERS * ROUNDS, partial(multiply, each)) for each in ROWS]
+        small, viewed = after_bytes(layers), after_bytes(views)
     return HostTime(
-        _rising((u - a) / mode.operations for u, a in zip(under, alone, strict=True)),
-        _rising((each - alone[0]) / mode.operations for each in alone),
+        _rising(each / mode.operations for each in modes),
+        _rising([0.0, *map(product_seconds, ROWS[1:])]),
+        _rising((each - small[0]) / (LAYERS * mode.operations) for each in small),
         _rising((each - viewed[0]) / len(views) for each in viewed),
     )
+
+
+def _medians(rounds: Iterable[Sequence[float]]) -> float:
+    """The sum of the medians that each layer has over the rounds."""
+    return float(sum(map(median, zip(*rounds, strict=True))))
 
 
 def _rising(seconds: Iterable[float]) -> tuple[float, ...]:

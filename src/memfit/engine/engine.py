@@ -6,6 +6,7 @@ makes a step whole or not at all (`transaction`), how micro-batches add up (`acc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -121,7 +122,8 @@ class Engine:
             None  # the first of a step, or of the user's own loop, whose forward was not as planned
         )
         self._before_it: Deciding | None = None
-        self._steps = Steps(self, self._plans, self._transactions, self._history)
+        # By a weak reference: a cycle would keep the optimizer's state on the device until Python looks for cycles.
+        self._steps = Steps(weakref.proxy(self), self._plans, self._transactions, self._history)
         self._lower_tiers = LowerTiers(below if below is not None else arena_makers(self.device, folder))
         self._executor = Executor(self._lower_tiers, model)
         self._pipelined = PipelinedStep(sharded, plan, self._executor) if isinstance(sharded, PipelinedModel) else None

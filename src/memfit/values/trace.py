@@ -262,7 +262,7 @@ class Trace:
     def between_seconds(self) -> float:
         """Of one micro-batch's forward and backward, what lies between operations: Python and autograd.
 
-        It takes longer after a kernel that went through some megabytes, as it is read from memory again then, like the engine's own part.
+        It takes longer after a long kernel, as it is read from memory again then, like the engine's own part.
         """
         return self._between(self._of_a_pass)
 

@@ -21,10 +21,8 @@ from rivals import asking
 QUESTION = "slowdowns"
 SHARES = (0.6, 0.25)  # of the way from the smallest plan to plain
 CERTAIN = 0.95
-COPIES = (
-    "plain",
-    "plain again",
-)  # two models, alike but for where their tensors lie; a plain step takes the mean of both
+# Two models, alike but for where their tensors lie; a plain step takes the mean of both.
+COPIES = "plain", "plain again"
 KNOWN = 0.01  # a median whose interval is no wider than this to either side needs no more rounds
 FEWEST, AT_ONCE = 15, 5  # rounds, and those after which the intervals are looked at
 

@@ -74,7 +74,7 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
-    lately: deque[float] = deque([0.0], maxlen=BEFORE)  # seconds of the operations right before
+    lately: deque[float] = deque(maxlen=BEFORE)  # seconds of the operations right before
     for op, since in zip(trace.operations, touched_since(trace), strict=True):
         factor = host.factor_after(sum(lately))
         among = op.collective

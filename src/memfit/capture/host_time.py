@@ -199,7 +199,7 @@ def _medians(rounds: Iterable[Sequence[float]]) -> float:
 
 
 def _rising(seconds: Iterable[float]) -> tuple[float, ...]:
-    """What is timed wavers, and after more bytes no more of the caches is left."""
+    """What is timed wavers; a larger product takes no less, and after more bytes or a longer product no more of the caches is left."""
     return tuple(accumulate((max(0.0, each) for each in seconds), max))
 
 

@@ -21,7 +21,7 @@ from memfit.capture.calls import CallSpec
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
-from memfit.capture.costs import Cost, with_costs
+from memfit.capture.costs import COLD_SHARE, Cost, with_costs
 from memfit.capture.reference_work import QUIET, ReferenceWork
 from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
@@ -321,6 +321,23 @@ def test_costs_are_measured_once_and_read_back(
     assert sorted(p.suffix for p in first.path.parent.iterdir()) == [".jsonl"]
 
 
+def test_of_cold_caches_a_step_meets_a_share_and_a_table_keeps_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = captured_chain()
+    measured = dict.fromkeys(captured.calls, Cost(1e-3, cold_seconds=3e-3))
+    busy_for(monkeypatch, 1.0)
+    monkeypatch.setattr(timing.KernelTimer, "measure", lambda *_: measured)
+    CostTable(CPU, tmp_path).measure(captured.calls)
+    in_another_process(monkeypatch)
+    costs = CostTable(CPU, tmp_path).measure(captured.calls)
+    assert costs == measured
+    trace = with_costs(captured, costs, seconds_are="measured", device="here")
+    kernels = [op for op in trace.operations if op.key in costs and op.times == 1.0]
+    assert kernels
+    assert all(op.seconds == pytest.approx(1e-3 + COLD_SHARE * 2e-3) for op in kernels)
+
+
 def test_two_processes_that_write_one_table_lose_nothing(tmp_path: Path, timed: list[str]) -> None:
     captured = captured_chain()
     keys = list(captured.calls)
@@ -349,7 +366,7 @@ def test_what_is_known_is_timed_once_more_beside_what_is_new(tmp_path: Path, mon
     def takes(factor: float) -> None:
         def measure(_: timing.KernelTimer, wanted: dict[str, Any], __: object) -> dict[str, Cost]:
             asked.append(set(wanted))
-            return {key: Cost(factor * 1e-3) for key in wanted}
+            return {key: Cost(factor * 1e-3, cold_seconds=factor * 2e-3) for key in wanted}
 
         monkeypatch.setattr(timing.KernelTimer, "measure", measure)
 
@@ -361,7 +378,8 @@ def test_what_is_known_is_timed_once_more_beside_what_is_new(tmp_path: Path, mon
     table = CostTable(CPU, tmp_path)
     table.measure(known)
     assert len(asked) == 1
-    assert all(cost.seconds == pytest.approx(1e-3) for cost in table.measure(other).values())
+    found = table.measure(other).values()
+    assert all(cost.seconds == pytest.approx(1e-3) and cost.cold_seconds == pytest.approx(2e-3) for cost in found)
     beside = asked[-1] & known.keys()
     assert len(beside) == cost_table.MOST_BESIDE
     assert asked[-1] - beside == other.keys() - known.keys()

@@ -25,7 +25,7 @@ from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 24
+FORMAT: Final = 25
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -188,7 +188,7 @@ class CostTable:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""
         if self._reference is None or not cost.measured:
             return cost
-        return replace(cost, seconds=cost.seconds * self._look(self._reference))
+        return _scaled(cost, self._look(self._reference))
 
     def _look(self, reference: ReferenceWork) -> float:
         """The slowdown of this computer while this process plans."""
@@ -238,11 +238,17 @@ class CostTable:
         scale = median(ratios) if len(ratios) >= FEWEST_BESIDE else 1.0
         for key, d in wanted.items():
             cost, before = found.get(key), self._known.get(d)
-            cost = None if cost is None else replace(cost, seconds=cost.seconds * scale)
+            cost = None if cost is None else _scaled(cost, scale)
             if cost is None and before is None:
                 self._known.put(d, Cost(estimated_seconds(calls[key], machine), measured=False))
             elif cost is not None and cost.slowdown < _slowdown(before):
                 self._known.put(d, cost)
+
+
+def _scaled(cost: Cost, by: float) -> Cost:
+    """Times so much."""
+    cold = None if cost.cold_seconds is None else cost.cold_seconds * by
+    return replace(cost, seconds=cost.seconds * by, cold_seconds=cold)
 
 
 def _slowdown(cost: Cost | None) -> float:
@@ -257,7 +263,7 @@ def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
         row: as `append` writes it.
         least_reference_seconds: that the reference work has taken by now.
     """
-    seconds, workspace, made, layouts, measured, slowdown, in_cold_caches, least = row
+    seconds, workspace, made, layouts, measured, slowdown, cold, least = row
     truly = slowdown if least is None else slowdown * least / least_reference_seconds
     if truly <= BUSY:  # by so much it wavers
         truly = slowdown
@@ -268,5 +274,5 @@ def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
         None if layouts is None else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
         measured,
         truly,
-        in_cold_caches,
+        None if cold is None else cold * slowdown / truly,
     )

@@ -22,19 +22,23 @@ from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 # Operations in which `fully_shard` puts parameters or gradients together for a collective; besides those they read what they write into.
 _BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in.default", "fsdp.chunk_cat.default")
 
+# Of what cold caches add to an operation, the part that it meets in a step: most of what it reads was made just before, and lies in the last cache. Found on
+# one computer, from each operation of steps of GPT, ViT, BERT and T5 in one to eight micro-batches (docs/design/log.md).
+COLD_SHARE: Final = 0.15
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """One kind of operation.
 
     Attributes:
-        seconds: of one run; as the timer gives them, and on disk, of a machine that does nothing else.
+        seconds: of one run, with warm caches on a CPU; as the timer gives them, and on disk, of a machine that does nothing else.
         workspace_bytes: allocated while it runs and freed before it returns.
         made_bytes: of the storages it returns, in order; None when not measured.
         layouts: of the tensors it returns, as in `CallSpec`; None when not measured.
         measured: run on the device, not estimated.
         slowdown: how many times longer than on a quiet computer work took while this was measured, at least (`reference_work`).
-        in_cold_caches: the mean of runs in warm and in cold caches, not of warm ones alone.
+        cold_seconds: of one run that finds nothing of what it reads and writes in the caches; None where that makes no difference, or is not known.
     """
 
     seconds: float
@@ -43,7 +47,13 @@ class Cost:
     layouts: ResultLayouts | None = None
     measured: bool = True
     slowdown: float = 1.0
-    in_cold_caches: bool = False
+    cold_seconds: float | None = None
+
+    @property
+    def with_cold_share(self) -> float:
+        """Seconds of one run in a step, where cold caches are known to make a difference."""
+        assert self.cold_seconds is not None, "timed"
+        return self.seconds + COLD_SHARE * (self.cold_seconds - self.seconds)
 
 
 def with_costs(
@@ -96,7 +106,8 @@ def with_costs(
         if cost.made_bytes is not None and len(cost.made_bytes) > len(op.makes):
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
-        seconds = cost.seconds if cost.in_cold_caches else cost.seconds + host.added_after(since, op)
+        # Of what the caches lack for it, the cold time has its code, too.
+        seconds = cost.seconds + host.added_after(since, op) if cost.cold_seconds is None else cost.with_cold_share
         workspace = cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))

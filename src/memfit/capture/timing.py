@@ -33,10 +33,8 @@ from memfit.step.freed_memory import keep_freed_memory
 # Operations with larger inputs are not run alone but estimated from this device's measured rates.
 LARGEST_INPUT_BYTES: Final = 1 << 30
 # Smaller inputs may be in the CPU's caches when they are read (what was computed just before) or not (what forward saved). So operations that touch less than
-# this are timed with warm and with cold caches. With warm ones alone, small micro-batches looked up to a sixth faster than they are.
+# this are timed with warm and with cold caches. With warm ones alone, eight micro-batches looked up to a quarter faster than they are.
 CACHE_BYTES: Final = 64 << 20
-# What touches more than this finds cold caches in a step, as a core's own hold little more and other tensors pass between; what touches less, half of the time.
-OWN_CACHE_BYTES: Final = 1 << 19
 OVERHEAD_SECONDS: Final = 20e-6  # shorter operations are all overhead, of which `host_time` knows what cold caches add
 # Reading the clock takes about a microsecond. So operations shorter than this are timed several in a row, about this long.
 IN_A_ROW_SECONDS: Final = 200e-6
@@ -119,10 +117,12 @@ class KernelTimer:
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             before = self._slowdown()
-            warm = self._warm_seconds(call, args, kwargs)
             touched = call.input_bytes + sum(found[key].made_bytes or ())
-            cold = self._cold_seconds(call, args, kwargs) if self._meets_cold_caches(touched, warm) else None
-            timed[key].warm_share = 0.5 if touched < OWN_CACHE_BYTES else 0.0
+            # The cold run first: it fills the caches again, which a warm one would find as another operation's cold run left them.
+            known = timed[key].warm
+            meets_cold = bool(known) and self._meets_cold_caches(touched, median(known))
+            cold = self._cold_seconds(call, args, kwargs) if meets_cold else None
+            warm = self._warm_seconds(call, args, kwargs)
             timed[key].add(warm, cold, (before + self._slowdown()) / 2)
 
         clock = processor_clock()
@@ -288,14 +288,12 @@ class _Timed:
     Attributes:
         warm, cold: seconds in warm and in cold caches, over the slowdown meanwhile.
         rounds: in which it was timed, or could not be.
-        warm_share: how often it finds in the caches what it reads.
     """
 
     def __init__(self) -> None:
         self.warm: list[float] = []
         self.cold: list[float] = []
         self.rounds = 0
-        self.warm_share = 0.5
         self._long = False
         self._slowdown = inf
 
@@ -322,15 +320,12 @@ class _Timed:
             workspace_bytes: of it.
         """
         warm = median(self.warm)
-        seconds = warm
-        if self.cold:
-            seconds = self.warm_share * warm + (1.0 - self.warm_share) * max(warm, median(self.cold))
         return replace(
             cost,
-            seconds=seconds,
+            seconds=warm,
             workspace_bytes=workspace_bytes,
             slowdown=self._slowdown,
-            in_cold_caches=bool(self.cold),
+            cold_seconds=max(warm, median(self.cold)) if self.cold else None,
         )
 
 

@@ -267,12 +267,13 @@ def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
     truly = slowdown if least is None else slowdown * least / least_reference_seconds
     if truly <= BUSY:  # by so much it wavers
         truly = slowdown
-    return Cost(
-        seconds * slowdown / truly,
+    cost = Cost(
+        seconds,
         workspace,
         None if made is None else tuple(made),
         None if layouts is None else tuple(None if each is None else (each[0], tuple(each[1])) for each in layouts),
         measured,
         truly,
-        None if cold is None else cold * slowdown / truly,
+        cold,
     )
+    return _scaled(cost, slowdown / truly)

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 
@@ -118,16 +119,19 @@ def check(trace: Trace, recomputations: Mapping[int, Sequence[int]], recipes: Re
     assert found.levels[: len(expected)].tolist() == expected
     assert found.peak_bytes == max(expected)
     assert expected[found.peak_event] == found.peak_bytes
-    runs = [timeline.recipes.recipes[r] for rs in recomputations.values() for r in rs]
-    asked = Counter(save.storage for save in trace.saves for _ in save.unpacks)
+    table = timeline.recipes.recipes
     cold = [op.host_factor for op in trace.operations]
-    actions = sum(
-        (0.75 * max(1, sum(asked[s] for s in r.makes)) / len(r.operations) + 0.25)
-        * sum(cold[op] for op in r.operations)
-        if r.operations
-        else 2  # a copy down and one up
-        for r in runs
-    )
+    asked = Counter(save.storage for save in trace.saves for _ in save.unpacks)
+    runs = [table[r] for rs in recomputations.values() for r in rs]
+    actions = 0.0
+    for r in runs:
+        actions += sum(cold[op] for op in r.operations) if r.operations else 5  # a copy down and one up
+    for r in (table[number] for number in {each for rs in recomputations.values() for each in rs}):
+        noted = 0.55 + 0.5 * sum(asked[s] for s in r.makes) / max(1, len(r.operations))
+        actions += noted * sum(cold[op] for op in r.operations)
+    for rs in recomputations.values():
+        factors = [fmean(cold[op] for op in table[r].operations) for r in rs if table[r].operations]
+        actions += 1.4 + 6.6 * (max(factors) - 1) if factors else 0
     followed = sum(cold[e] for e in trace.events[: trace.forward_events] if e >= 0)
     engine = trace.dispatch_seconds * followed + trace.recomputed_seconds * actions if runs else 0
     waiting = found.copying.exposed_seconds
@@ -235,3 +239,16 @@ def test_categories_add_up_to_the_level(seed: int) -> None:
     assert bands[Category.PARAMETER].tolist()[0] == sum(
         s.bytes for s in trace.storages if s.category is Category.PARAMETER and s.birth == BEFORE_STEP
     )
+
+
+def test_what_autograd_asks_for_costs_once_however_much_runs_for_it() -> None:
+    """A chain of recomputations for one tensor leaves autograd once, and notes the arguments of each operation once in a pass."""
+    trace = network(3, dispatch=0.1)
+    timeline = Timeline(trace)
+    one = next(number for number, recipe in enumerate(timeline.recipes.recipes) if recipe.operations)
+    first, second = sorted(timeline.saves_at)[:2]
+    once, twice = timeline.seconds({first: [one]}), timeline.seconds({first: [one, one]})
+    assert twice - once == pytest.approx(timeline.run_seconds(one))
+    assert once > timeline.least_seconds(one) > timeline.run_seconds(one)
+    # For another tensor it is asked again, and nothing is noted again.
+    assert timeline.seconds({first: [one], second: [one]}) == pytest.approx(twice + 1.4 * trace.recomputed_seconds)

@@ -46,9 +46,9 @@ from memfit.values.trace import Category, Phase, Trace
 LARGEST_FILLED_BYTES: Final = 1 << 30  # of a model on the meta device that gets values for a look at them
 LAYOUT_ROUNDS: Final = 4  # captures until fake kernels lay out what they return as the real ones do
 # What the engine takes, in multiples of what a dispatch mode that does nothing adds to an operation (`bench/overhead`): for each operation of forward that it
-# follows, and for each that it runs again, which it notes, runs, and gives autograd the results of.
+# follows, and for each time that it runs an operation again.
 FOLLOWED: Final = 1.8
-RECOMPUTED: Final = 4.5
+RECOMPUTED: Final = 1.75
 # Likewise, what Python and autograd take between an operation of a step and the next, on a CPU. Found as `BETWEEN` of the trace was.
 PYTHON: Final = 0.36
 # Likewise, what counting one call of a module takes (by hand on three models, 0.3 to 0.9: log of 2026-11-26).

@@ -40,7 +40,7 @@ class OffloadGraph:
         run = {r: len(number) + i for i, r in enumerate(used)}
         runnable = [recipes.recipes[r].runnable for r in used]
         self._again_seconds = np.array(
-            [timeline.run_seconds(r) if may else inf for r, may in zip(used, runnable, strict=True)]
+            [timeline.least_seconds(r) if may else inf for r, may in zip(used, runnable, strict=True)]
         )
         self._arcs = [
             (run[r], number[s], inf)

@@ -22,7 +22,7 @@ class RecomputeGraph:
         droppable: storages that backward reads and that can be rebuilt.
         nodes: these, and everything rebuildable that rebuilding them may need, in ascending order.
         recipe_of_node: of each node, the network's node of its recipe.
-        run_seconds: of each recipe, the engine's own included.
+        run_seconds: that each recipe takes at least where it runs, the engine's own included.
         price_scale: a price per byte at which holding everything would cost about as much as running everything again.
         unpacks: a row (event, operation whose backward asks) for each unpack.
         reads: a row (node, event, last event held) for each unpack of a node.
@@ -45,7 +45,7 @@ class RecomputeGraph:
         self._input_arcs = [
             (recipe_number[r], number[s], inf) for r in used for s in recipes.recipes[r].inputs if s in number
         ]
-        self.run_seconds = [timeline.run_seconds(r) for r in used]
+        self.run_seconds = [timeline.least_seconds(r) for r in used]
         # A recipe that runs has its parts of forward followed.
         self._parts, self._part_arcs = timeline.following.in_network(
             [(recipe_number[r], r) for r in used], len(self.nodes) + len(used)

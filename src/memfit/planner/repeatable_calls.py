@@ -25,10 +25,10 @@ from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Phase, Trace
 # What calls cost beside the kernels that run in them, in multiples of what the engine takes to run one operation again: to make a row of them again at all;
 # for each call of a module, to note its arguments and to put it under hooks; what lies between the operations of forward (Python, autograd), which they meet a
 # second time; and for each tensor that autograd saves.
-ROW: Final = 2.5
-CALL: Final = 1.5
-OPERATION: Final = 0.25
-TENSOR: Final = 0.075
+ROW: Final = 6.4
+CALL: Final = 3.9
+OPERATION: Final = 0.64
+TENSOR: Final = 0.19
 
 Call = TypeVar("Call")
 

@@ -29,8 +29,14 @@ from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
-# Of what the engine takes to run an operation again for one tensor that autograd asks for: looking up what is to be done, and handing the tensor over.
-ASKED_SHARE: Final = 0.75
+# What the engine takes besides, in multiples of running one operation again, from five models by hand (docs/design/log.md): once in a pass to note the
+# arguments of an operation that runs again, and to hand autograd a tensor of its; when autograd asks for what must run first, to leave autograd and come back,
+# which is much code and takes far longer in the midst of long kernels; and for a copy down and a copy up.
+NOTED: Final = 0.55
+HANDED: Final = 0.5
+ASKED: Final = 1.4
+ASKED_COLD: Final = 6.6  # for each time that the engine takes longer than with warm caches
+COPIED: Final = 5.0
 NUMBER_BYTES: Final = 8  # of a tensor that torch makes of a Python number
 _TAKE_A_NUMBER_AS_TENSOR: Final = frozenset(
     [f"aten.{name}{written}.Tensor" for name in ("add", "sub", "mul", "div") for written in ("", "_")]
@@ -164,10 +170,12 @@ class Timeline:
         self._inputs = RaggedRows([r.inputs for r in table])
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
         calls = self.recipes.calls
-        self._run_seconds = [
-            r.seconds + (0.0 if number in calls else trace.recomputed_seconds * self._actions(r))
-            for number, r in enumerate(table)
-        ]
+        self._run_seconds = [r.seconds for r in table]
+        self._noted_seconds = [0.0] * len(table)
+        self._asked_seconds = [0.0] * len(table)
+        for number, r in enumerate(table):
+            if number not in calls:  # calls that are made again have all of it in their seconds
+                self._add_engine_seconds(number, r)
         self._gone_by = np.array(
             [self.recipes.reloads[r].gone_by if r in self.recipes.reloads else -1 for r in range(len(table))],
             dtype=np.int64,
@@ -188,16 +196,17 @@ class Timeline:
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self.following = Following(self.recipes)
 
-    def _actions(self, recipe: Recipe) -> float:
-        """What the engine does for one run of a recipe, in operations of which autograd asks for one tensor each.
-
-        Most of it is done when autograd asks, in the midst of backward's kernels; little for each operation that runs then.
-        """
+    def _add_engine_seconds(self, number: int, recipe: Recipe) -> None:
+        """What the engine takes beside the operations of a recipe: for each run, once in a pass, and when autograd asks."""
+        again = self.trace.recomputed_seconds
         if not recipe.operations:
-            return 2.0  # a copy down and a copy up
-        asked = sum(len(self.unpack_uses.get(s, ())) for s in recipe.makes)
+            self._run_seconds[number] += again * COPIED
+            return
         factor = fmean(self.trace.operations[op].host_factor for op in recipe.operations)
-        return factor * (ASKED_SHARE * max(1, asked) + (1.0 - ASKED_SHARE) * len(recipe.operations))
+        handed = sum(len(self.unpack_uses.get(s, ())) for s in recipe.makes)
+        self._run_seconds[number] += again * factor * len(recipe.operations)
+        self._noted_seconds[number] = again * factor * (NOTED * len(recipe.operations) + HANDED * handed)
+        self._asked_seconds[number] = again * (ASKED + ASKED_COLD * (factor - 1.0))
 
     def _number_bytes(self, event: int) -> int:
         """Of the Python number of an operation of forward, where the engine follows it: `x + 0.5`.
@@ -221,12 +230,21 @@ class Timeline:
         return self._computing(recomputations) + self.copying(recomputations).exposed_seconds
 
     def _computing(self, recomputations: Recomputations) -> float:
-        runs = [recipe for event in sorted(recomputations) for recipe in recomputations[event]]
-        return sum(map(self._run_seconds.__getitem__, runs)) + self.following.seconds_of(runs)
+        used = {recipe for runs in recomputations.values() for recipe in runs}
+        seconds = sum(self._noted_seconds[recipe] for recipe in sorted(used)) + self.following.seconds_of(used)
+        for event in sorted(recomputations):
+            runs = recomputations[event]
+            seconds += max((self._asked_seconds[recipe] for recipe in runs), default=0.0)
+            seconds += sum(self._run_seconds[recipe] for recipe in runs)
+        return seconds
 
     def run_seconds(self, recipe: int) -> float:
-        """Seconds of one run of a recipe, the engine's own included and waiting for copies not."""
+        """Seconds of one run of a recipe among others, the engine's own included and waiting for copies not."""
         return self._run_seconds[recipe]
+
+    def least_seconds(self, recipe: int) -> float:
+        """Seconds that any plan takes in which a recipe runs: of running it once, and of noting what it reads."""
+        return self._run_seconds[recipe] + self._noted_seconds[recipe]
 
     def copying(self, recomputations: Recomputations) -> Copying:
         """Seconds of the copies of a plan, and how many of them do not overlap with computing."""

@@ -197,7 +197,7 @@ class Trace:
         notes: what the reader should know (fallbacks taken, operations not understood).
         rng_state_bytes: bytes the engine keeps to replay one random operation.
         dispatch_seconds: host seconds the engine adds to each forward operation that it follows, with warm caches.
-        recomputed_seconds: likewise, to each operation that runs again: noting its arguments, running it, giving autograd what it made.
+        recomputed_seconds: likewise, to an operation, each time that it runs again.
         python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; on a GPU, as far as the GPU waits for them.
         noted_seconds: that the engine takes once a step, whatever its plan: notes of what a step may change, so that it can be undone.
         counted_seconds: that it takes for each micro-batch, whatever its plan: calls of modules are counted.

@@ -196,9 +196,9 @@ def rank_peak(
         schedule: of which that is. In torch's GPipe and interleaved 1F1B what forward and backward send is held to the end of the step; in 1F1B only the last
             gradient, and the last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
         stages: of this rank, by number.
-        shared_bytes: there throughout and counted in each stage: to be counted once.
+        shared_bytes: there throughout, and counted in one stage that is not to count them: their sum.
     """
-    base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes * (len(stages) - 1)
+    base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes
     held = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)
     warm_up = {s: in_flight(order, s) for s in stages}

@@ -29,7 +29,7 @@ from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
-# What the engine takes besides, in multiples of running one operation again, from five models by hand (docs/design/log.md): once in a pass to note the
+# What the engine takes besides, in multiples of running one operation again, from seven models by hand (docs/design/log.md): once in a pass to note the
 # arguments of an operation that runs again, and to hand autograd a tensor of its; when autograd asks for what must run first, to leave autograd and come back,
 # which is much code and takes far longer in the midst of long kernels; and for a copy down and a copy up.
 NOTED: Final = 0.55

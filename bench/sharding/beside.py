@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -40,7 +41,7 @@ def peak(rank: int, name: str) -> int:
 
 
 def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """Peak, and processor seconds in each round, of a rival and of plans.
+    """Peak, and in each round processor seconds and those by the clock, of a rival and of plans.
 
     Each runs twice in its turn and the second step is timed, as in training, where the step before was one of its kind; who begins changes from round to round.
     """
@@ -55,16 +56,19 @@ def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: 
     gc.freeze()
     steps = {"rival": rival.step, **{which: each.step for which, each in planned.items()}}
     seconds: dict[str, list[float]] = {who: [] for who in steps}
+    clock: dict[str, list[float]] = {who: [] for who in steps}
     order = list(steps)
     for _ in range(rounds):
         for who in order:
             steps[who]()
             dist.barrier()
+            begin = time.perf_counter()
             seconds[who].append(seconds_of(steps[who]))
+            clock[who].append(time.perf_counter() - begin)
         order.reverse()
     for each in planned.values():
         each.close()
-    return {"peaks": peaks, "seconds": seconds}
+    return {"peaks": peaks, "seconds": seconds, "clock": clock}
 
 
 def _begun(name: str) -> Any:
@@ -107,6 +111,10 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
             who: [sum(each) for each in zip(*(t["seconds"][who] for t in told), strict=True)]
             for who in told[0]["seconds"]
         }
+        # A step is over with the last rank.
+        last = {
+            who: [max(each) for each in zip(*(t["clock"][who] for t in told), strict=True)] for who in told[0]["clock"]
+        }
         row: dict[str, Any] = {
             "row": "beside",
             "ranks": ranks,
@@ -114,9 +122,11 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
             "rounds": rounds,
             "rival_bytes": [t["peaks"]["rival"] for t in told],
             "rival_seconds": statistics.median(sums["rival"]) / ranks,
+            "rival_clock_seconds": statistics.median(last["rival"]),
         }
         for which, plan in plans.items():
             low, middle, high = measuring.quartiles(a / b for a, b in zip(sums[which], sums["rival"], strict=True))
+            by_clock = measuring.quartiles(a / b for a, b in zip(last[which], last["rival"], strict=True))
             row[which] = {
                 "way": plan.choices.sharding,
                 "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
@@ -124,7 +134,8 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
                 "micro_batches": plan.choices.micro_batches,
                 "time_ratio": middle,
                 "quartiles": [low, high],
+                "clock_ratio": by_clock,
             }
-            tell(f"{name}, {which}: {middle:.3f} ({low:.3f} to {high:.3f})")
+            tell(f"{name}, {which}: {middle:.3f} ({low:.3f} to {high:.3f}), by the clock {by_clock[1]:.3f}")
         found.append(row)
     return found

@@ -180,7 +180,7 @@ def _beside(rows: Rows) -> str:
             str(row["ranks"]),
             row["name"],
             f"{max(row['rival_bytes']):,}",
-            f"{1e3 * row['rival_seconds']:.0f} ms",
+            f"{1e3 * row['rival_seconds']:.0f} ms, {1e3 * row['rival_clock_seconds']:.0f} ms by the clock",
             *(
                 cell
                 for which in ("plan", "free")
@@ -188,16 +188,18 @@ def _beside(rows: Rows) -> str:
                     f"{_worded(row[which]['way'])}, {counted(row[which]['micro_batches'], 'micro-batch')}",
                     f"{max(row[which]['measured_bytes']):,}",
                     f"{row[which]['time_ratio']:.2f} ({row[which]['quartiles'][0]:.2f} to {row[which]['quartiles'][1]:.2f})",
+                    "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[which]["clock_ratio"]),
                 )
             ),
         ]
         for row in beside
     ]
-    of_plan = ["its peak", "time over the other's"]
+    of_plan = ["its peak", "processor time over the other's", "by the clock"]
     heads = ["ranks", "by hand", "its peak", "its time", "memfit, in the same way", *of_plan, "memfit, free to choose", *of_plan]  # fmt: skip
     rounds = sorted({row["rounds"] for row in beside})
     return (
-        "Plans in the bytes that the other takes. Processor time of a rank, of all ranks together within a round; medians (and quartiles) of "
+        "Plans in the bytes that the other takes. Processor time of a rank, of all ranks together within a round, and the time by the clock until the last "
+        "rank is through, in which ranks wait for each other; medians (and quartiles) of "
         f"{' and '.join(map(str, rounds))} rounds.\n\n{measuring.table(heads, lines)}"
     )
 

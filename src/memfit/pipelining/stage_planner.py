@@ -235,7 +235,7 @@ class StagePlanner:
                 looked for.
         """
         solver = self.solver(first, end)
-        forward, backward, update = seconds_of(solver.trace)
+        forward, backward, update = seconds_of(solver.trace, found.schedule)
         plain = self.levels(first, end, {})
         state = plain.base_bytes + plain.gradient_bytes
         kept = self._menu(first, end, plain_only=True)

@@ -171,7 +171,7 @@ class Timeline:
         self._recipe_peak = np.array([r.peak_bytes for r in table], dtype=np.int64)
         calls = self.recipes.calls
         self._run_seconds = [r.seconds for r in table]
-        self._noted_seconds = [0.0] * len(table)
+        self._once_seconds = [0.0] * len(table)
         self._asked_seconds = [0.0] * len(table)
         for number, r in enumerate(table):
             if number not in calls:  # calls that are made again have all of it in their seconds
@@ -205,7 +205,7 @@ class Timeline:
         factor = fmean(self.trace.operations[op].host_factor for op in recipe.operations)
         handed = sum(len(self.unpack_uses.get(s, ())) for s in recipe.makes)
         self._run_seconds[number] += again * factor * len(recipe.operations)
-        self._noted_seconds[number] = again * factor * (NOTED * len(recipe.operations) + HANDED * handed)
+        self._once_seconds[number] = again * factor * (NOTED * len(recipe.operations) + HANDED * handed)
         self._asked_seconds[number] = again * (ASKED + ASKED_COLD * (factor - 1.0))
 
     def _number_bytes(self, event: int) -> int:
@@ -231,7 +231,7 @@ class Timeline:
 
     def _computing(self, recomputations: Recomputations) -> float:
         used = {recipe for runs in recomputations.values() for recipe in runs}
-        seconds = sum(self._noted_seconds[recipe] for recipe in sorted(used)) + self.following.seconds_of(used)
+        seconds = sum(self._once_seconds[recipe] for recipe in sorted(used)) + self.following.seconds_of(used)
         for event in sorted(recomputations):
             runs = recomputations[event]
             seconds += max((self._asked_seconds[recipe] for recipe in runs), default=0.0)
@@ -244,7 +244,7 @@ class Timeline:
 
     def least_seconds(self, recipe: int) -> float:
         """Seconds that any plan takes in which a recipe runs: of running it once, and of noting what it reads."""
-        return self._run_seconds[recipe] + self._noted_seconds[recipe]
+        return self._run_seconds[recipe] + self._once_seconds[recipe]
 
     def copying(self, recomputations: Recomputations) -> Copying:
         """Seconds of the copies of a plan, and how many of them do not overlap with computing."""

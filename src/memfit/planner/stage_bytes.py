@@ -21,9 +21,10 @@ from memfit.values.stages import Recompute, Schedule
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 NUMBER_BYTES: Final = 4  # of a loss
-# What the host takes around the forward of a stage, or its backward, with its messages, in multiples of what lies between two operations: torch's schedule, the
-# parts that are elsewhere, gloo's threads (on a CPU, two ranks, by hand: docs/design/log.md).
-AROUND: Final = {Schedule.GPIPE: 100, Schedule.ONE_FORWARD_ONE_BACKWARD: 100, Schedule.INTERLEAVED: 250}
+# What the host takes longer around the forward of a stage, or its backward, where a rank has several stages, in multiples of what lies between two
+# operations: more messages at once, more of the model's forward to walk through (two ranks on a CPU, by hand: docs/design/log.md). What all pipelines take is
+# left out.
+INTERLEAVED: Final = 150
 MENU_BUDGETS: Final = 6  # between the smallest peak and that with everything kept
 PRICES: Final = 8  # at which plans are made that hold little between forward and backward
 CALLS: Final = 8  # numbers of calls made again that are tried, of each order
@@ -235,20 +236,10 @@ def rank_peak(
 
 
 def seconds_of(trace: Trace, schedule: Schedule) -> tuple[float, float, float]:
-    """Forward, backward and update of one micro-batch with nothing dropped, with what the host takes around a stage.
-
-    Args:
-        trace: of the stage.
-        schedule: in which it runs.
-    """
-    run = [trace.operations[code] for code in trace.events if code >= 0]
-    sums = {phase: sum(op.seconds for op in run if op.phase is phase) for phase in Phase}
-    host = {
-        phase: trace.between(op for op in run if op.phase is phase) + AROUND[schedule] * trace.python_seconds
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    }
-    return (
-        sums[Phase.FORWARD] + host[Phase.FORWARD],
-        sums[Phase.BACKWARD] + host[Phase.BACKWARD],
-        sums[Phase.CLIP] + sums[Phase.OPTIMIZER],
-    )
+    """Forward, backward and update of one micro-batch with nothing dropped, in a stage that runs in this schedule."""
+    sums = dict.fromkeys(Phase, 0.0)
+    for code in trace.events:
+        if code >= 0:
+            sums[trace.operations[code].phase] += trace.operations[code].seconds
+    around = INTERLEAVED * trace.python_seconds if schedule is Schedule.INTERLEAVED else 0.0
+    return sums[Phase.FORWARD] + around, sums[Phase.BACKWARD] + around, sums[Phase.CLIP] + sums[Phase.OPTIMIZER]

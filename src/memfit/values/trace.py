@@ -264,10 +264,9 @@ class Trace:
 
         It takes longer after a long kernel, as it is read from memory again then, like the engine's own part.
         """
-        return self.between(self._of_a_pass)
+        return self._between(self._of_a_pass)
 
-    def between(self, operations: Iterable[Operation]) -> float:
-        """What lies between these operations and the next ones, of one micro-batch."""
+    def _between(self, operations: Iterable[Operation]) -> float:
         added = BETWEEN * self.dispatch_seconds
         return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in operations)
 
@@ -294,7 +293,7 @@ class Trace:
         once = sum(self.operations[number].seconds for number in self.synchronising) if self.micro_batches > 1 else 0.0
         if not self.pass_events:  # streamed layers: all micro-batches are in its events
             whole = (operation for operation in self.operations if operation.phase is not Phase.OPTIMIZER)
-            return every + self.between(whole) + self.waited_seconds
+            return every + self._between(whole) + self.waited_seconds
         every += self.between_seconds
         return every + (self.pass_seconds - once) * (self.micro_batches - 1) + self.waited_seconds
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memfit.planner.schedules import rank_orders
-from memfit.planner.stage_bytes import StageLevels, rank_peak
+from memfit.planner.stage_bytes import StageLevels, rank_peak, seconds_of
 from memfit.values.stages import Schedule
+from planner.traces import network
 
 
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
@@ -20,3 +23,12 @@ def test_what_stages_of_a_rank_share_is_taken_off_once(per_rank: int) -> None:
     alone, phase = rank_peak(order, Schedule.INTERLEAVED, beside_batch)
     shared_bytes = 30 * (per_rank - 1)
     assert rank_peak(order, Schedule.INTERLEAVED, with_batch, shared_bytes) == (alone + 30, phase)
+
+
+def test_interleaved_stages_take_the_host_longer() -> None:
+    trace = replace(network(2), python_seconds=0.01)
+    forward, backward, update = seconds_of(trace, Schedule.ONE_FORWARD_ONE_BACKWARD)
+    assert seconds_of(trace, Schedule.GPIPE) == (forward, backward, update)
+    assert seconds_of(trace, Schedule.INTERLEAVED) == pytest.approx((forward + 1.5, backward + 1.5, update))
+    # Where the host is ahead of a GPU, it takes no time.
+    assert seconds_of(replace(trace, python_seconds=0.0), Schedule.INTERLEAVED) == (forward, backward, update)

@@ -23,7 +23,7 @@ from memfit.capture.host_time import ELSEWHERE, has_kernel
 from memfit.capture.isolation import lent
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.source import StepSource
-from memfit.capture.trace_source import LAUNCHED, TraceSource
+from memfit.capture.trace_source import FOLLOWED, LAUNCHED, RECOMPUTED, TraceSource
 from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.techniques.choices import BASELINE
@@ -197,7 +197,8 @@ def test_where_the_gpu_waits_for_the_host_a_step_takes_what_launching_takes() ->
         trace = plain(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.empty(2, 8))
     kernels = sum(has_kernel(o) for o in trace.operations if o.phase is not Phase.OPTIMIZER)
     assert trace.pass_seconds == pytest.approx(LAUNCHED * ELSEWHERE.mode * kernels)
-    assert 0 < trace.dispatch_seconds <= trace.recomputed_seconds
+    assert trace.dispatch_seconds == pytest.approx(FOLLOWED * ELSEWHERE.mode)
+    assert trace.recomputed_seconds == pytest.approx(RECOMPUTED * ELSEWHERE.mode)
 
 
 def test_where_the_host_is_ahead_of_the_gpu_it_adds_nothing() -> None:

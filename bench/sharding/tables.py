@@ -187,8 +187,8 @@ def _beside(rows: Rows) -> str:
                 for cell in (
                     f"{_worded(row[which]['way'])}, {counted(row[which]['micro_batches'], 'micro-batch')}",
                     f"{max(row[which]['measured_bytes']):,}",
-                    f"{row[which]['time_ratio']:.2f} ({row[which]['quartiles'][0]:.2f} to {row[which]['quartiles'][1]:.2f})",
-                    "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[which]["clock_ratio"]),
+                    _with_quartiles(row[which]["quartiles"][0], row[which]["time_ratio"], row[which]["quartiles"][1]),
+                    _with_quartiles(*row[which]["clock_ratio"]),
                 )
             ),
         ]
@@ -202,6 +202,10 @@ def _beside(rows: Rows) -> str:
         "rank is through, in which ranks wait for each other; medians (and quartiles) of "
         f"{' and '.join(map(str, rounds))} rounds.\n\n{measuring.table(heads, lines)}"
     )
+
+
+def _with_quartiles(low: float, middle: float, high: float) -> str:
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _seconds(rows: Rows) -> str:

@@ -200,7 +200,7 @@ def rank_peak(
         schedule: of which that is. In torch's GPipe and interleaved 1F1B what forward and backward send is held to the end of the step; in 1F1B only the last
             gradient, and the last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
         stages: of this rank, by number.
-        shared_bytes: there throughout, and counted in one stage that is not to count them: their sum.
+        shared_bytes: there throughout, that its stages together count too often (`StagePlanner.shared_bytes`).
     """
     base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes
     held = dict.fromkeys(stages, 0)

@@ -31,7 +31,7 @@ Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, 
 
 # What the engine takes besides, in multiples of running one operation again, from seven models by hand (docs/design/log.md): once in a pass to note the
 # arguments of an operation that runs again, and to hand autograd a tensor of its; when autograd asks for what must run first, to leave autograd and come back,
-# which is much code and takes far longer in the midst of long kernels; and for a copy down and a copy up.
+# which is much code and takes far longer in the midst of long kernels. A copy down and a copy up are an estimate that no model was clocked for.
 NOTED: Final = 0.55
 HANDED: Final = 0.5
 ASKED: Final = 1.4

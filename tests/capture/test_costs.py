@@ -59,7 +59,13 @@ def test_every_operation_is_measured(tmp_path: Path) -> None:
     assert all(c.measured and 0 <= c.seconds < 1 for c in table.values())
     trace = with_costs(captured, table, seconds_are="measured", device="here")
     assert trace.device == "here"
-    assert [op.seconds for op in trace.operations] == [table[op.key].seconds for op in trace.operations]
+    # On a busy computer one of these small ones may take long enough to be timed with cold caches as well.
+    costs = [table[op.key] for op in trace.operations]
+    warm = [cost.seconds for cost in costs]
+    cold = [cost.seconds if cost.cold_seconds is None else cost.cold_seconds for cost in costs]
+    assert [op.seconds for op in trace.operations] == [
+        w + COLD_SHARE * (c - w) for w, c in zip(warm, cold, strict=True)
+    ]
     assert trace.plain_step_seconds > 0
 
 

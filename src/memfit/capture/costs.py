@@ -50,10 +50,13 @@ class Cost:
     cold_seconds: float | None = None
 
     @property
-    def with_cold_share(self) -> float:
-        """Seconds of one run in a step, where cold caches are known to make a difference."""
-        assert self.cold_seconds is not None, "timed"
-        return self.seconds + COLD_SHARE * (self.cold_seconds - self.seconds)
+    def in_a_step(self) -> float:
+        """Seconds of one run in a step, as far as it is known what cold caches add."""
+        return (
+            self.seconds
+            if self.cold_seconds is None
+            else self.seconds + COLD_SHARE * (self.cold_seconds - self.seconds)
+        )
 
 
 def with_costs(
@@ -107,7 +110,7 @@ def with_costs(
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         # Of what the caches lack for it, the cold time has its code, too.
-        seconds = cost.seconds + host.added_after(since, op) if cost.cold_seconds is None else cost.with_cold_share
+        seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
         workspace = cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))

@@ -49,6 +49,14 @@ def tied() -> steps.Built:
     return staged("tied")
 
 
+def blocks_that_share() -> steps.Built:
+    """Two blocks with another one between them have a weight in common."""
+    model, sample, loss_fn = staged("decoder")
+    blocks: Any = model.blocks
+    blocks[2].qkv.weight = blocks[0].qkv.weight
+    return model, sample, loss_fn
+
+
 def encoder_decoder() -> steps.Built:
     return staged("encoder_decoder")
 

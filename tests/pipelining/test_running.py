@@ -111,6 +111,20 @@ def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
+def test_a_parameter_that_two_stages_of_a_rank_have_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its gradient and its state."""
+    cut_at((2, 3, 4, 7), monkeypatch)
+    for optimizer in ("sgd", "adamw"):
+        plan = planned(running.blocks_that_share, 2, "interleaved/2", optimizer, fixed={"micro_batches": 4})
+        assert plan.pipeline is not None
+        assert set(plan.pipeline.parameters[0]) & set(plan.pipeline.parameters[2]), "both are of the first rank"
+        if optimizer == "sgd":
+            ran = compared(2, running.blocks_that_share, optimizer, [plan])
+        else:
+            ran = running.together(2, running.run, [plan.to_json()], running.blocks_that_share, optimizer)
+        assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
 def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
     plan = planned(running.weighed, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
     ran = compared(2, running.weighed, "sgd", [plan])

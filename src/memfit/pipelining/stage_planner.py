@@ -28,7 +28,7 @@ from memfit.pipelining.batch_reads import with_real_reads
 from memfit.planner.model_parts import Boundary, chain, part_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
-from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, menu, seconds_of, stage_levels
+from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, gradients_of, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
@@ -187,33 +187,54 @@ class StagePlanner:
                 [[group[each] for each in of_group[replica]] for group, of_group in zip(groups, positions, strict=True)]
                 for replica in range(self.replicas)
             ]
+        # State of a parameter that several of these stages have is there once: with the last of them.
+        of_stage = {name: stretch for stretch, some in used.items() for name in some}
         return [
             {
-                stretch: tuple(name for group in of_rank for name in group if name in some)
-                for stretch, some in used.items()
+                stretch: tuple(name for group in of_rank for name in group if of_stage[name] == stretch)
+                for stretch in used
             }
             for of_rank in dealt
         ]
 
     def levels(
-        self, first: int, end: int, recomputations: Recomputations, share: Sequence[str] | None = None
+        self,
+        first: int,
+        end: int,
+        recomputations: Recomputations,
+        share: Sequence[str] | None = None,
+        later: Sequence[Stretch] = (),
     ) -> StageLevels:
-        """What the stage holds under a plan, where its rank has the optimizer's state of these parameters; None for the rank with the most."""
+        """What the stage holds under a plan.
+
+        Args:
+            first, end, recomputations: its parts, and the plan.
+            share: parameters of which its rank has the optimizer's state; None for the rank with the most.
+            later: stages of the same rank, whose backward is before this one's. Gradients of what they have, too, are counted in them.
+        """
         last = end == len(self.calls.calls)
+        timeline = self.solver(first, end).timeline if share is None else self.timeline(first, end, share)
         return stage_levels(
-            self.solver(first, end).timeline if share is None else self.timeline(first, end, share),
+            timeline,
             recomputations,
             self.received_gradient_bytes(first),
             0 if last else self.calls.crossing_bytes(end),
             0 if last else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
             self.buffers_bytes(first, end) + self.own_part_bytes + self.solver(first, end).trace.changed_buffer_bytes,
+            self._made_by(timeline.trace, (first, end), later),
         )
 
-    def shared_bytes(self, stretches: Sequence[Stretch]) -> int:
-        """Of a rank with several stages, what is there once and counted in each of them: the batch, what is in no part, and tied parameters.
+    def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch]) -> frozenset[int]:
+        """Gradients of a stage's trace, by storage, whose parameters these stages have, too."""
+        model, own = self.source.model, self.calls.parameters(self.source.model, *stretch)
+        others = frozenset[str]().union(*(self.calls.parameters(model, *each) for each in later))
+        if others.isdisjoint(own):
+            return frozenset()
+        trained = [name for name, p in own.items() if p.requires_grad]
+        return frozenset(s for s, name in zip(gradients_of(trace), trained, strict=True) if name in others)
 
-        Gradient and optimizer state of a parameter that is tied between two stages of one rank stay counted in both.
-        """
+    def shared_bytes(self, stretches: Sequence[Stretch]) -> int:
+        """Of a rank with several stages, what is there once and counted in each of them: the batch, what is in no part, and tied parameters."""
         if len(stretches) == 1:
             return 0
         model, calls = self.source.model, self.calls
@@ -305,7 +326,7 @@ class StagePlanner:
         """As a rank makes it: over the stage's own parameters, or its share of them."""
         own = {n: p for n, p in stage.model.named_parameters() if p.requires_grad and n in names}
         made = make(iter(something(own.values())))
-        if self.replicas == 1 or not own:
+        if not own or share >= own.keys():
             return made
         kept = {id(own[name]) for name in share}
         return only_with(made, [[p for p in group["params"] if id(p) in kept] for group in made.param_groups])

@@ -149,7 +149,10 @@ def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -
         shared = planner.shared_bytes(list(mine.values()))
         peaks = []
         for share in planner.shares(list(mine.values())):
-            levels = {n: planner.levels(*stretch, dropped[n], share[stretch]) for n, stretch in mine.items()}
+            levels = {
+                n: planner.levels(*stretch, dropped[n], share[stretch], [mine[each] for each in mine if each > n])
+                for n, stretch in mine.items()
+            }
             peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared))
         return peaks
 

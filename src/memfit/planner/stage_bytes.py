@@ -71,6 +71,7 @@ def stage_levels(
     sent_bytes: int = 0,
     made_bytes: int = 0,
     buffers_bytes: int = 0,
+    made_elsewhere: frozenset[int] = frozenset(),
 ) -> StageLevels:
     """The levels of a stage under a plan.
 
@@ -79,16 +80,18 @@ def stage_levels(
         recomputations: the plan.
         received_gradient_bytes, sent_bytes, made_bytes: as in `StageLevels`.
         buffers_bytes: of buffers for messages that are not in the trace.
+        made_elsewhere: gradients, by storage, that a later stage of the same rank makes, since it has their parameters, too: they are counted there.
     """
     trace = timeline.trace
     expanded = timeline.expand(recomputations)
     totals = np.asarray(expanded.totals)
     slot_of_event = np.asarray(expanded.slot_of_event)
     forward_end, pass_end = int(slot_of_event[trace.forward_events - 1]), int(slot_of_event[trace.pass_events - 1])
-    gradients = sum(s.bytes for s in trace.storages if s.birth == BEFORE_STEP and s.category is Category.GRADIENT)
+    gradients = sum(trace.storages[s].bytes for s in gradients_of(trace))
     base = trace.bytes_before_step - gradients
+    gradients -= sum(trace.storages[s].bytes for s in made_elsewhere)
     above = totals - trace.bytes_before_step
-    missing = _gradients_to_come(trace, slot_of_event, len(totals))
+    missing = _gradients_to_come(trace, slot_of_event, len(totals), made_elsewhere)
     backward = slice(forward_end + 1, pass_end + 1)
     # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
     begins = NUMBER_BYTES if sent_bytes else 0
@@ -108,10 +111,15 @@ def stage_levels(
     )
 
 
-def _gradients_to_come(trace: Trace, slot_of_event: Any, slots: int) -> Any:
+def gradients_of(trace: Trace) -> list[int]:
+    """The gradients that a pass of the trace adds to, by storage: of each parameter that is trained, in the model's order."""
+    return [i for i, s in enumerate(trace.storages) if s.birth == BEFORE_STEP and s.category is Category.GRADIENT]
+
+
+def _gradients_to_come(trace: Trace, slot_of_event: Any, slots: int, made_elsewhere: frozenset[int]) -> Any:
     """At each slot, bytes of the gradients that a first backward has not made by then: they are added to later than that."""
     missing = np.zeros(slots, dtype=np.int64)
-    gradients = {i for i, s in enumerate(trace.storages) if s.birth == BEFORE_STEP and s.category is Category.GRADIENT}
+    gradients = set(gradients_of(trace)) - made_elsewhere
     for event, code in enumerate(trace.events[: trace.pass_events]):
         if code >= 0 and trace.operations[code].phase is Phase.BACKWARD:
             for s in gradients.intersection(trace.operations[code].writes):

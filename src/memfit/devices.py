@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from memfit.capture.gloo_time import MOST_RANKS, as_processes
+from memfit.capture.gloo_time import MOST_RANKS, as_processes, core_sharing
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import CaptureError, InfeasibleError, InputError, Remedy
 from memfit.hardware.machine import Machine
@@ -136,10 +136,10 @@ def plan_sharded(
         "a step may be faster by what does"
     )
     if topology.processes:
-        note = (
-            f"seconds of collectives are the processor's, measured among {min(ranks, MOST_RANKS)} ranks of gloo on this computer: where ranks have no "
-            "core of their own a step takes longer"
-        )
+        note = f"seconds of collectives are measured among {min(ranks, MOST_RANKS)} ranks of gloo that compute in between, on this computer"
+        sharing = core_sharing(topology)
+        if sharing > 1.0:
+            note += f"; the {ranks} ranks share fewer cores than they have threads, so computing is counted as {sharing:.3g} times as long as alone"
     return changed(best, rejected=(*best.rejected, *turned_down), notes=(*best.notes, assumed, note))
 
 

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from memfit.hardware.cores import cores
 from memfit.runner import Ledger, RunRequest
-from memfit.runner.cores import CORES, THREADS, cores, runs_at_once, threads
+from memfit.runner.cores import CORES, THREADS, runs_at_once, threads
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

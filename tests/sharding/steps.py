@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -150,7 +153,9 @@ def alone(
 def beside_a_rank_with_no_number(
     rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]
 ) -> list[tuple[str, bool, float]]:
-    """For each plan: what a step raises in which the last rank's loss is no number, whether anything has changed, and the loss of a step after it."""
+    """For each plan: what a step raises in which the loss of the last rank's first micro-batch is no number, whether anything has changed, and the loss of a step
+    after it.
+    """
     found = []
     for data in plans:
         model, (x, y), loss_fn = build()
@@ -158,11 +163,30 @@ def beside_a_rank_with_no_number(
         assert engine.sharded is not None
         own = part_of((x, y), rank, engine.sharded.ranks)
         before = whole(model)
-        worst = own[0] / 0 if rank == engine.sharded.ranks - 1 else own[0]
+        worst = own[0].clone()
+        if rank == engine.sharded.ranks - 1:
+            worst[0] = math.nan
         try:
             engine.step((worst, own[1]))
         except memfit.NonFiniteLossError as error:
             told = str(error)
         found.append((told, small.same(whole(model), before), engine.step(own).loss))
+        engine.sharded.close()
+    return found
+
+
+def messages(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]) -> list[int]:
+    """For each plan: how often the engine itself sends to other ranks in a step. Torch's engines do so by other ways."""
+    found = []
+    sent = dist.all_reduce
+    for data in plans:
+        model, sample, loss_fn = build()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, sgd)
+        assert engine.sharded is not None
+        own = part_of(sample, rank, engine.sharded.ranks)
+        engine.step(own)
+        with mock.patch.object(dist, "all_reduce", wraps=sent) as counted:
+            engine.step(own)
+        found.append(counted.call_count)
         engine.sharded.close()
     return found

@@ -95,7 +95,7 @@ def test_a_rank_sends_its_part_of_a_ring() -> None:
 
 
 @pytest.mark.measured_seconds
-def test_what_gloo_takes_of_a_processor_counts_where_ranks_are_processes_of_this_computer() -> None:
+def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> None:
     ranks = (0, 1)
     here = gloo_time(2)
     assert here is not None
@@ -156,3 +156,35 @@ def test_what_engines_take_is_measured() -> None:
     assert all(each >= 0 for each in (*here.fixed.values(), *here.for_a_parameter.values()))
     assert here.seconds("all_gather", 3) == here.fixed["all_gather"] + 3 * here.for_a_parameter["all_gather"]
     assert here.seconds("send", 3) == 0.0
+    assert here.cold >= 1.0
+
+
+def test_what_engines_take_is_longer_after_long_kernels() -> None:
+    around = EngineTime({"all_gather": 2e-4}, {"all_gather": 1e-5}, cold=2.0)
+    assert [around.seconds("all_gather", 10, emptied) for emptied in (0.0, 0.5, 1.0)] == pytest.approx(
+        [3e-4, 4.5e-4, 6e-4]
+    )
+
+
+def test_how_much_of_the_caches_kernels_have_emptied_goes_from_nothing_to_all() -> None:
+    host = HostTime((1e-5, 2e-5, 4e-5, 5e-5), (0.0, 1e-4, 1e-3, 3e-3), (0.0,) * 8, (0.0,) * 8)
+    assert [host.emptied_after(seconds) for seconds in (0.0, 1e-4, 3e-3, 1.0)] == pytest.approx([0.0, 0.25, 1.0, 1.0])
+    assert HostTime.same_after_all(1e-5).emptied_after(1.0) == 0.0
+
+
+def test_ranks_that_share_cores_compute_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than alone: a process that has more threads than cores by itself is slow already."""
+    machine = known_machine("a100")
+
+    def sharing(ranks: int, threads: int, cores: int, *, processes: bool = True) -> float:
+        monkeypatch.setattr(gloo, "cores", lambda: cores)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return gloo.core_sharing(Topology((machine,) * ranks, processes=processes))
+
+    assert sharing(2, 1, 2) == 1.0
+    assert sharing(4, 1, 2) == 2.0
+    assert sharing(2, 2, 2) == 2.0
+    assert sharing(1, 2, 1) == 1.0
+    assert sharing(2, 2, 1) == 2.0
+    assert sharing(4, 1, 2, processes=False) == 1.0
+    assert gloo.core_sharing(None) == 1.0

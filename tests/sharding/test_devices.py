@@ -41,7 +41,7 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
     )
     told = tight.explain()
     assert "Rejected: data parallel on 4 ranks: does not fit, the smallest plan needs" in told
-    assert "seconds of collectives are the processor's, measured among 4 ranks of gloo on this computer" in told
+    assert "seconds of collectives are measured among 4 ranks of gloo that compute in between, on this computer" in told
     assert (
         "ring of links of 50 GB/s" in planned("4x1GiB@50GB/s", fixed={"sharding": "data", "micro_batches": 1}).explain()
     )

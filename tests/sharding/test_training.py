@@ -11,6 +11,7 @@ import torch
 import memfit
 import small
 from memfit import api
+from memfit.sharding.agreement import IN_A_STEP
 from memfit.techniques.sharding import WAYS, setting_of
 from sharding import steps
 from sharding.ranks import on_ranks
@@ -118,6 +119,16 @@ def test_all_ranks_leave_out_a_step_in_which_the_loss_of_one_is_no_number() -> N
         assert "the loss of this rank, 1, is nan" in own
         assert unchanged
         assert loss == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_ranks_agree_as_often_in_many_micro_batches_as_in_one() -> None:
+    plans = [
+        planned(half_of_chain, "sgd", setting_of(way, 2), parts).to_json()
+        for way in ("data", "zero3")
+        for parts in (1, 4)
+    ]
+    for of_rank in on_ranks(2, steps.messages, plans, steps.chain):
+        assert of_rank == [IN_A_STEP] * len(plans)
 
 
 def half_of_chain() -> steps.Built:

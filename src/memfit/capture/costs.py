@@ -14,13 +14,14 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.engine_time import engine_time
 from memfit.capture.generator_states import GENERATOR_STATE
-from memfit.capture.gloo_time import seconds_among
+from memfit.capture.gloo_time import core_sharing, seconds_among
 from memfit.capture.host_time import BEFORE, ELSEWHERE, HostTime, touched_since
 from memfit.hardware.topology import Topology
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
 # Operations in which `fully_shard` puts parameters or gradients together for a collective; besides those they read what they write into.
 _BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in.default", "fsdp.chunk_cat.default")
+PREPARING: Final = 5  # operations at most before a collective that are part of what an engine does for it, which begins with much Python
 
 # Of what cold caches add to an operation, the part that it meets in a step: most of what it reads was made just before, and lies in the last cache. Found on
 # one computer, from each operation of steps of GPT, ViT, BERT and T5 in one to eight micro-batches (docs/design/log.md).
@@ -87,14 +88,17 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
+    sharing = core_sharing(network)
     lately: deque[float] = deque(maxlen=BEFORE)  # seconds of the operations right before
+    emptied: deque[float] = deque(maxlen=PREPARING)  # of the caches, before each of some operations
     for op, since in zip(trace.operations, touched_since(trace), strict=True):
         factor = host.factor_after(sum(lately))
+        emptied.append(host.emptied_after(sum(lately)))
         among = op.collective
         if among is not None:
             seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
             if network is not None and network.processes:
-                seconds += engine_time().seconds(among.kind, together) * factor
+                seconds += sharing * engine_time().seconds(among.kind, together, max(emptied))
             lately.append(seconds)
             operations.append(replace(op, seconds=seconds))
             together = 0
@@ -110,7 +114,7 @@ def with_costs(
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         # Of what the caches lack for it, the cold time has its code, too.
-        seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
+        seconds = sharing * (cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0))
         workspace = cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))

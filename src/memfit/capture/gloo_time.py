@@ -1,12 +1,16 @@
-"""What collectives take of a processor where the ranks are processes of this computer: gloo copies what it sends through the memory that all of them share.
+"""What collectives take by the clock where the ranks are processes of this computer: gloo copies what it sends through the memory that all of them share.
 
 A GPU's cards move bytes beside the kernels, so there a model of links says what a collective takes (`hardware/network.py`). gloo's sends are a processor's own
 work, and its kinds differ by how often they copy: a reduce-scatter is an all-reduce of a copy, an all-gather is copied out of one flat tensor. So each kind is
 run here, by as many ranks as threads of this process can stand in for, and what a rank sends is priced by a line through two sizes.
+
+gloo sends in a thread of its own, which has to get a core from ranks that compute. Where there are as many cores as ranks a message of some bytes takes
+milliseconds by the clock, and a tenth of that of a processor (docs/design/log.md). So ranks compute here between two collectives, as they do in a step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -14,28 +18,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from statistics import median
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from memfit.hardware.cores import cores
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import Topology
 from memfit.identity import digest
+from memfit.sharding.agreement import IN_A_STEP
+from memfit.step.freed_memory import keep_freed_memory
 from memfit.storage.folders import measured_once
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
-MOST_RANKS: Final = 4  # beyond it a rank's processor time for each byte that it sends hardly grows
+AT_ONCE: Final = {
+    "broadcast": 60
+}  # of which ZeroRedundancyOptimizer sends one for each parameter, and then waits for all
+MOST_RANKS: Final = 4  # beyond it a rank's time for each byte that it sends hardly grows
 SIZES: Final = (64, 1 << 22)  # of the whole message, in bytes
-RUNS: Final = (12, 3)  # of each, in a row
-ROUNDS: Final = 3  # of which the fastest counts: what else runs only adds
+RUNS: Final = 12  # of each: some get a core at once, and others wait for one
+ROUNDS: Final = 3  # of which the median counts
+COMPUTED: Final = bytes(1 << 23)  # hashed in between, which takes some milliseconds of one core, and not Python's lock
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GlooTime:
-    """Processor seconds of one rank's collectives.
+    """Seconds of a collective by the clock.
 
     Attributes:
         fixed: of each kind, whatever is sent.
@@ -82,6 +94,21 @@ def seconds_among(network: Topology | None, kind: str, size: int, ranks: tuple[i
     return collective_seconds(network, kind, size, ranks)
 
 
+def agreeing_seconds(network: Topology | None, ranks: tuple[int, ...]) -> float:
+    """Seconds of a step in which ranks that are processes of this computer agree; beside what other ranks take they are nothing."""
+    if network is None or not network.processes:
+        return 0.0
+    return IN_A_STEP * seconds_among(network, "all_reduce", SIZES[0], ranks)
+
+
+def core_sharing(network: Topology | None) -> float:
+    """How many times longer than alone ranks compute that are processes of this computer, where it has fewer cores than they have threads."""
+    if network is None or not network.processes:
+        return 1.0
+    alone = torch.get_num_threads() / cores()
+    return max(1.0, len(network.devices) * alone) / max(1.0, alone)
+
+
 def as_processes(devices: Topology) -> Topology:
     """The same devices as processes of this computer: a message between two of them takes what gloo takes here. As they were where gloo cannot tell."""
     if (here := gloo_time(len(devices.devices))) is None:
@@ -94,14 +121,12 @@ def as_processes(devices: Topology) -> Topology:
 
 
 def _measured(ranks: int) -> GlooTime:
+    keep_freed_memory()  # as in a step
     groups = _joined(ranks)
     fixed, for_a_byte = {}, {}
     for kind in KINDS:
-        small, large = (
-            min(_processor_seconds(groups, kind, size, runs) for _ in range(ROUNDS))
-            for size, runs in zip(SIZES, RUNS, strict=True)
-        )
-        fixed[kind] = small
+        small, large = (median(_seconds(groups, kind, size) for _ in range(ROUNDS)) for size in SIZES)
+        fixed[kind] = max(small, 1e-6)  # a difference, and the computer may have had something else to do
         for_a_byte[kind] = max(0.0, large - small) / _sent(kind, SIZES[1], ranks)
     return GlooTime(fixed, for_a_byte)
 
@@ -129,30 +154,50 @@ def _joined(ranks: int) -> list[Any]:
     return groups
 
 
-def _processor_seconds(groups: list[Any], kind: str, size: int, runs: int) -> float:
-    """Of one rank and one run."""
+def _seconds(groups: list[Any], kind: str, size: int) -> float:
+    """Of one run: what the ranks take to compute and send, less what they take to compute."""
     ranks = len(groups)
     numbers = size // 4
     whole = [torch.ones(numbers) for _ in groups]
     parts = [torch.ones(numbers // ranks) for _ in groups]
 
-    def run(rank: int) -> None:
+    def sent(rank: int, number: int) -> Any:
         group = groups[rank]
-        for number in range(runs):
-            if kind == "all_reduce":
-                group.allreduce([whole[rank]]).wait()
-            elif kind == "all_gather":
-                group._allgather_base(whole[rank], parts[rank]).wait()
-            elif kind == "reduce_scatter":
-                group._reduce_scatter_base(parts[rank], whole[rank]).wait()
-            elif kind == "broadcast":
-                group.broadcast([whole[rank]], dist.BroadcastOptions()).wait()
-            elif rank < 2:
-                (group.send if rank == 0 else group.recv)([whole[rank]], 1 - rank, number).wait()
+        if kind == "all_reduce":
+            return group.allreduce([whole[rank]])
+        if kind == "all_gather":
+            return group._allgather_base(whole[rank], parts[rank])
+        if kind == "reduce_scatter":
+            return group._reduce_scatter_base(parts[rank], whole[rank])
+        if kind == "broadcast":
+            return group.broadcast([whole[rank]], dist.BroadcastOptions())
+        return (group.send if rank == 0 else group.recv)([whole[rank]], 1 - rank, number) if rank < 2 else None
 
-    begin = time.process_time()
+    def run(rank: int) -> None:
+        if kind in AT_ONCE:
+            compute(rank)
+            works = [sent(rank, number) for number in range(AT_ONCE[kind])]
+            for work in works:
+                work.wait()
+            return
+        for number in range(RUNS):
+            _compute()
+            if (work := sent(rank, number)) is not None:
+                work.wait()
+
+    def compute(_: int) -> None:
+        for _ in range(RUNS):
+            _compute()
+
+    begin = time.perf_counter()
+    _together(ranks, compute)
+    between = time.perf_counter()
     _together(ranks, run)
-    return (time.process_time() - begin) / (2 if kind == "send" else ranks) / runs
+    return (time.perf_counter() - between - (between - begin)) / AT_ONCE.get(kind, RUNS)
+
+
+def _compute() -> None:
+    hashlib.sha256(COMPUTED).digest()
 
 
 def _together(ranks: int, do: Callable[[int], None]) -> None:

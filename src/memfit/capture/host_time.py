@@ -72,6 +72,11 @@ class HostTime:
         """How many times longer than with warm caches a mode takes after kernels that took so long."""
         return float(np.interp(kernel_seconds, self.products, self.modes)) / self.mode if self.mode else 1.0
 
+    def emptied_after(self, kernel_seconds: float) -> float:
+        """How much of the caches kernels that took so long have emptied, from 0 to 1, as seen by what a mode takes then."""
+        most = self.modes[-1] - self.mode
+        return (self.factor_after(kernel_seconds) - 1.0) * self.mode / most if most > 0 else 0.0
+
     def added_after(self, touched_bytes: int, operation: Operation) -> float:
         """Seconds that an operation takes longer after a kernel that went through these bytes."""
         return float(np.interp(touched_bytes, TOUCHED, self.operations if has_kernel(operation) else self.views))

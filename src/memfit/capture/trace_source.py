@@ -19,6 +19,7 @@ from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import other_bytes, with_costs
 from memfit.capture.cuda.workspaces import has_products, library_bytes, take_workspaces
 from memfit.capture.filling import filled, filled_rows
+from memfit.capture.gloo_time import agreeing_seconds, core_sharing
 from memfit.capture.host_time import ELSEWHERE, HostTime, has_kernel
 from memfit.capture.layouts import wrong_layouts
 from memfit.capture.noting_time import noting_seconds
@@ -39,6 +40,7 @@ from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, named, sizing_state
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.layer_streaming.blocks import blocks_at, own_parameters
+from memfit.techniques.sharding import way_of
 from memfit.units import format_bytes
 from memfit.values.bundle import StreamedLayer, Weighting
 from memfit.values.trace import Category, Phase, Trace
@@ -209,6 +211,12 @@ class TraceSource:
         noted = counting = 0.0
         if self.machine.kind == "cpu" and self._table is not None:  # a GPU is busy meanwhile
             noted, counting = self._noted_seconds(trace), COUNTED * host_time_of(self._table).mode
+            sharing = core_sharing(network)
+            between, followed, recomputed, noted, counting = (
+                sharing * each for each in (between, followed, recomputed, noted, counting)
+            )
+            if trace.choices.sharding:
+                noted += agreeing_seconds(network, tuple(range(way_of(trace.choices.sharding)[1])))
 
         def completed(path: Trace) -> Trace:
             return replace(

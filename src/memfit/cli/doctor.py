@@ -17,8 +17,8 @@ from memfit import __version__
 from memfit.cli import extras
 from memfit.cli.answer import Answer
 from memfit.errors import InputError
+from memfit.hardware.cores import cores
 from memfit.progress import Progress
-from memfit.runner.cores import cores
 from memfit.units import format_bytes, format_seconds
 
 _MATRIX: Final = 1024

@@ -22,7 +22,8 @@ from typing import Any, Final
 
 from memfit.cli.answer import Answer, Status, failure, read_config, settings_of
 from memfit.errors import ConfigError, MemfitError
-from memfit.runner.cores import THREADS, cores
+from memfit.hardware.cores import cores
+from memfit.runner.cores import THREADS
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 

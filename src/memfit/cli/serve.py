@@ -195,7 +195,7 @@ def _bytes(name: str, text: str | None) -> int | None:
 
 
 def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
-    from memfit.runner.cores import cores
+    from memfit.hardware.cores import cores
     from memfit.runner.machines import Machines
     from memfit.service import demo
     from memfit.service.serving import JsonLines, Serving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,9 @@ from torch import nn
 from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import BatchError
+from memfit.sharding.agreement import Agreement
 from memfit.sharding.sharded import ShardedModel
+from memfit.step.program import non_finite
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
 
@@ -47,12 +50,13 @@ def weighted_on_ranks(plan: Plan, split: Sequence[Batch], sharded: ShardedModel)
         BatchError: nothing in the whole batch counts; all ranks raise it.
     """
     how = plan.choices.weights
-    missing = sharded.agreement.largest(len(split)) - len(split)
-    repeated = [(split[0], 0.0)] * missing
-    if how == "sum":  # a sum over all ranks
+    summed = how == "sum"
+    counts = [] if summed else [batches.counted(micro_batch, how) for micro_batch in split]
+    of_ranks = sharded.agreement.counts(len(split), sum(counts))
+    repeated = [(split[0], 0.0)] * (max(number for number, _ in of_ranks) - len(split))
+    if summed:  # over all ranks
         return [*repeated, *((micro_batch, float(sharded.ranks)) for micro_batch in split)]
-    counts = [batches.counted(micro_batch, how) for micro_batch in split]
-    total = sharded.agreement.total(sum(counts))
+    total = sum(counted for _, counted in of_ranks)
     if not total:
         raise BatchError(
             f"nothing in the batches of all {sharded.ranks} ranks counts for the loss (it is weighted by {how}): nothing was changed"
@@ -114,6 +118,23 @@ class Accumulated:
         self.loss *= share
         if share != 1.0:
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], share)
+
+    def agree(self, agreement: Agreement, *, check_finite: bool) -> None:
+        """All micro-batches of this rank have been run: the loss becomes that of all ranks. All of them have to call it.
+
+        Args:
+            agreement: of the ranks.
+            check_finite: where the loss of a rank is NaN or infinite, all of them raise.
+
+        Raises:
+            NonFiniteLossError: as asked for.
+        """
+        own = self.loss
+        self.loss, rank = agreement.losses(own, finite=not check_finite or math.isfinite(own))
+        if rank == agreement.rank:
+            raise non_finite(f"the loss of this rank, {rank}, is {own}")
+        if rank is not None:
+            raise non_finite(f"the loss of rank {rank} is infinite or no number")
 
     def record(self, *, skipped: bool) -> StepRecord:
         """Of the step; its number and its seconds are not known here."""

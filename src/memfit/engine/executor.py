@@ -94,7 +94,7 @@ class Executor:
                 micro_batch,
                 weight,
                 follower.following() if follower is not None else None,
-                check_finite=program.scaling is None,
+                check_finite=program.scaling is None and program.sharded is None,
                 after_forward=None if watch is None else watch.forward_ended,
                 around_backward=program.updating() if updates else None,
                 last=last,

@@ -11,6 +11,7 @@ import torch
 
 from memfit import batches
 from memfit.batches import Batch
+from memfit.capture.gloo_time import agreeing_seconds
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError
 from memfit.hardware.topology import Topology
@@ -298,6 +299,7 @@ class PipelinePlanning:
             techniques=(*techniques.techniques, ("sharding", setting)),
         )
         sending = max(sending_seconds(self.topology, sizes, self.pipelines) for sizes in found.gradient_bytes)
+        sending += agreeing_seconds(self.topology, tuple(range(length)))
         passes = max(cut.pass_seconds, 1e-12)
         predicted = tuple(
             RankPrediction(

@@ -14,11 +14,6 @@ THREADS: Final = "OMP_NUM_THREADS"
 """Variable by which torch takes so many threads; where a user has set it, it stays as it is."""
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def runs_at_once(number: int, ranks: int = 1, *, fit: int | None = None) -> int:
     """Runs that are side by side at most: more than there are cores are no faster.
 

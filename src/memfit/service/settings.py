@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from memfit.errors import InputError
+from memfit.hardware.cores import cores as cores_here
 from memfit.runner.cores import CORES
-from memfit.runner.cores import cores as cores_here
 from memfit.runner.ledger import Ledger
 from memfit.runner.machines import MachineLedger, Machines
 from memfit.service.uploads import UploadLimits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from memfit.sharding.process_exit import wait_for_senders_at_exit
 
 Told = TypeVar("Told")
+# Messages of a few numbers in each step: of data parallelism and ZeRO what the batch of each rank counts for, and its loss; of a pipeline whether shapes are as
+# before, and the loss.
+IN_A_STEP: Final = 2
 
 
 class Agreement:
@@ -28,6 +31,8 @@ class Agreement:
         # Made once: a backend's own thread may hold what it sends a little longer than the step does.
         self._word = torch.zeros((), dtype=torch.int64, device=device)
         self._value = torch.zeros((), dtype=torch.float64, device=device)
+        self._counts = torch.zeros((group.size(), 2), dtype=torch.int64, device=device)
+        self._losses = torch.zeros((group.size(), 2), dtype=torch.float64, device=device)
 
     def total(self, count: int) -> int:
         """The sum of all ranks' counts."""
@@ -47,6 +52,26 @@ class Agreement:
         self._value.fill_(value)
         dist.all_reduce(self._value, group=self._group)
         return float(self._value.item()) / self._group.size()
+
+    def counts(self, *own: int) -> list[list[int]]:
+        """Two counts of every rank, by rank, on all ranks."""
+        return self._of_ranks(self._counts, own)
+
+    def losses(self, own: float, *, finite: bool) -> tuple[float, int | None]:
+        """The mean of all ranks' losses, and the lowest rank that says its own is not finite; None where none does."""
+        told = self._of_ranks(self._losses, (own if finite else 0.0, float(not finite)))
+        return sum(loss for loss, _ in told) / len(told), next(
+            (rank for rank, (_, bad) in enumerate(told) if bad), None
+        )
+
+    def _of_ranks(self, table: torch.Tensor, own: Sequence[float]) -> list[Any]:
+        """The rows of all ranks, of which each knows its own: their sum where the others' are zero takes one message."""
+        nothing = [0] * len(own)
+        table.copy_(
+            torch.tensor([own if rank == self.rank else nothing for rank in range(len(table))], dtype=table.dtype)
+        )
+        dist.all_reduce(table, group=self._group)
+        return table.tolist()
 
     def told(self, value: Told | None) -> Told:
         """Rank 0's value, on all ranks; plain data that pickle can copy."""

@@ -100,7 +100,7 @@ class StepProgram:
             weight: the micro-batch's share of the loss; None means the whole (no extra operation).
             around_forward: entered for forward and loss only.
             check_finite: raise when the loss is NaN or infinite, before any parameter is changed: before backward, or on a GPU that would have to be waited
-                for then, after it.
+                for then, after it. Not on one of several ranks, which agree upon it after the last backward.
             after_forward: called between forward and backward.
             around_backward: entered for backward only; of the last micro-batch it is `updating()` where the step updates inside backward.
             last: of the step; in its backward gradients are synchronised with other ranks.
@@ -134,37 +134,15 @@ class StepProgram:
         value = LossValue() if value is None and check_finite else value
         if value is not None:
             value.take(loss)
-        # An update inside backward cannot be undone, and ranks agree before they send gradients.
-        first = value is not None and (value.here or around_backward is not None or self.sharded is not None)
+        first = value is not None and (value.here or around_backward is not None)  # an update inside it is not undone
         if check_finite and first:
-            self._check_finite(value, weight)
+            _check_finite(value)
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
         with around_backward or nullcontext():
             self.backward(scaled, None if weight is None else torch.full_like(scaled.detach(), weight))
         if check_finite and not first:
-            self._check_finite(value, weight)
+            _check_finite(value)
         return loss.detach()
-
-    def _check_finite(self, loss: LossValue | None, weight: float | None) -> None:
-        assert loss is not None
-        # The mean of no labels is no number, and its gradients are zero.
-        value = 0.0 if weight == 0.0 and self.sharded is not None else loss.read()
-        finite = math.isfinite(value)
-        whose = "the loss"
-        if self.sharded is not None:
-            rank = self.sharded.agreement.first(concerned=not finite)
-            if rank is None:
-                return
-            finite, whose = (
-                False,
-                f"the loss of rank {rank}" if finite else f"the loss of this rank, {self.sharded.agreement.rank},",
-            )
-        if not finite:
-            what = f"{whose} is {value}" if not math.isfinite(value) else f"{whose} is infinite or no number"
-            raise NonFiniteLossError(
-                f"{what}: the step was not taken and parameters and optimizer are as before it. "
-                "Look at the batch and the learning rate, or lower the latter"
-            )
 
     @property
     def updates_in_backward(self) -> bool:
@@ -226,6 +204,24 @@ class StepProgram:
         if self.sharded is not None:
             return self.sharded.trainable()
         return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def _check_finite(loss: LossValue | None) -> None:
+    assert loss is not None
+    if not math.isfinite(loss.read()):
+        raise non_finite(f"the loss is {loss.read()}")
+
+
+def non_finite(what: str) -> NonFiniteLossError:
+    """The error of a step that is not taken.
+
+    Args:
+        what: whose loss is what.
+    """
+    return NonFiniteLossError(
+        f"{what}: the step was not taken and parameters and optimizer are as before it. "
+        "Look at the batch and the learning rate, or lower the latter"
+    )
 
 
 def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from memfit.hardware.cores import cores
 from memfit.runner import End, RunRequest
-from memfit.runner.cores import cores, runs_at_once, threads
+from memfit.runner.cores import runs_at_once, threads
 from memfit.runner.ends import tail_of
 from memfit.runner.ledger import Ledger
 from memfit.train.config import TrainConfig

@@ -247,25 +247,25 @@ def _sharding_peaks(rows: Rows, words: Mapping[str, str]) -> Picture:
 
 def _sharding_seconds(rows: Rows, words: Mapping[str, str]) -> Picture:
     steps = [row for row in rows if row["row"] == "seconds"]
-    predicted, measured = Key("predicted", charts.MEMFIT), Key("measured, of the processor", colours.INK, ring=True)
+    predicted, measured = Key("predicted", charts.MEMFIT), Key("measured, by the clock", colours.INK, ring=True)
     strips, before = [], 0
     for row in sorted(steps, key=lambda row: row["ranks"]):
-        pair = [1000 * max(row[name]) for name in ("predicted_seconds", "processor_seconds")]
+        pair = 1000 * row["predicted_seconds"], 1000 * row["clock_seconds"][1]
         marks = [(pair[0], predicted, f"predicted {pair[0]:.0f} ms"), (pair[1], measured, f"measured {pair[1]:.0f} ms")]
         name = {"one process": "one process", "1f1b": "1F1B"}.get(row["way"]) or words[row["way"]]
         group = "" if row["ranks"] == before else "one process" if row["ranks"] == 1 else f"{row['ranks']} ranks"
         before = row["ranks"]
         strips.append(Strip(name, marks, joined=(pair[0], pair[1]), end=f"{pair[0] / pair[1]:.2f}", group=group))
-    shares = [max(row["predicted_seconds"]) / max(row["processor_seconds"]) for row in steps]
+    shares = [row["predicted_seconds"] / row["clock_seconds"][1] for row in steps]
     high = rounded_up(max(value for strip in strips for value, _, _ in strip.marks), 20)
     every = ticks((20.0 * n for n in range(int(high // 20) + 1)), "{:.0f} ms")
     head = Head(
         "Seconds of plain steps on several ranks",
-        "The slowest rank, on a computer with two cores. Behind each row: predicted over measured.",
+        "Until the last rank is through, on a computer with two cores. Behind each row: predicted over measured.",
         f"Seconds of {len(steps)} plain steps on one to four ranks: predicted ones are {min(shares):.2f} to {max(shares):.2f} of the measured ones.",
         [predicted, measured],
     )
-    return partial(charts.rows_chart, head, strips, Axis(0, high, every, "of the slowest rank", every[::2]))
+    return partial(charts.rows_chart, head, strips, Axis(0, high, every, "by the clock", every[::2]))
 
 
 def tune(rows: Rows, asked: Any) -> dict[str, Picture]:

@@ -118,19 +118,22 @@ def peaks(rank: int, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def timed(rank: int, plans: Sequence[dict[str, Any]], rounds: int) -> list[list[float]]:
-    """Of each plan the processor seconds of some steps of this rank, every plan once a round, so that all meet the same load."""
+def timed(rank: int, plans: Sequence[dict[str, Any]], rounds: int) -> list[list[tuple[float, float]]]:
+    """Of each plan the seconds of some steps of this rank, of the processor and by the clock, every plan once a round, so that all meet the same load."""
     del rank
     arranged = [Planned(data) for data in plans]
     for planned in arranged:
         planned.step()
         planned.step()
-    found: list[list[float]] = [[] for _ in plans]
+    found: list[list[tuple[float, float]]] = [[] for _ in plans]
     for _ in range(rounds):
         for number, planned in enumerate(arranged):
+            planned.step()  # in training the step before was one of its kind
             if dist.is_initialized():
                 dist.barrier()
-            found[number].append(seconds_of(planned.step))
+            begin = time.perf_counter()
+            used = seconds_of(planned.step)
+            found[number].append((used, time.perf_counter() - begin))
     for planned in arranged:
         planned.close()
     return found

@@ -172,7 +172,7 @@ def alone() -> Row:
 
 
 def timed(ranks: int, rounds: int) -> list[Row]:
-    """Plain steps of every way, and of a pipeline: predicted seconds of each rank without its waiting for others, and measured processor seconds."""
+    """Plain steps of every way, and of a pipeline: predicted seconds, and measured ones by the clock and of the processor."""
     from sharding.arrangements import adamw, gpt
 
     import memfit
@@ -199,8 +199,15 @@ def timed(ranks: int, rounds: int) -> list[Row]:
             "way": plan.choices.sharding.partition("/")[0] or "one process",
             "micro_batches": plan.choices.micro_batches,
             "rounds": rounds,
-            "predicted_seconds": [figures.step_seconds * (1 - figures.waiting) for figures in plan.prediction.by_rank],
-            "processor_seconds": [statistics.median(of_rank[number]) for of_rank in measured],
+            "predicted_seconds": plan.prediction.step_seconds,
+            # A step is over with the last rank.
+            "clock_seconds": measuring.quartiles(
+                max(clock for _, clock in of_ranks)
+                for of_ranks in zip(*(of_rank[number] for of_rank in measured), strict=True)
+            ),
+            "processor_seconds": statistics.mean(
+                statistics.median(used for used, _ in of_rank[number]) for of_rank in measured
+            ),
         }
         for number, plan in enumerate(plans)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -214,11 +213,20 @@ def _seconds(rows: Rows) -> str:
             str(row["ranks"]),
             str({"1f1b": "a pipeline (1F1B)", **WORDS}.get(row["way"], row["way"])),
             str(row["micro_batches"]),
-            f"{1e3 * statistics.mean(row['predicted_seconds']):.0f} ms",
-            f"{1e3 * statistics.mean(row['processor_seconds']):.0f} ms",
-            f"{statistics.mean(row['predicted_seconds']) / statistics.mean(row['processor_seconds']):.2f}",
+            f"{1e3 * row['predicted_seconds']:.0f} ms",
+            f"{1e3 * row['clock_seconds'][1]:.0f} ms ({1e3 * row['clock_seconds'][0]:.0f} to {1e3 * row['clock_seconds'][2]:.0f})",
+            f"{1e3 * row['processor_seconds']:.0f} ms",
+            f"{row['predicted_seconds'] / row['clock_seconds'][1]:.2f}",
         ]
         for row in rows
     ]
-    heads = ["processes", "way", "micro-batches", "predicted", "processor time of a rank", "predicted / measured"]
+    heads = [
+        "processes",
+        "way",
+        "micro-batches",
+        "predicted",
+        "by the clock",
+        "processor time of a rank",
+        "predicted / by the clock",
+    ]
     return measuring.table(heads, lines)

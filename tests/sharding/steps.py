@@ -153,8 +153,9 @@ def alone(
 def beside_a_rank_with_no_number(
     rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]
 ) -> list[tuple[str, bool, float]]:
-    """For each plan: what a step raises in which the loss of the last rank's first micro-batch is no number, whether anything has changed, and the loss of a step
-    after it.
+    """For each plan: what a step raises in which a loss of the last rank's is no number, whether anything has changed, and the loss of a step after it.
+
+    It is the first micro-batch's.
     """
     found = []
     for data in plans:

@@ -156,7 +156,8 @@ def _joined(ranks: int) -> list[Any]:
 
 def _seconds(groups: list[Any], kind: str, size: int) -> float:
     """Of one run: what the ranks take to compute and send, less what they take to compute."""
-    ranks = len(groups)
+    ranks, at_once = len(groups), AT_ONCE.get(kind, 1)
+    rounds = RUNS if at_once == 1 else 1
     numbers = size // 4
     whole = [torch.ones(numbers) for _ in groups]
     parts = [torch.ones(numbers // ranks) for _ in groups]
@@ -174,26 +175,22 @@ def _seconds(groups: list[Any], kind: str, size: int) -> float:
         return (group.send if rank == 0 else group.recv)([whole[rank]], 1 - rank, number) if rank < 2 else None
 
     def run(rank: int) -> None:
-        if kind in AT_ONCE:
-            compute(rank)
-            works = [sent(rank, number) for number in range(AT_ONCE[kind])]
-            for work in works:
-                work.wait()
-            return
-        for number in range(RUNS):
+        for number in range(rounds):
             _compute()
-            if (work := sent(rank, number)) is not None:
-                work.wait()
+            works = [sent(rank, number) for _ in range(at_once)]
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     def compute(_: int) -> None:
-        for _ in range(RUNS):
+        for _ in range(rounds):
             _compute()
 
     begin = time.perf_counter()
     _together(ranks, compute)
     between = time.perf_counter()
     _together(ranks, run)
-    return (time.perf_counter() - between - (between - begin)) / AT_ONCE.get(kind, RUNS)
+    return (time.perf_counter() - between - (between - begin)) / (rounds * at_once)
 
 
 def _compute() -> None:

@@ -11,7 +11,6 @@ milliseconds by the clock, and a tenth of that of a processor (docs/design/log.m
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -73,7 +72,7 @@ def gloo_time(ranks: int) -> GlooTime | None:
     if not dist.is_available() or not dist.is_gloo_available():
         return None
     ranks = max(2, min(ranks, MOST_RANKS))
-    identity = digest(ranks, os.cpu_count(), torch.__version__, FORMAT)
+    identity = digest(ranks, cores(), torch.__version__, FORMAT)
     try:
         return measured_once(GlooTime, "collectives", identity, lambda: _measured(ranks))
     except RuntimeError:
@@ -95,7 +94,7 @@ def seconds_among(network: Topology | None, kind: str, size: int, ranks: tuple[i
 
 
 def agreeing_seconds(network: Topology | None, ranks: tuple[int, ...]) -> float:
-    """Seconds of a step in which ranks that are processes of this computer agree; beside what other ranks take they are nothing."""
+    """Seconds of a step in which ranks that are processes of this computer agree; of others they are not counted."""
     if network is None or not network.processes:
         return 0.0
     return IN_A_STEP * seconds_among(network, "all_reduce", SIZES[0], ranks)

@@ -32,9 +32,8 @@ from memfit.step.freed_memory import keep_freed_memory
 from memfit.storage.folders import measured_once
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
-AT_ONCE: Final = {
-    "broadcast": 60
-}  # of which ZeroRedundancyOptimizer sends one for each parameter, and then waits for all
+# Sent one after the other, and waited for at the end: ZeroRedundancyOptimizer broadcasts each parameter so. How many.
+AT_ONCE: Final = {"broadcast": 60}
 MOST_RANKS: Final = 4  # beyond it a rank's time for each byte that it sends hardly grows
 SIZES: Final = (64, 1 << 22)  # of the whole message, in bytes
 RUNS: Final = 12  # of each: some get a core at once, and others wait for one

@@ -131,9 +131,7 @@ def timed(rank: int, plans: Sequence[dict[str, Any]], rounds: int) -> list[list[
             planned.step()  # in training the step before was one of its kind
             if dist.is_initialized():
                 dist.barrier()
-            begin = time.perf_counter()
-            used = seconds_of(planned.step)
-            found[number].append((used, time.perf_counter() - begin))
+            found[number].append(clocked(planned.step))
     for planned in arranged:
         planned.close()
     return found
@@ -176,6 +174,13 @@ def seconds_of(step: Callable[[], None]) -> float:
     begin = time.process_time()
     step()
     return time.process_time() - begin
+
+
+def clocked(step: Callable[[], None]) -> tuple[float, float]:
+    """Of the processor, as `seconds_of`, and by the clock."""
+    begin = time.perf_counter()
+    used = seconds_of(step)
+    return used, time.perf_counter() - begin
 
 
 def on_path() -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import measuring
 import torch.distributed as dist
-from sharding.arrangements import ByHand, Planned, adamw, gpt, least_of, seconds_of
+from sharding.arrangements import ByHand, Planned, adamw, clocked, gpt, least_of
 from sharding.others import OTHERS, EqualParameters
 
 RIVALS: Final[Mapping[str, tuple[str, Callable[[], Any]]]] = {
@@ -62,9 +61,9 @@ def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: 
         for who in order:
             steps[who]()
             dist.barrier()
-            begin = time.perf_counter()
-            seconds[who].append(seconds_of(steps[who]))
-            clock[who].append(time.perf_counter() - begin)
+            used, passed = clocked(steps[who])
+            seconds[who].append(used)
+            clock[who].append(passed)
         order.reverse()
     for each in planned.values():
         each.close()

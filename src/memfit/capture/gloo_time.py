@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any, Final
 
@@ -155,7 +155,7 @@ def _joined(ranks: int) -> list[Any]:
 def _seconds(groups: list[Any], kind: str, size: int) -> float:
     """Of one run: what the ranks take to compute and send, less what they take to compute."""
     ranks, at_once = len(groups), AT_ONCE.get(kind, 1)
-    rounds = RUNS if at_once == 1 else 1
+    runs = RUNS if at_once == 1 else 1
     numbers = size // 4
     whole = [torch.ones(numbers) for _ in groups]
     parts = [torch.ones(numbers // ranks) for _ in groups]
@@ -172,31 +172,20 @@ def _seconds(groups: list[Any], kind: str, size: int) -> float:
             return group.broadcast([whole[rank]], dist.BroadcastOptions())
         return (group.send if rank == 0 else group.recv)([whole[rank]], 1 - rank, number) if rank < 2 else None
 
-    def run(rank: int) -> None:
-        for number in range(rounds):
-            _compute()
-            works = [sent(rank, number) for _ in range(at_once)]
+    def run(sends: int, rank: int) -> None:
+        for number in range(runs):
+            hashlib.sha256(COMPUTED).digest()
+            works = [sent(rank, number) for _ in range(sends)]
             for work in works:
                 if work is not None:
                     work.wait()
 
-    def compute(_: int) -> None:
-        for _ in range(rounds):
-            _compute()
-
-    begin = time.perf_counter()
-    _together(ranks, compute)
-    between = time.perf_counter()
-    _together(ranks, run)
-    return (time.perf_counter() - between - (between - begin)) / (rounds * at_once)
+    computing = _together(ranks, partial(run, 0))
+    return (_together(ranks, partial(run, at_once)) - computing) / (runs * at_once)
 
 
-def _compute() -> None:
-    hashlib.sha256(COMPUTED).digest()
-
-
-def _together(ranks: int, do: Callable[[int], None]) -> None:
-    """In as many threads at once.
+def _together(ranks: int, do: Callable[[int], None]) -> float:
+    """In as many threads at once: seconds by the clock until all are through.
 
     Raises:
         RuntimeError: one of them failed.
@@ -210,9 +199,12 @@ def _together(ranks: int, do: Callable[[int], None]) -> None:
             failed.append(error)
 
     threads = [threading.Thread(target=tried, args=(rank,), daemon=True) for rank in range(ranks)]
+    begin = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    seconds = time.perf_counter() - begin
     if failed:
         raise RuntimeError(str(failed[0])) from failed[0]
+    return seconds

@@ -226,10 +226,11 @@ class StagePlanner:
 
     def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch]) -> frozenset[int]:
         """Gradients of a stage's trace, by storage, whose parameters these stages have, too."""
-        model, own = self.source.model, self.calls.parameters(self.source.model, *stretch)
-        others = frozenset[str]().union(*(self.calls.parameters(model, *each) for each in later))
-        if others.isdisjoint(own):
+        if not later:
             return frozenset()
+        model = self.source.model
+        own = self.calls.parameters(model, *stretch)
+        others = frozenset[str]().union(*(self.calls.parameters(model, *each) for each in later))
         trained = [name for name, p in own.items() if p.requires_grad]
         return frozenset(s for s, name in zip(gradients_of(trace), trained, strict=True) if name in others)
 

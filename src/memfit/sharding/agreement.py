@@ -53,9 +53,9 @@ class Agreement:
         dist.all_reduce(self._value, group=self._group)
         return float(self._value.item()) / self._group.size()
 
-    def counts(self, *own: int) -> list[list[int]]:
-        """Two counts of every rank, by rank, on all ranks."""
-        return self._of_ranks(self._counts, own)
+    def counts(self, micro_batches: int, counted: int) -> list[list[int]]:
+        """How many micro-batches every rank has, and what they count for, by rank; on all ranks."""
+        return self._of_ranks(self._counts, (micro_batches, counted))
 
     def losses(self, own: float, *, finite: bool) -> tuple[float, int | None]:
         """The mean of all ranks' losses, and the lowest rank that says its own is not finite; None where none does."""
@@ -66,10 +66,8 @@ class Agreement:
 
     def _of_ranks(self, table: torch.Tensor, own: Sequence[float]) -> list[Any]:
         """The rows of all ranks, of which each knows its own: their sum where the others' are zero takes one message."""
-        nothing = [0] * len(own)
-        table.copy_(
-            torch.tensor([own if rank == self.rank else nothing for rank in range(len(table))], dtype=table.dtype)
-        )
+        table.zero_()
+        table[self.rank].copy_(torch.tensor(own, dtype=table.dtype))
         dist.all_reduce(table, group=self._group)
         return table.tolist()
 

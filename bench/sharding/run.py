@@ -1,6 +1,7 @@
 """Several devices: predicted against measured peak of every rank, DeepSpeed's estimates beside it, and plans against FSDP2 with checkpoint on every block.
 
 python bench/sharding/run.py [--ranks 2 4] [--rounds 9]    # results of other numbers of ranks are kept
+python bench/sharding/run.py --only peaks --ranks 2 4      # of data parallelism and ZeRO; the rest is kept
 python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
 python bench/sharding/run.py --only seconds --ranks 2 4    # predicted beside measured seconds, of one process too
 python bench/sharding/run.py --only others --ranks 2   # bytes of DeepSpeed's stages and of a pipeline with equal parameters
@@ -62,15 +63,16 @@ def with_estimates(rows: Rows) -> list[Row]:
     """The rows with what others say beforehand: of each way, and of what is written by hand."""
     from sharding.estimators import deepspeed, tracked
 
-    from memfit.techniques.sharding import WAYS
+    from memfit.techniques.sharding import ONE_UNIT, WAYS
 
     found = []
     for row in rows:
         more: Row = {}
-        if row["row"] == "peak" and row["way"] in WAYS:
+        if row["row"] == "peak" and row["way"] in (*WAYS, ONE_UNIT):
             plain = row["micro_batches"] == 1 and row["plan"] == "plain"
-            more["estimate_bytes"] = deepspeed(row["way"], row["ranks"])
-            more["tracked_bytes"] = tracked(row["way"], row["ranks"]) if plain else None
+            way = row["way"].partition("+")[0]
+            more["estimate_bytes"] = deepspeed(way, row["ranks"])
+            more["tracked_bytes"] = tracked(way, row["ranks"]) if plain and row["way"] in WAYS else None
         elif row["row"] == "hand" and row["name"].startswith("by hand"):
             more["tracked_bytes"] = tracked("zero3", row["ranks"], checkpoint="every block" in row["name"])
         found.append({**row, **more})
@@ -80,13 +82,13 @@ def with_estimates(rows: Rows) -> list[Row]:
 
 def predicted(ranks: int) -> list[Row]:
     """Every way, number of micro-batches and plan."""
-    from memfit.techniques.sharding import WAYS, setting_of
+    from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
     from sharding import arrangements
     from sharding.ranks import on_ranks
 
     rows: list[Row] = []
     plans: list[Any] = []
-    for way in WAYS:
+    for way in (*WAYS, ONE_UNIT):
         for parts in PARTS:
             made = planned(sharding=setting_of(way, ranks), micro_batches=parts)
             for name, plan in between(made):
@@ -176,7 +178,7 @@ def timed(ranks: int, rounds: int) -> list[Row]:
     from sharding.arrangements import adamw, gpt
 
     import memfit
-    from memfit.techniques.sharding import WAYS
+    from memfit.techniques.sharding import ONE_UNIT, WAYS
     from sharding import arrangements
     from sharding.ranks import on_ranks
 
@@ -185,10 +187,9 @@ def timed(ranks: int, rounds: int) -> list[Row]:
         measured = [arrangements.timed(0, [plan.to_json() for plan in plans], rounds)]
     else:
         plans = []
-        for way in (*WAYS, "1f1b"):
+        for way in (*WAYS, ONE_UNIT, "1f1b"):
             model, sample, loss_fn = gpt()
-            parts = 2 * ranks if way == "1f1b" else 1
-            fixed = {"sharding": f"{way}/{ranks}" if way == "1f1b" else way, "micro_batches": parts}
+            fixed = {"sharding": f"{way}/{ranks}", "micro_batches": 2 * ranks if way == "1f1b" else 1}
             plans.append(memfit.plan(model, sample, loss_fn, MUCH, adamw, devices=ranks, fixed=fixed))
             say(f"planned: {way}, {ranks} ranks")
         measured = on_ranks(ranks, arrangements.timed, [plan.to_json() for plan in plans], rounds, limit=LIMIT_SECONDS)
@@ -300,7 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--only",
-        choices=["pipelines", "waiting", "estimates", "seconds", "others", "beside"],
+        choices=["peaks", "pipelines", "waiting", "estimates", "seconds", "others", "beside"],
         help="the rest of the results is kept",
     )
     parser.add_argument("--rival", default="", help="of --only beside: this one alone")
@@ -346,10 +347,15 @@ def main() -> None:
         kept = [row for row in measuring.kept(QUESTION) if row["row"] != "waiting"]
         measuring.keep(QUESTION, measuring.machine(), [*kept, *waiting.rows()])
         return
-    if arguments.only == "pipelines":
-        made = [row for ranks in arguments.ranks for row in pipelined(ranks)]
+    if arguments.only in {"peaks", "pipelines"}:
+        peaks = pipelined if arguments.only == "pipelines" else lambda ranks: with_estimates(predicted(ranks))
+        made = [row for ranks in arguments.ranks for row in peaks(ranks)]
         again = {(row["ranks"], row["way"]) for row in made}
-        kept = [row for row in measuring.kept(QUESTION) if (row["ranks"], row.get("way")) not in again]
+        kept = [
+            row
+            for row in measuring.kept(QUESTION)
+            if row["row"] != "peak" or (row["ranks"], row.get("way")) not in again
+        ]
         measuring.keep(QUESTION, measuring.machine(), [*made, *kept])
         return
     rows: list[Row] = [

@@ -7,10 +7,17 @@ from typing import Any
 
 import measuring
 
+from memfit.techniques.sharding import ONE_UNIT, SHARDING, is_pipeline
 from memfit.views.drawing import counted
 
 Rows = Sequence[Mapping[str, Any]]
-WORDS = {"data": "data parallel", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
+WORDS = {
+    "data": "data parallel",
+    "zero1": "ZeRO 1",
+    ONE_UNIT: "ZeRO 2, one unit",
+    "zero2": "ZeRO 2, block by block",
+    "zero3": "ZeRO 3",
+}
 
 
 def page(rows: Rows) -> str:
@@ -55,8 +62,6 @@ def _waiting(rows: Rows) -> str:
 
 
 def _worded(way: str) -> str:
-    from memfit.techniques.sharding import SHARDING, is_pipeline
-
     return SHARDING.words(way).partition(" on ")[0] if is_pipeline(way) else WORDS[way.partition("/")[0]]
 
 

@@ -21,7 +21,17 @@ from memfit.progress import tell
 from memfit.sharding.roles import fullest
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
-from memfit.techniques.sharding import ANY_PIPELINE, PIPELINES, WAYS, is_pipeline, setting_of, way_of
+from memfit.techniques.layer_streaming.blocks import repeated_blocks
+from memfit.techniques.sharding import (
+    ANY_PIPELINE,
+    ONE_UNIT,
+    PIPELINES,
+    WAYS,
+    at_rank,
+    is_one_unit,
+    is_pipeline,
+    setting_of,
+)
 from memfit.techniques.technique import listed
 from memfit.units import format_budget, format_bytes, format_seconds, parse_bytes
 from memfit.values.plan import Plan
@@ -88,7 +98,8 @@ def plan_sharded(
     best: Plan | None = None
     turned_down: list[str] = []
     refused: dict[str, InfeasibleError] = {}
-    ways = _ways(asked, ranks)
+    # Elsewhere what a block sends may overlap with computing, which no prediction counts: one unit would look faster than it is.
+    ways = _ways(asked, ranks, one_unit=topology.processes and bool(repeated_blocks(source.model)))
     planning = _Planning(source, request, topology, make)
     for way in ways:
         named = in_words(Choices(sharding=way))
@@ -154,12 +165,23 @@ def _links(topology: Topology) -> str:
     return f"{inside}, and {nodes.between.bandwidth / 1e9:.3g} GB/s between each of the {len(nodes.sizes)} nodes and the others"
 
 
-def _ways(asked: str, ranks: int) -> tuple[str, ...]:
-    """The settings to weigh: all, or those that a user leaves open."""
+def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
+    """The settings to weigh: all, or those that a user leaves open.
+
+    Args:
+        asked: what the user fixed: a way, or with "/" and a number of ranks all of it.
+        ranks: of all devices.
+        one_unit: under ZeRO 2 the whole model as one unit is weighed beside gathering it block by block.
+    """
+    if is_one_unit(asked):
+        return (setting_of(ONE_UNIT, ranks),)
     way = asked.partition("/")[0].partition("+")[0]
     if way and way not in (*WAYS, *PIPELINES, ANY_PIPELINE):
         raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}")
-    sharded = [setting_of(each, ranks) for each in WAYS if way in {"", each}]
+    found = [each for each in WAYS if way in {"", each}]
+    if one_unit and "zero2" in found and "/" not in asked:
+        found.insert(found.index("zero2"), ONE_UNIT)
+    sharded = (setting_of(each, ranks) for each in found)
     return (*sharded, *(settings_for(asked, ranks) if way not in WAYS else ()))
 
 
@@ -240,8 +262,7 @@ class _Planning:
             return self._pipelines[setting].plan(budget_bytes)
         if not self.topology.alike:
             raise InputError("it deals out equal parts, and these devices are not alike")
-        way, ranks, _ = way_of(setting)
         with frozen(self.source.model, self.request.freeze):
-            setting = setting_of(way, ranks, fullest(self.source.model, setting_of(way, ranks)))
+            setting = at_rank(setting, fullest(self.source.model, setting))
         settled = self.request.settling(sharding=setting)
         return self.make(settled) if self.make is not None else planning_for(self.source, settled).plan()

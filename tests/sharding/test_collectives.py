@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,11 +35,15 @@ def measured(rank: int) -> dict[str, int]:
     """Bytes above the arguments at the peak of each, the least of five."""
     ranks = dist.get_world_size()
     part, whole = torch.zeros(NUMBERS), torch.zeros(NUMBERS * ranks)
+    mean = partial(dist.reduce_scatter_tensor, op=dist.ReduceOp.AVG)  # as `fully_shard` calls it
+    halves, doubles = (part.bfloat16(), whole.bfloat16()), (part.double(), whole.double())
     calls: dict[str, Any] = {
         "all_reduce": lambda: dist.all_reduce(part),
         "broadcast": lambda: dist.broadcast(part, 0),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "reduce_scatter": lambda: mean(part, whole),
+        "reduce_scatter, bf16": lambda: mean(*halves),
+        "reduce_scatter, fp64": lambda: dist.reduce_scatter_tensor(*doubles),
     }
     found: dict[str, int] = {}
     for name, call in calls.items():
@@ -56,7 +61,12 @@ def test_gloo_allocates_what_is_booked_for_it() -> None:
         "all_reduce": workspace_bytes(c10d.allreduce_.default, ([part],), "gloo"),
         "broadcast": workspace_bytes(c10d.broadcast_.default, ([part],), "gloo"),
         "all_gather": workspace_bytes(c10d._allgather_base_.default, (whole, part), "gloo"),
-        "reduce_scatter": workspace_bytes(c10d._reduce_scatter_base_.default, (part, whole), "gloo"),
+        **{
+            f"reduce_scatter{named}": workspace_bytes(
+                c10d._reduce_scatter_base_.default, (part.to(dtype), whole.to(dtype)), "gloo"
+            )
+            for named, dtype in (("", torch.float32), (", bf16", torch.bfloat16), (", fp64", torch.float64))
+        },
     }
     assert on_ranks(2, measured) == [booked, booked]
     assert booked["all_gather"] == 4 * NUMBERS * 2

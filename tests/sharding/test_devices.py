@@ -121,6 +121,20 @@ def test_collectives_take_the_time_of_a_ring() -> None:
     )
 
 
+def test_zero2_in_one_unit_is_weighed_among_processes_alone() -> None:
+    """Links of devices send one block's while the next one computes, which predictions do not count."""
+
+    def zero2(devices: Any, way: str = "zero2") -> memfit.Plan:
+        return planned(devices, "1GiB", fixed={"sharding": way, "micro_batches": 1})
+
+    unit = "the model as one unit"
+    assert unit in zero2(2).explain()
+    assert unit not in zero2("2x1GiB@50GB/s").explain()
+    asked = zero2("2x1GiB@50GB/s", "zero2+whole")
+    assert asked.choices.sharding == "zero2+whole/2"
+    assert memfit.smallest_budget(asked) > memfit.smallest_budget(zero2("2x1GiB@50GB/s"))
+
+
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="devices names one device"):
         planned(1)

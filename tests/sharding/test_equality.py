@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memfit.techniques.sharding import WAYS, setting_of
+from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import equality, steps
 from sharding.equality import Trained
 from sharding.ranks import on_ranks
@@ -105,7 +105,7 @@ def close(found: list[Tensor | None], expected: list[Tensor | None], told: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, ONE_UNIT])
 def test_four_ranks_give_the_optimizer_the_gradients_of_the_undivided_model(way: str) -> None:
     plans = [(plan_of(case, way, 4), case.build, case.optimizer) for case in CASES.values()]
     expected = [undivided(case, 4) for case in CASES.values()]
@@ -122,7 +122,9 @@ def test_four_ranks_give_the_optimizer_the_gradients_of_the_undivided_model(way:
             assert (found.scale, found.skipped) == (whole.scale, whole.skipped), name
 
 
-@pytest.mark.parametrize("ways", [("data", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ways", [("data", "zero3"), pytest.param(("zero1", "zero2", ONE_UNIT), marks=pytest.mark.slow)]
+)
 def test_with_two_ranks_the_bits_are_those_of_the_undivided_model_in_two_micro_batches(ways: Sequence[str]) -> None:
     """Two numbers have one sum in either order."""
     case = CASES["plain"]

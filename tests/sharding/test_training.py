@@ -12,16 +12,17 @@ import memfit
 import small
 from memfit import api
 from memfit.sharding.agreement import IN_A_STEP
-from memfit.techniques.sharding import WAYS, setting_of
+from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import steps
 from sharding.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Wanted = tuple[str, int, bool]  # way, micro-batches, and whether as much as possible is dropped
-EVERYTHING = [(way, parts, least) for way in WAYS for parts in (1, 4) for least in (False, True)]
-# Each way once, half of them with accumulation and half of them with recomputation; at night all combinations.
-SOME = [("data", 4, True), ("zero1", 1, False), ("zero2", 1, True), ("zero3", 4, True)]
+ALL = (*WAYS, ONE_UNIT)
+EVERYTHING = [(way, parts, least) for way in ALL for parts in (1, 4) for least in (False, True)]
+# Each way once, with accumulation or without, some with recomputation; at night all combinations.
+SOME = [("data", 4, True), ("zero1", 1, False), ("zero2", 1, True), ("zero3", 4, True), (ONE_UNIT, 1, True)]
 
 
 def planned(
@@ -101,7 +102,7 @@ def test_each_rank_takes_what_is_predicted_for_it_where_shards_differ() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("build", [steps.chain, steps.gpt, steps.tagger])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_four_ranks_take_what_is_predicted_and_train_as_one_device_does(
     way: str, build: Callable[[], steps.Built], optimizer: str
 ) -> None:
@@ -175,4 +176,4 @@ def test_techniques_go_with_sharding() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", TECHNIQUES)
 def test_every_technique_goes_with_every_way(how: str) -> None:
-    with_techniques((how, way) for way in WAYS)
+    with_techniques((how, way) for way in ALL)

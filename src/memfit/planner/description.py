@@ -17,7 +17,7 @@ from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.planner.timeline import Timeline
 from memfit.techniques.choices import Choices, in_words, named
-from memfit.techniques.sharding import setting_of, way_of
+from memfit.techniques.sharding import at_rank, way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction, RankPrediction, TierUse
@@ -120,12 +120,13 @@ def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
     """Of each rank of a sharded step; all follow the same plan."""
     if not found.candidate.sharding:
         return ()
-    way, ranks, own = way_of(found.candidate.sharding)
+    sharding = found.candidate.sharding
+    _, ranks, own = way_of(sharding)
     figures: dict[int, tuple[int, float]] = {}
     roles = solvers.bundle.roles or (own,) * ranks
     for role in dict.fromkeys(roles):
-        setting = setting_of(way, ranks, role)
-        solver = found.solver if role == roles[own] else solvers.of(found.number, found.candidate.but(sharding=setting))
+        there = found.candidate.but(sharding=at_rank(sharding, role))
+        solver = found.solver if role == roles[own] else solvers.of(found.number, there)
         peak = solver.problem.timeline.peak(found.solution.recomputations)
         peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
         figures[role] = peak, solver.trace.planned_step_seconds + solver.trace.micro_batches * found.solution.seconds

@@ -21,7 +21,7 @@ from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
 from memfit.planner.transfers import Transfers, layer_transfers, state_transfers
 from memfit.techniques.choices import Choices, sizing_state
-from memfit.techniques.sharding import setting_of, way_of
+from memfit.techniques.sharding import at_rank, way_of
 from memfit.techniques.technique import StepFacts
 from memfit.values.bundle import Refusal, TraceBundle
 from memfit.values.request import Request
@@ -231,9 +231,9 @@ def roles(bundle: TraceBundle, choices: Choices) -> tuple[Choices, ...]:
     """These choices, and the same as the ranks of a sharded step have them that play another role; none where the bundle knows no roles."""
     if not choices.sharding or not bundle.roles:
         return (choices,)
-    way, ranks, own = way_of(choices.sharding)
+    *_, own = way_of(choices.sharding)
     others = dict.fromkeys(role for role in bundle.roles if role != bundle.roles[own])
-    return choices, *(choices.but(sharding=setting_of(way, ranks, role)) for role in others)
+    return choices, *(choices.but(sharding=at_rank(choices.sharding, role)) for role in others)
 
 
 def doubled_up_to(number: int) -> list[int]:

@@ -26,6 +26,9 @@ _KINDS: Final[Mapping[str, str]] = {
     "c10d::recv_": "receive",
 }
 
+_AVERAGED: Final = (torch.float32, torch.bfloat16)
+_DIVISOR_BYTES: Final = 8  # the number of ranks as an integer; its kernel makes another one of the type
+
 
 def backend_for(device: torch.device) -> str:
     """Which of torch's backends sends tensors of a device."""
@@ -66,10 +69,13 @@ def _bytes(argument: Any) -> int:
 def workspace_bytes(func: Any, args: Sequence[Any], backend: str) -> int:
     """What a backend allocates while the operation runs.
 
-    gloo gathers into one flat tensor and copies that out, and reduces and scatters by an all-reduce of a copy (torch's ProcessGroupGloo.cpp);
-    tests/sharding/test_collectives.py measures both. NCCL takes its buffers when it connects, outside of torch's allocator.
+    gloo gathers into one flat tensor and copies that out, and reduces and scatters by an all-reduce of a copy, divided by the number of ranks for a mean
+    (torch's ProcessGroupGloo.cpp); tests/sharding/test_collectives.py measures them. NCCL takes its buffers when it connects, outside of torch's allocator.
     """
     kind = kind_of(func)
     if backend != "gloo" or kind not in {"all_gather", "reduce_scatter"}:
         return 0
-    return max((_bytes(argument) for argument in args if isinstance(argument, (torch.Tensor, list, tuple))), default=0)
+    size = max((_bytes(argument) for argument in args if isinstance(argument, (torch.Tensor, list, tuple))), default=0)
+    # Dispatched calls do not show how they reduce: `fully_shard`, which alone does it here, takes the mean of these types, and the sum of others.
+    dtype = next(dispatch.tensors_in(args)).dtype
+    return size + (_DIVISOR_BYTES + dtype.itemsize if kind == "reduce_scatter" and dtype in _AVERAGED else 0)

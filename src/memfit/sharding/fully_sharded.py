@@ -1,7 +1,8 @@
 """ZeRO 2 and ZeRO 3: `torch.distributed.fsdp.fully_shard` on each of the model's repeated blocks and on what is left of it.
 
 Without resharding after forward, whole parameters are there from a block's forward to its backward (ZeRO 2, which shares out gradients and state; between
-steps parameters are shared out, too); with it they are gathered a second time for backward (ZeRO 3).
+steps parameters are shared out, too); with it they are gathered a second time for backward (ZeRO 3). Under ZeRO 2 the whole model may be one unit: gathered
+before forward, its gradients reduced after backward, in one collective each, where whole gradients fit besides.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class FullySharded(ShardedModel):
         model, group: as for `ShardedModel`.
         mesh: the group as a mesh of one dimension.
         reshards: after forward (ZeRO 3).
+        one_unit: the blocks are not gathered and reduced one by one.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, *, reshards: bool) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, *, reshards: bool, one_unit: bool = False
+    ) -> None:
         super().__init__(model, group)
         self._classes = {module: type(module) for module in model.modules()}
-        for path in units(model):
+        for path in () if one_unit else units(model):
             fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         # The first time that parameters are gathered makes what holds them: before the first step, so that it is like all others.
@@ -47,6 +51,16 @@ class FullySharded(ShardedModel):
                 module.unshard()
                 module.reshard()
         self._shards = {name: _local(p) for name, p in model.named_parameters()}
+        # After the hook in which torch gathers.
+        self._hooks = [model.register_forward_pre_hook(self._let_go_of_buffer)] if one_unit else []
+
+    def _let_go_of_buffer(self, *_: Any) -> None:
+        """Of the only all-gather. torch holds each until the next or the end of forward, so that sending one may overlap with copying from the other."""
+        context: Any = self._root()._get_fsdp_state()._comm_ctx
+        if (gathered := context.all_gather_state) is not None:
+            context.all_gather_copy_in_stream.wait_event(gathered.event)
+            context.all_gather_stream.wait_event(gathered.event)
+            context.all_gather_state = None
 
     def _root(self) -> FSDPModule:
         assert isinstance(self.model, FSDPModule)
@@ -156,6 +170,8 @@ class FullySharded(ShardedModel):
 
     def close(self) -> None:
         """Take the hooks and classes of `fully_shard` off the model."""
+        for hook in self._hooks:
+            hook.remove()
         unsharded(self._classes)
 
 

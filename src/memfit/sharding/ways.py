@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharding.sharded import ShardedModel
-from memfit.techniques.sharding import way_of
+from memfit.techniques.sharding import is_one_unit, way_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,4 +77,4 @@ def shard(
 
     checked(model)
     mesh = mesh if mesh is not None else mesh_of(group, next(model.parameters()).device.type)
-    return FullySharded(model, group, mesh, reshards=way == "zero3")
+    return FullySharded(model, group, mesh, reshards=way == "zero3", one_unit=is_one_unit(setting))

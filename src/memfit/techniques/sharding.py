@@ -21,6 +21,7 @@ WAYS: Final = ("data", "zero1", "zero2", "zero3")
 PIPELINES: Final = ("gpipe", "1f1b", "interleaved")
 ANY_PIPELINE: Final = "pipeline"  # where a user leaves the schedule open
 SHARDED_STATE: Final = "zero1"  # of pipelines beside each other
+ONE_UNIT: Final = "zero2+whole"  # ZeRO 2, parameters of the whole model gathered and their gradients reduced at once, not block by block
 
 _WORDS: Final = {
     "data": "data parallel",
@@ -35,6 +36,16 @@ INTERLEAVED: Final = 2  # stages on each rank: more of them send more often, and
 def setting_of(way: str, ranks: int, rank: int = 0) -> str:
     """As `Choices` have it: "zero3/4" for ZeRO 3 on four ranks, "zero3/4@1" where it is the step of rank 1."""
     return f"{way}/{ranks}" + (f"@{rank}" if rank else "")
+
+
+def at_rank(setting: str, rank: int) -> str:
+    """The same way, as the step of another rank."""
+    return setting_of(setting.partition("/")[0], way_of(setting)[1], rank)
+
+
+def is_one_unit(setting: str) -> bool:
+    """Whether it is ZeRO 2 with the whole model gathered and reduced at once."""
+    return setting.partition("/")[0] == ONE_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ def is_pipeline(setting: str) -> bool:
 
 
 def way_of(setting: str) -> tuple[str, int, int]:
-    """Way, number of ranks, and the rank whose step it is.
+    """Way, of `WAYS` or `PIPELINES`, number of ranks, and the rank whose step it is.
 
     Raises:
         InputError: it is not of this form.
@@ -104,6 +115,8 @@ def way_of(setting: str) -> tuple[str, int, int]:
     if way in PIPELINES:
         pipelines = Pipelines.of(setting)
         return way, pipelines.ranks * pipelines.replicas, 0
+    if way == ONE_UNIT:
+        way = "zero2"
     ranks, _, rank = rest.partition("@")
     if way not in WAYS or not ranks.isdecimal() or int(ranks) < 1 or not (rank or "0").isdecimal():
         raise _of_no_form(setting)
@@ -137,7 +150,8 @@ class Sharding(Technique):
         way, ranks, _ = way_of(setting)
         if way in PIPELINES:
             return Pipelines.of(setting).in_words()
-        return f"{_WORDS[way]} on {ranks} ranks"
+        unit = ", the model as one unit," if is_one_unit(setting) else ""
+        return f"{_WORDS[way]}{unit} on {ranks} ranks"
 
     def claim(self, without: StepFacts, used: StepFacts, setting: str) -> tuple[int, str]:
         """All but one rank's share of what is sharded (Rajbhandari et al. 2020, figure 1)."""

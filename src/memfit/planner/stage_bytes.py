@@ -250,4 +250,7 @@ def seconds_of(trace: Trace, schedule: Schedule) -> tuple[float, float, float]:
         if code >= 0:
             sums[trace.operations[code].phase] += trace.operations[code].seconds
     around = INTERLEAVED * trace.python_seconds if schedule is Schedule.INTERLEAVED else 0.0
-    return sums[Phase.FORWARD] + around, sums[Phase.BACKWARD] + around, sums[Phase.CLIP] + sums[Phase.OPTIMIZER]
+    forward, backward = (
+        sums[phase] + trace.between_seconds_of(phase) + around for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return forward, backward, sums[Phase.CLIP] + sums[Phase.OPTIMIZER]

@@ -266,6 +266,10 @@ class Trace:
         """
         return self._between(self._of_a_pass)
 
+    def between_seconds_of(self, phase: Phase) -> float:
+        """Of these, those of forward or of backward."""
+        return self._between(operation for operation in self._of_a_pass if operation.phase is phase)
+
     def _between(self, operations: Iterable[Operation]) -> float:
         added = BETWEEN * self.dispatch_seconds
         return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in operations)

@@ -244,7 +244,7 @@ def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["data", "zero1", "zero2", "zero3", "pipeline"])
+@pytest.mark.parametrize("way", ["data", "zero1", "zero2/2", "zero2+whole", "zero3", "pipeline"])
 def test_as_many_processes_as_asked_for_train_as_one_does(
     capsys: pytest.CaptureFixture[str], run_file: Path, way: str
 ) -> None:

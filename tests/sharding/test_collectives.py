@@ -117,6 +117,7 @@ def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> 
         found = seconds_among(processes, kind, 1 << 20, ranks)
         assert found == here.seconds(kind, 1 << 20)
         assert found >= seconds_among(processes, kind, 0, ranks) > 0
+    assert seconds_among(processes, "all_reduce", 99, ranks, of_many=True) == here.seconds("all_reduce of many", 99)
     told = Topology((machine,) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),))
     assert seconds_among(told, "all_reduce", 1 << 20, ranks) == collective_seconds(told, "all_reduce", 1 << 20, ranks)
     assert seconds_among(processes, "all_to_all", 1 << 20, ranks) == collective_seconds(

@@ -111,7 +111,7 @@ def test_what_a_user_asks_is_offloaded_where_the_link_is_fast_and_is_not_where_i
     def made(budget: int, link: Link | None) -> memfit.Plan:
         monkeypatch.setattr("memfit.lower_tiers.nearest_link", lambda *_: link)
         host = None if link is None else "1GiB"
-        fixed = {"sharding": way, "micro_batches": 1, "state_place": "device"}
+        fixed = {"sharding": setting_of(way, 2), "micro_batches": 1, "state_place": "device"}
         return memfit.plan(model, sample, loss_fn, budget, steps.adamw, devices=2, fixed=fixed, host_budget=host)
 
     plain = made(1 << 40, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.techniques.sharding import WAYS, setting_of
+from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import saving, steps
 from sharding.ranks import on_ranks
 
@@ -60,6 +60,16 @@ def test_two_ranks_go_on_bit_by_bit_and_in_other_ways_other_numbers_and_alone(
             close(each, undisturbed)
     for each in saving.gone_on(0, [planned(None, 1)] * 4, steps.chain, folders):
         close(each, undisturbed)
+
+
+@pytest.mark.slow
+def test_what_is_gathered_as_one_unit_goes_on_so_and_block_by_block(tmp_path: Path) -> None:
+    folders, ways = [str(tmp_path / "unit"), str(tmp_path / "blocks")], (ONE_UNIT, "zero2")
+    two = [planned(way, 2) for way in ways]
+    (unit, _), (blocks, _) = on_ranks(2, saving.saved, two, steps.chain, folders)[0]
+    assert equal(unit, blocks)
+    again = on_ranks(2, saving.gone_on, [*two, *two], steps.chain, [*folders, *folders[::-1]])[0]
+    assert all(equal(each, unit) for each in again)
 
 
 @pytest.mark.slow

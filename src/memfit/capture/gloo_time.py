@@ -31,16 +31,16 @@ from memfit.sharding.agreement import IN_A_STEP
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.storage.folders import measured_once
 
-KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
-# Sent one after the other, and waited for at the end: ZeroRedundancyOptimizer broadcasts each parameter so. How many.
-AT_ONCE: Final = {"broadcast": 60}
+KINDS: Final = ("all_reduce", "all_reduce of many", "all_gather", "reduce_scatter", "broadcast", "send")
+# Begun one after the other, and waited for at the end: ZeroRedundancyOptimizer broadcasts each parameter so, pipelines sum gradients. How many.
+AT_ONCE: Final = {"broadcast": 60, "all_reduce of many": 60}
 MOST_RANKS: Final = 4  # beyond it a rank's time for each byte that it sends hardly grows
 SIZES: Final = (64, 1 << 22)  # of the whole message, in bytes
 RUNS: Final = 12  # of each: some get a core at once, and others wait for one
 ROUNDS: Final = 3  # of which the median counts
 COMPUTED: Final = bytes(1 << 23)  # hashed in between, which takes some milliseconds of one core, and not Python's lock
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +78,28 @@ def gloo_time(ranks: int) -> GlooTime | None:
         return None
 
 
-def seconds_among(network: Topology | None, kind: str, size: int, ranks: tuple[int, ...]) -> float:
+def seconds_among(
+    network: Topology | None, kind: str, size: int, ranks: tuple[int, ...], *, of_many: bool = False
+) -> float:
     """Seconds of a collective: measured where its ranks are processes of this computer, else by the model of the links between them.
 
     Args:
         network: None for assumed links.
         kind, size, ranks: as for `hardware.network.collective_seconds`.
+        of_many: an all-reduce that is begun together with others.
     """
     if network is not None and network.processes and (here := gloo_time(len(ranks))) is not None:
-        measured = here.seconds(kind, size)
+        measured = here.seconds(f"{kind} of many" if of_many else kind, size)
         if measured is not None:
             return measured
     return collective_seconds(network, kind, size, ranks)
 
 
-def agreeing_seconds(network: Topology | None, ranks: tuple[int, ...]) -> float:
-    """Seconds of a step in which ranks that are processes of this computer agree; of others they are not counted."""
+def agreeing_seconds(network: Topology | None, ranks: tuple[int, ...], messages: int = IN_A_STEP) -> float:
+    """Seconds of a step in which ranks that are processes of this computer agree, in so many messages; of others they are not counted."""
     if network is None or not network.processes:
         return 0.0
-    return IN_A_STEP * seconds_among(network, "all_reduce", SIZES[0], ranks)
+    return messages * seconds_among(network, "all_reduce", SIZES[0], ranks)
 
 
 def core_sharing(network: Topology | None) -> float:
@@ -132,7 +135,12 @@ def _measured(ranks: int) -> GlooTime:
 def _sent(kind: str, size: int, ranks: int) -> int:
     """Of a message of so many bytes, what a rank sends, as `sharding.collectives` counts it."""
     share = size - size // ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(kind, size)
+    return {
+        "all_reduce": 2 * share,
+        "all_reduce of many": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+    }.get(kind, size)
 
 
 def _joined(ranks: int) -> list[Any]:
@@ -162,7 +170,7 @@ def _seconds(groups: list[Any], kind: str, size: int) -> float:
 
     def sent(rank: int, number: int) -> Any:
         group = groups[rank]
-        if kind == "all_reduce":
+        if kind.startswith("all_reduce"):
             return group.allreduce([whole[rank]])
         if kind == "all_gather":
             return group._allgather_base(whole[rank], parts[rank])

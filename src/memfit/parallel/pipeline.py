@@ -9,7 +9,7 @@ all ranks before the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.errors import BatchError, InputError, MemfitError, NonFiniteLossError
+from memfit.errors import BatchError, InputError, MemfitError
 from memfit.parallel.other_stages import OtherStages
 from memfit.parallel.schedule import Region, Running, StageEnds
 from memfit.parallel.stage_module import StageModule
@@ -33,6 +33,7 @@ from memfit.sharding.sharded import OptimizerFactory
 from memfit.sharding.state_sharding import sharded_state, something, stepped
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
+from memfit.step.program import non_finite
 from memfit.values.stages import Schedule
 
 Look = Callable[[Batch], PartCalls]
@@ -284,9 +285,7 @@ class Pipeline(PipelinedModel):
         if not counted:
             raise self._nothing_counts()
         if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss}: no rank has taken the step, and parameters and optimizers are as before it. Look at the batch and the learning rate"
-            )
+            raise non_finite(f"the loss is {loss}")
         self._sum_gradients()
         # Of the passes of all stages, which end with the last backward of the rank that is through last.
         return Passed(loss, len(counts), max(0.0, 1 - running.busy_seconds / seconds))
@@ -315,9 +314,8 @@ class Pipeline(PipelinedModel):
         return total, max(of_ranks), int(count)
 
     def _sum_gradients(self) -> None:
-        for name, ranks in sorted(self.shared.items()):
-            if name in self._trained:
-                dist.all_reduce(self._gradient(name), group=self._groups[ranks])
+        shared = sorted(self.shared.items())
+        self._summed((name, self._groups[ranks]) for name, ranks in shared if name in self._trained)
         if self._replicas.size() == 1:
             return
         names = sorted(self._trained)
@@ -327,9 +325,15 @@ class Pipeline(PipelinedModel):
             [self._trained[name].grad is not None for name in names], dtype=torch.uint8, device=self.device
         )
         dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._replicas)
-        for name, somewhere in zip(names, there.tolist(), strict=True):
-            if somewhere:
-                dist.all_reduce(self._gradient(name), group=self._replicas)
+        told = zip(names, there.tolist(), strict=True)
+        self._summed((name, self._replicas) for name, somewhere in told if somewhere)
+
+    def _summed(self, gradients: Iterable[tuple[str, dist.ProcessGroup]]) -> None:
+        """Each over the ranks of its group. All are begun before one is waited for: gloo's thread then waits for a core once, and not for each of them."""
+        works = [dist.all_reduce(self._gradient(name), group=group, async_op=True) for name, group in gradients]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._trained[name]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from memfit.capture.engine_time import engine_time
-from memfit.capture.gloo_time import seconds_among
+from memfit.capture.gloo_time import agreeing_seconds, seconds_among
 from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.techniques.sharding import Pipelines
 from memfit.values.stages import Line, StageDevice
+
+AGREEMENTS: Final = 3  # messages of a few numbers between the pipelines in a step
 
 
 def line_of(topology: Topology, pipelines: Pipelines, budget_bytes: int) -> Line:
@@ -38,9 +41,10 @@ def _slowest(topology: Topology) -> PeerLink:
 
 
 def sending_seconds(topology: Topology, gradient_bytes: tuple[int, ...], pipelines: Pipelines) -> float:
-    """Of what goes between the pipelines for one stage, one parameter after the other, over the slowest link.
+    """Of what goes between the pipelines for one stage, over the slowest link.
 
-    Gradients are summed; where state is shared out, each parameter is sent by the rank that has updated it.
+    What the batches count for, and the loss, are added up; gradients are summed, once ranks have told which there are; where state is shared out, each
+    parameter is sent by the rank that has updated it.
     """
     replicas = pipelines.replicas
     if replicas == 1:
@@ -48,7 +52,11 @@ def sending_seconds(topology: Topology, gradient_bytes: tuple[int, ...], pipelin
     slowest = _slowest(topology)
     ring = tuple(replace(slowest, first=n, second=(n + 1) % replicas) for n in range(replicas))
     among, ranks = replace(topology, peers=ring), tuple(range(replicas))
-    seconds = sum(seconds_among(among, "all_reduce", 2 * (size - size // replicas), ranks) for size in gradient_bytes)
+    seconds = sum(
+        seconds_among(among, "all_reduce", 2 * (size - size // replicas), ranks, of_many=True)
+        for size in gradient_bytes
+    )
+    seconds += agreeing_seconds(among, ranks, AGREEMENTS)
     if pipelines.shards_state:
         around = engine_time().seconds("broadcast", 1) if topology.processes else 0.0
         seconds += sum(seconds_among(among, "broadcast", size, ranks) + around for size in gradient_bytes)

@@ -65,8 +65,9 @@ def test_losses_on_two_ranks_are_those_of_deepspeed(tmp_path: Path) -> None:
         assert losses == (expected if once else pytest.approx(expected, rel=BACKENDS_OWN))
         assert rates == theirs[0][number]["rates"]
         way = ("data", "zero1", "zero2", "zero3")[config["zero_optimization"]["stage"]]
-        assert how == f"{way}/2 device"
-    assert [how for *_, how in ours[0][len(configs) :]] == ["zero1/2 disk", "zero2/2 disk", "zero3/2 disk"]
+        assert how in {f"{way}/2 device", f"{way}+whole/2 device"}
+    for stage, (*_, how) in enumerate(ours[0][len(configs) :], start=1):
+        assert how in {f"zero{stage}/2 disk", f"zero{stage}+whole/2 disk"}
     for rank, of_rank in enumerate(ours):
         for _, _, peaks, predicted, _ in of_rank:
             assert min(peaks) == predicted[rank]  # gloo's own thread may hold a collective's buffer a moment longer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -254,6 +255,31 @@ def test_a_stretch_goes_over_many_small_calls_and_ends_with_the_right_call_of_a_
     assert follower.unfollowed >= stretch.operations[1]
     assert follower.divergence is None
     assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
+def test_a_stretch_may_begin_in_one_call_of_the_model_and_end_in_a_later_one() -> None:
+    """A loss that calls the model for several views of the batch: what contrastive and consistency training do."""
+    stretches = set()
+    for views in (2, 3):
+
+        def of_views(model: nn.Module, batch: torch.Tensor, views: int = views) -> torch.Tensor:
+            first, *others = (model(view) for view in batch.chunk(views))
+            return sum(((first - other).square().mean() for other in others), first.square().mean())
+
+        torch.manual_seed(0)
+        model, batch = Blocks(4), torch.randn(64 * views, 16)
+        model.drop.p = 0.0  # its calls run nothing
+        everything = memfit.plan(model, batch, of_views, 1 << 40, fixed={"micro_batches": 1})
+        smallest, largest = memfit.smallest_budget(everything), everything.prediction.peak_bytes
+        for twelfths in range(12):
+            plan = memfit.replan(everything, smallest + (largest - smallest) * twelfths // 12)
+            stretches |= {(stretch.ends, stretch.calls) for stretch in plan.script.kept_stretches}
+            engine = memfit.apply(plan, copy.deepcopy(model), of_views)
+            engine.step(batch)
+            for record in (engine.step(batch, meter=True) for _ in range(3)):
+                assert record.divergences == ()
+                assert record.peak_bytes == plan.prediction.peak_bytes
+    assert any(ends == "" and calls > 1 for ends, calls in stretches)
 
 
 def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:

@@ -281,9 +281,16 @@ def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptSt
         if end is None or calls[end].operations[1] - begin < LEAST_KEPT:
             continue
         ending = calls[end]
-        # A call that began before this one, around it, is the only one of its module that ends here.
-        times = 1 if end < number else sum(each.module == ending.module for each in calls[number : end + 1])
         until = ending.operations[1], ending.saves[1]
+        # Calls that began before this one, around it, may end in the stretch as well: the model's own, where the loss calls it twice.
+        ends = [
+            (each.operations[1], each.saves[1])
+            for each in calls[: max(number, end) + 1]
+            if each.module == ending.module
+        ]
+        if (begin, first) == (call.operations[1], call.saves[1]) in ends:
+            continue  # nothing runs in this call, so nothing tells whether that one is around it or before
+        times = sum((begin, first) < each <= until for each in ends)
         later = [(each.operations[0], each.saves[0]) for each in calls[number:]]
         begun = bisect_left(later, until), bisect_right(later, until)
         found.append(

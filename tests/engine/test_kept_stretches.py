@@ -282,6 +282,29 @@ def test_a_stretch_may_begin_in_one_call_of_the_model_and_end_in_a_later_one() -
     assert any(ends == "" and calls > 1 for ends, calls in stretches)
 
 
+def test_what_a_users_hooks_compute_lies_where_the_plan_has_it() -> None:
+    """Hooks of blocks, with which stretches end: what they compute is outside of the call."""
+
+    def of_both(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, batch) + loss_of(model, batch.flip(0))
+
+    torch.manual_seed(0)
+    model, batch = Blocks(4), torch.randn(128, 16)
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, output: output * 1.01)
+        block.register_forward_pre_hook(lambda _module, args: (args[0] * 0.99,))
+    everything = memfit.plan(model, batch, of_both, 1 << 40, fixed={"micro_batches": 1})
+    smallest, largest = memfit.smallest_budget(everything), everything.prediction.peak_bytes
+    ends = set()
+    for twelfths in range(12):
+        plan = memfit.replan(everything, smallest + (largest - smallest) * twelfths // 12)
+        ends |= {stretch.ends for stretch in plan.script.kept_stretches}
+        engine = memfit.apply(plan, copy.deepcopy(model), of_both)
+        assert not any(engine.step(batch).divergences for _ in range(3))
+        assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes
+    assert any(end.startswith("blocks.") and end.count(".") == 1 for end in ends)
+
+
 def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:
     model, batch, engine = planned(0.9)
     forward_once(engine, batch)

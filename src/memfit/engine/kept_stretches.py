@@ -79,7 +79,8 @@ class KeptStretches:
         self._modules, self._first = modules, first
         handles = [_hooks.register_module_forward_pre_hook(self._before)]
         for module in {id(each): each for each in last}.values():
-            handles.append(module.register_forward_hook(self._after, always_call=True))
+            # Before the user's own hooks, whose operations are outside of the call in the plan.
+            handles.append(module.register_forward_hook(self._after, prepend=True, always_call=True))
         try:
             yield
         finally:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
+import memfit
+from engine.test_habits import Residual, inner_step, rows
 from memfit.errors import InfeasibleError
 from memfit.planner.baselines.chain import Chain, ChainStage
 from memfit.planner.baselines.revolve import revolve_cost
 from memfit.planner.baselines.rotor import rotor_schedule, smallest_chain_bytes
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
+from memfit.planning import planning_of
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
 from sweeps import by_turns, each_seed
@@ -172,3 +175,17 @@ def test_long_chains_are_cut_into_chains_of_groups_and_nested_where_little_is_le
     assert solution.peak <= budget
     # Checkpoints stand where groups begin, so a sweep may be longer than Revolve's.
     assert solution.seconds <= 1.1 * (revolve_cost(length, slots) - (length - 1))
+
+
+def test_nothing_is_run_again_before_it_was_made_where_forward_takes_a_gradient_itself() -> None:
+    """Backward begins with the last cell only after all of forward; the inner backward asks in the middle of it."""
+    planning = planning_of(memfit.plan(Residual(), rows(), inner_step, 1 << 40, fixed={"micro_batches": 1}))
+    assert planning is not None
+    solver = planning.solver(1)
+    timeline = solver.problem.timeline
+    schedules = list(solver.problem.chain.smallest_schedules(solver.plain.peak))
+    assert any(schedules)
+    for schedule in schedules:
+        for event, runs in schedule.items():
+            made = [s for recipe in runs for s in timeline.recipes.recipes[recipe].makes]
+            assert all(timeline.trace.storages[s].birth < event for s in made)

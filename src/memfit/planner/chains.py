@@ -89,8 +89,10 @@ class CellChain:
                 continue
             cell = self._cell_of_event[save.by]
             self._saved_in[cell].add(save.storage)
-            event = save.unpacks[0][0]
-            self._first_unpack[cell] = min(self._first_unpack.get(cell, event), event)
+            # A gradient that forward takes itself asks for what is there still: later cells are not made by then, and nothing is run again for it.
+            asked = next((event for event, _ in save.unpacks if event >= trace.forward_events), None)
+            if asked is not None:
+                self._first_unpack[cell] = min(self._first_unpack.get(cell, asked), asked)
         # Per cell: what crosses the boundary before it and can be rebuilt. All else that crosses is held in any case.
         self._inputs: list[set[int]] = [set()] + [
             {s for s in boundary.storages if s in self.recipes.rebuildable} for boundary in self._boundaries

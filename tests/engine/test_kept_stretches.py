@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.engine import Engine
+from memfit.engine.compiled import CompiledScript
 from memfit.engine.follower import Follower
 from memfit.engine.kept_stretches import CONFIRMED_EVERY
 from memfit.values.script import Script
@@ -303,6 +305,63 @@ def test_what_a_users_hooks_compute_lies_where_the_plan_has_it() -> None:
         assert not any(engine.step(batch).divergences for _ in range(3))
         assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes
     assert any(end.startswith("blocks.") and end.count(".") == 1 for end in ends)
+
+
+class Fails(nn.Module):
+    """A call that always fails, after it has computed something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"no kernel for {self.layer(x).shape}")
+
+
+class Unusual(Blocks):
+    """Blocks under a checkpoint of the user's own, whose hooks are on top in there, or run where the error of another call is handled."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__(5)
+        self.drop.p = 0.0
+        self.checkpoints = checkpoints
+        self.fails = Fails()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.checkpoints:
+                x = checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
+                continue
+            try:
+                x = self.fails(x)
+            except ValueError:
+                x = block(x)
+        return self.drop(x)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_stretches_that_do_not_end_where_the_plan_has_it_are_followed(*, checkpoints: bool) -> None:
+    def of_both(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, batch) + loss_of(model, batch.flip(0))
+
+    torch.manual_seed(0)
+    model, batch = Unusual(checkpoints=checkpoints), torch.randn(128, 16)
+    everything = memfit.plan(model, batch, of_both, 1 << 40, fixed={"micro_batches": 1})
+    smallest, largest = memfit.smallest_budget(everything), everything.prediction.peak_bytes
+    left_out = 0
+    for part in range(16):
+        plan = memfit.replan(everything, smallest + (largest - smallest) * part // 16)
+        engine = memfit.apply(plan, copy.deepcopy(model), of_both)
+        assert not any(engine.step(batch).divergences for _ in range(3))
+        assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes
+        compiled = CompiledScript(plan.script)
+        if compiled.kept_stretches:
+            follower = Follower(compiled, model=model)
+            with follower.following():
+                of_both(model, batch)
+            left_out += len(compiled.kept_stretches) < len(plan.script.kept_stretches)
+            follower.end()
+    assert left_out > 0
 
 
 def test_a_call_that_would_end_a_stretch_and_is_left_out_is_a_divergence() -> None:

@@ -81,6 +81,10 @@ class CompiledScript:
         elif self._since_followed is not None:
             self._since_followed += 1
 
+    def follow_always(self, begin: int) -> None:
+        """Leave out the stretch that begins with this operation."""
+        self.kept_stretches.pop(begin, None)
+
     def modules_of(self, model: nn.Module) -> dict[int, tuple[nn.Module, nn.Module]]:
         """The modules that `kept_stretches` begin and end with, by the first operation."""
         if self._modules is None or self._modules[0] is not model:

@@ -102,6 +102,7 @@ class Follower(dispatch.DispatchMode):
         self.divergence: str | None = None
         self.unfollowed = 0
         self._model = model
+        self._stretch = -1  # the operation with which the one begins that is rehearsed
         self._everything = everything
         self._device = device
         self._retain = retain
@@ -126,12 +127,18 @@ class Follower(dispatch.DispatchMode):
         hooks = (self.pack, unpack)
         with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
             compiled = self.compiled
-            if self._model is None or self._everything or not compiled.kept_stretches or not compiled.confirmed:
+            if self._model is None or self._everything or not compiled.kept_stretches:
                 yield self
             else:
                 modules = self.compiled.modules_of(self._model)
+                rehearses = not compiled.confirmed
                 stretches = KeptStretches(
-                    self, hooks, lambda module: self._kept_from(module, modules), self._skipped, self._diverge
+                    self,
+                    hooks,
+                    lambda module: self._kept_from(module, modules, rehearses=rehearses),
+                    self._rehearsed if rehearses else self._skipped,
+                    self._misplaced if rehearses else self._diverge,
+                    rehearses=rehearses,
                 )
                 everything = {id(module) for module in every_module(self._model)}
                 first = {id(each) for each, _ in modules.values()}
@@ -154,7 +161,9 @@ class Follower(dispatch.DispatchMode):
         """A call that is to be made again has ended, in which autograd has saved so many tensors."""
         self.save += saved
 
-    def _kept_from(self, module: nn.Module, modules: Mapping[int, tuple[nn.Module, nn.Module]]) -> End | None:
+    def _kept_from(
+        self, module: nn.Module, modules: Mapping[int, tuple[nn.Module, nn.Module]], *, rehearses: bool
+    ) -> End | None:
         """Where the stretch ends in which the plan drops nothing and that begins with a module's call; None where none does."""
         stretch = self.compiled.kept_stretches.get(self.index)
         first, last = modules.get(self.index, (None, None))
@@ -168,8 +177,22 @@ class Follower(dispatch.DispatchMode):
             or (self._sizes is not None and self._sizes.watched_between(*stretch.operations))
         ):
             return None
-        self.tape.storages.not_followed()
+        if rehearses:
+            self._stretch = self.index
+        else:
+            self.tape.storages.not_followed()
         return End(last, stretch.calls, stretch.begun)
+
+    def _rehearsed(self) -> None:
+        """A stretch has ended in a forward that is followed as a whole."""
+        stretch = self.compiled.kept_stretches[self._stretch]
+        if (self.index, self.save) != (stretch.operations[1], stretch.saves[1]):
+            self._misplaced("it ends elsewhere")
+
+    def _misplaced(self, _why: str) -> None:
+        """The stretch that is rehearsed does not run from where to where the plan has it: it will be followed."""
+        if self.divergence is None:
+            self.compiled.follow_always(self._stretch)
 
     def _skipped(self) -> None:
         """The stretch that begins here has run unfollowed."""

@@ -1,7 +1,8 @@
 """Stretches of forward in which the plan drops nothing run as in plain PyTorch: the follower is off from where a call of a module begins to where one ends.
 
 A dispatch mode takes some microseconds for each operation that it sees, and saved-tensor hooks for each tensor. Of what runs in such a stretch only the calls
-of modules are counted; the first forward under a plan, and each `CONFIRMED_EVERY`-th after it, is followed as a whole.
+of modules are counted; the first forward under a plan, and each `CONFIRMED_EVERY`-th after it, is followed as a whole. In that one stretches are rehearsed: one
+that does not end where the plan has it (inside a checkpoint of the user's own, whose hooks are on top by then) is left out from then on.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class KeptStretches:
         begins: asked where a module's call begins: where the stretch that begins with it ends, None where the mode is to stay on.
         ends: told where that stretch has ended.
         differs: told how the calls of modules in a stretch differ from the plan; the mode is on again by then.
+        rehearses: nothing is taken off.
     """
 
     def __init__(
@@ -57,9 +59,12 @@ class KeptStretches:
         begins: Callable[[nn.Module], End | None],
         ends: Callable[[], None],
         differs: Callable[[str], None],
+        *,
+        rehearses: bool = False,
     ) -> None:
         self._mode, self._hooks = mode, hooks
         self._begins, self._ends, self._differs = begins, ends, differs
+        self._rehearses = rehearses
         self._end: End | None = None  # of the stretch that runs
         self._calls = 0  # of the last module that have ended
         self._begun = 0  # calls of modules
@@ -87,7 +92,10 @@ class KeptStretches:
             for handle in handles:
                 handle.remove()
             if self._end is not None:  # forward went another way, or was interrupted: torch calls no hook then
-                self._on()
+                if self._rehearses:
+                    self._stop("it does not end")
+                else:
+                    self._on()
 
     def _before(self, module: nn.Module, _args: object) -> None:
         if self._end is not None:
@@ -104,19 +112,24 @@ class KeptStretches:
         end = self._begins(module)
         if end is not None:
             self._end, self._calls, self._begun = end, 0, 1
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._mode.__exit__(None, None, None)
+            if not self._rehearses:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                self._mode.__exit__(None, None, None)
             self._below = _present()
 
-    def _after(self, module: nn.Module, _args: object, _output: object) -> None:
+    def _after(self, module: nn.Module, _args: object, output: object) -> None:
         if self._end is None or module is not self._end.module or not torch.is_grad_enabled():
             return
         self._calls += 1
         if self._calls < self._end.calls or _present() != self._below:  # something of the user's has been put on since
             return
         error = sys.exception()
-        if error is not None and not isinstance(error, ForwardLeftError):
-            self._on()  # forward has failed: torch calls the hook all the same
+        if output is None and error is not None and not isinstance(error, ForwardLeftError):
+            # The call has failed: torch calls the hook all the same, with nothing for its result.
+            if self._rehearses:
+                self._stop("its last call fails")
+            else:
+                self._on()
         elif self._begun < self._end.begun[0]:
             self._stop(f"{self._begun} calls of modules, the plan has {self._end.begun[0]} here")
         else:
@@ -129,8 +142,9 @@ class KeptStretches:
 
     def _on(self) -> None:
         self._end = None
-        self._mode.__enter__()
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        if not self._rehearses:
+            self._mode.__enter__()
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
 
 
 def _present() -> tuple[Any, Any]:

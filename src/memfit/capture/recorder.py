@@ -497,6 +497,11 @@ class Recorder(dispatch.DispatchMode):
         operations = rerunnable_where_gathered(operations, self.events, saves, self._resized.spans(end))
         return operations, storages, saves
 
+    def gathered(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        """As `Trace` has it."""
+        spans = self._resized.spans(len(self.events))
+        return tuple((handle, tuple((int(a), int(b)) for a, b in each)) for handle, each in spans.items())
+
 
 @cache
 def _returns_written_argument(func: OpOverload) -> bool:

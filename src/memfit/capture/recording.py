@@ -82,6 +82,7 @@ def record(
             step.run()
         after = fingerprint(source.model) if before else {}
         operations, storages, saves = recorder.tables()
+        gathered = recorder.gathered()
         recorder.recording = False
         step.finish()
     trace = Trace(
@@ -101,6 +102,7 @@ def record(
         changed_buffers=tuple(step.changed),
         changed_buffer_bytes=sum(step.changed.values()),
         calls=tuple(_module_calls(source.model, paths, steady=not step.changes_attributes and not step.leaves_tensors)),
+        gathered=gathered,
     )
     names = forward_names(trace)
     once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too

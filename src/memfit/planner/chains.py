@@ -227,7 +227,7 @@ class CellChain:
         found = 0
         for amount in amounts:
             recomputations = self.recomputations(table.operations(amount))
-            if fits(recomputations):
+            if fits(recomputations) and self.timeline.reads_what_is_there(recomputations):
                 found += 1
                 yield recomputations
             if found == MOST_FITTING:
@@ -240,7 +240,9 @@ class CellChain:
             return
         table = self.table(int(capacity_bytes * MOST_CAPACITY))
         for amount in table.amounts()[-2 if self.length > SHORT_CHAIN else -2 * MOST_FITTING :]:
-            yield self.recomputations(table.operations(amount))
+            recomputations = self.recomputations(table.operations(amount))
+            if self.timeline.reads_what_is_there(recomputations):
+                yield recomputations
 
     def recomputations(self, operations: Sequence[ChainOperation]) -> dict[int, list[int]]:
         """A chain schedule as recomputations, each before the first unpack of the cell's backward that follows it."""

@@ -43,8 +43,9 @@ class FrontSearch:
         )
 
     def remember(self, solution: Solution) -> Solution:
-        """Add a plan to the front, if what it offloads fits on its tiers."""
-        if self.problem.timeline.fits_lower_tiers(solution.recomputations):
+        """Add a plan to the front, if what it offloads fits on its tiers, and parameters are whole where it reads them."""
+        timeline = self.problem.timeline
+        if timeline.fits_lower_tiers(solution.recomputations) and timeline.reads_what_is_there(solution.recomputations):
             self.front.add(solution)
         return solution
 

@@ -132,7 +132,11 @@ class Replay:
                         freed[event, recipe] = freed.get((event, recipe), 0) + self._bytes[s]
         largest_first = sorted(freed, key=lambda pair: (-freed[pair], pair))
         present = {(self.event_at[at], self.recipe_at[at]) for at in self.recipe_at}
-        return [pair for pair in largest_first if pair not in present]
+        return [
+            (event, recipe)
+            for event, recipe in largest_first
+            if (event, recipe) not in present and timeline.may_run(recipe, event)
+        ]
 
     def move(self, slots: tuple[int, ...]) -> Move:
         """The effect of removing these recomputations, and those that nothing needs then."""

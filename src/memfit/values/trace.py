@@ -213,6 +213,7 @@ class Trace:
         first: the first step, where its forward runs other operations than those of all later ones: it builds what they find.
         before: of a first step, what modules hold before its forward and not after it (`memfit.step.fingerprint.fingerprint`).
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
+        gathered: of each parameter that is whole at times only, the events between which it is: what reads it can be run again then alone.
     """
 
     events: tuple[int, ...]
@@ -246,6 +247,7 @@ class Trace:
     paths: tuple[Trace, ...] = ()
     first: Trace | None = None
     before: tuple[tuple[str, str], ...] = ()
+    gathered: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
     @cached_property
@@ -469,8 +471,11 @@ class Trace:
                     "paths",
                     "first",
                     "before",
+                    "gathered",
                 }
             }
+            if "gathered" not in data and data["choices"].get("sharding", "").startswith(("zero2", "zero3")):
+                raise PlanFileError("this trace does not say when parameters are gathered: capture it again")
             return cls(
                 operations=operations,
                 storages=storages,
@@ -487,6 +492,9 @@ class Trace:
                 paths=tuple(cls.from_json(path) for path in data["paths"]),
                 first=None if data.get("first") is None else cls.from_json(data["first"]),
                 before=tuple((str(name), str(value)) for name, value in data.get("before", ())),
+                gathered=tuple(
+                    (int(s), tuple((int(a), int(b)) for a, b in each)) for s, each in data.get("gathered", ())
+                ),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

@@ -48,6 +48,32 @@ def gpt() -> Built:
     return build_gpt(layers=4, hidden=64, heads=4, batch=4, tokens=32, vocab=200)
 
 
+class Repeated(nn.Module):
+    """Blocks that are called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = x + block(x)
+        return x
+
+
+def of_two_views(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return (model(x) - y).square().mean() + (model(x.flip(-1)) - y).square().mean()
+
+
+def repeated() -> Built:
+    """Each block is gathered four times in forward."""
+    torch.manual_seed(0)
+    return Repeated(), small.rows(64), of_two_views
+
+
 class Tagger(nn.Module):
     """Classes of tokens; of a batch's labels few or many may be masked."""
 

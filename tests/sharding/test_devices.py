@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memfit
@@ -133,6 +135,57 @@ def test_zero2_in_one_unit_is_weighed_among_processes_alone() -> None:
     asked = zero2("2x1GiB@50GB/s", "zero2+whole")
     assert asked.choices.sharding == "zero2+whole/2"
     assert memfit.smallest_budget(asked) > memfit.smallest_budget(zero2("2x1GiB@50GB/s"))
+
+
+class Parts(nn.Module):
+    """Blocks between two layers, and one that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.out, self.unused = nn.Linear(32, 32), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        found: Tensor = self.out(x.to(self.out.weight.dtype)).float()
+        return found
+
+
+def of_a_part(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, Parts)
+    return model.out(batch[0]).square().mean()
+
+
+def of_a_gradient(model: nn.Module, batch: Any) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + gradient.square().mean()
+
+
+def tied(model: Parts) -> None:
+    model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("way", "change", "loss_fn", "told"),
+    [
+        ("data", None, small.squared_error, "a parameter gets no gradient in a step, which DistributedDataParallel does not bear"),
+        ("zero3", None, of_a_part, "the loss calls a part of the model, or uses a parameter, outside of the model's own forward"),
+        ("zero3", tied, small.squared_error, "two blocks share a parameter, and fully_shard gathers each block by itself"),
+        ("zero2", lambda model: model.unused.double(), small.squared_error, "parameters that are trained have several types"),
+        ("zero3", None, of_a_gradient, "forward takes a gradient itself, and fully_shard frees parameters after that backward"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: Any, loss_fn: Any, told: str) -> None:
+    model, fixed = Parts(), {"sharding": setting_of(way, 2), "micro_batches": 1}
+    if change is not None:
+        change(model)
+    sample = (torch.randn(4, 32), torch.randn(4, 32))
+    with pytest.raises(memfit.CaptureError, match=told):
+        memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=fixed)
 
 
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:

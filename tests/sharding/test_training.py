@@ -90,6 +90,25 @@ def test_tokens_count_over_all_ranks_and_the_norm_of_all_gradients_is_clipped() 
     compared(2, steps.tagger, "sgd", [("zero1", 2, False), ("zero3", 2, True)], clip_norm=1e-2)
 
 
+def test_nothing_is_run_again_while_a_parameter_that_it_reads_is_away() -> None:
+    """Blocks are gathered for each of four calls; a schedule for chains once ran one call's operations again in another one's backward."""
+
+    def of_rank() -> steps.Built:
+        model, sample, loss_fn = steps.repeated()
+        return model, steps.part_of(sample, 0, 2), loss_fn
+
+    plain = planned(of_rank, "sgd", "zero3/2", 1)
+    least, most = memfit.smallest_budget(plain), plain.prediction.peak_bytes
+    plans = [plain, *(api.replan(plain, least + (most - least) * part // 6) for part in range(6))]
+    assert plans[1].script.recomputations > 0
+    for of_one in on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.repeated, "sgd"):
+        (losses, parameters, _), *others = of_one
+        for plan, (found, trained, peak) in zip(plans[1:], others, strict=True):
+            assert found == losses
+            assert small.same(trained, parameters)
+            assert peak == plan.prediction.peak_bytes
+
+
 def test_each_rank_takes_what_is_predicted_for_it_where_shards_differ() -> None:
     """Rows that cannot be shared out evenly, and under ZeRO 1 whole parameters: the state of each rank is another."""
     plans = [planned(steps.uneven, "adamw", setting_of(way, 2), 1) for way in ("zero1", "zero3")]

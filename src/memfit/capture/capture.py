@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import nn
@@ -84,6 +85,7 @@ def capture(
                 sharded = shard(source.model, choices.sharding, mesh.get_group(), mesh, synchronised=False)
                 stack.callback(sharded.close)
                 captured = record(source, micro_batches, choices, layouts=layouts, sharded=sharded)
+                _check_backwards(captured)
             elif choices.streamed:
                 captured = _streamed(source, micro_batches, choices, layouts)
             else:
@@ -96,9 +98,41 @@ def capture(
     except MemfitError:
         raise
     except Exception as error:
+        for words, told in _OF_ENGINES.items() if choices.sharding else ():
+            if words in str(error):
+                raise CaptureError(told) from error
         raise CaptureError(
             f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
         ) from error
+
+
+# What torch's engines for several ranks say of models that they cannot train, and what it means.
+_OF_ENGINES: Final = {
+    "Expected to have finished reduction": (
+        "a parameter gets no gradient in a step, which DistributedDataParallel does not bear: leave out what is not used, or train with ZeRO 2 or 3"
+    ),
+    "got mixed torch.Tensor and DTensor": (
+        "the loss calls a part of the model, or uses a parameter, outside of the model's own forward, where fully_shard gathers nothing: call it in "
+        "forward, or train data parallel or with ZeRO 1"
+    ),
+    "already managed by another FSDP group": (
+        "two blocks share a parameter, and fully_shard gathers each block by itself: train data parallel or with ZeRO 1, or with the model as one unit "
+        '(fixed={"sharding": "zero2+whole"})'
+    ),
+    "FSDP expects uniform original parameter dtype": (
+        "parameters that are trained have several types, and fully_shard gathers them together: give them one type, or train data parallel or with ZeRO 1"
+    ),
+}
+
+
+def _check_backwards(captured: Captured) -> None:
+    """Raise CaptureError where forward takes a gradient itself, under an engine that frees parameters in backward."""
+    trace = captured.trace
+    if trace.gathered and any(event < 0 for event in trace.events[: trace.forward_events]):
+        raise CaptureError(
+            "forward takes a gradient itself, and fully_shard frees parameters after that backward, which the next one needs: train data parallel or with "
+            "ZeRO 1"
+        )
 
 
 @contextmanager

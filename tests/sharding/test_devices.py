@@ -176,7 +176,7 @@ def tied(model: Parts) -> None:
         ("zero3", None, of_a_part, "the loss calls a part of the model, or uses a parameter, outside of the model's own forward"),
         ("zero3", tied, small.squared_error, "two blocks share a parameter, and fully_shard gathers each block by itself"),
         ("zero2", lambda model: model.unused.double(), small.squared_error, "parameters that are trained have several types"),
-        ("zero3", None, of_a_gradient, "forward takes a gradient itself, and fully_shard frees parameters after that backward"),
+        ("zero3", None, of_a_gradient, "forward takes a gradient that is differentiated again, and fully_shard frees parameters after each backward"),
     ],
 )  # fmt: skip
 def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: Any, loss_fn: Any, told: str) -> None:

@@ -126,12 +126,12 @@ _OF_ENGINES: Final = {
 
 
 def _check_backwards(captured: Captured) -> None:
-    """Raise CaptureError where forward takes a gradient itself, under an engine that frees parameters in backward."""
+    """Raise CaptureError where a gradient that forward takes is differentiated again, under an engine that frees parameters after each backward."""
     trace = captured.trace
-    if trace.gathered and any(event < 0 for event in trace.events[: trace.forward_events]):
+    asked = (({event < trace.forward_events for event, _ in save.unpacks}) for save in trace.saves)
+    if trace.gathered and any(len(when) == 2 for when in asked):
         raise CaptureError(
-            "forward takes a gradient itself, and fully_shard frees parameters after that backward, which the next one needs: train data parallel or with "
-            "ZeRO 1"
+            "forward takes a gradient that is differentiated again, and fully_shard frees parameters after each backward: train data parallel or with ZeRO 1"
         )
 
 

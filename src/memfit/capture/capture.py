@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch import nn
@@ -98,31 +97,35 @@ def capture(
     except MemfitError:
         raise
     except Exception as error:
-        for words, told in _OF_ENGINES.items() if choices.sharding else ():
-            if words in str(error):
-                raise CaptureError(told) from error
+        known = _of_an_engine(str(error)) if choices.sharding else None
+        if known is not None:
+            raise known from error
         raise CaptureError(
             f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
         ) from error
 
 
-# What torch's engines for several ranks say of models that they cannot train, and what it means.
-_OF_ENGINES: Final = {
-    "Expected to have finished reduction": (
-        "a parameter gets no gradient in a step, which DistributedDataParallel does not bear: leave out what is not used, or train with ZeRO 2 or 3"
-    ),
-    "got mixed torch.Tensor and DTensor": (
-        "the loss calls a part of the model, or uses a parameter, outside of the model's own forward, where fully_shard gathers nothing: call it in "
-        "forward, or train data parallel or with ZeRO 1"
-    ),
-    "already managed by another FSDP group": (
-        "two blocks share a parameter, and fully_shard gathers each block by itself: train data parallel or with ZeRO 1, or with the model as one unit "
-        '(fixed={"sharding": "zero2+whole"})'
-    ),
-    "FSDP expects uniform original parameter dtype": (
-        "parameters that are trained have several types, and fully_shard gathers them together: give them one type, or train data parallel or with ZeRO 1"
-    ),
-}
+def _of_an_engine(said: str) -> CaptureError | None:
+    """What it means that one of torch's engines for several ranks says of a model which it cannot train; None for anything else."""
+    if "Expected to have finished reduction" in said:
+        return CaptureError(
+            "a parameter gets no gradient in a step, which DistributedDataParallel does not bear: leave out what is not used, or train with ZeRO 2 or 3"
+        )
+    if "got mixed torch.Tensor and DTensor" in said:
+        return CaptureError(
+            "the loss calls a part of the model, or uses a parameter, outside of the model's own forward, where fully_shard gathers nothing: call it in "
+            "forward, or train data parallel or with ZeRO 1"
+        )
+    if "already managed by another FSDP group" in said:
+        return CaptureError(
+            "two blocks share a parameter, and fully_shard gathers each block by itself: train data parallel or with ZeRO 1, or with the model as one unit "
+            '(fixed={"sharding": "zero2+whole"})'
+        )
+    if "FSDP expects uniform original parameter dtype" in said:
+        return CaptureError(
+            "parameters that are trained have several types, and fully_shard gathers them together: give them one type, or train data parallel or with ZeRO 1"
+        )
+    return None
 
 
 def _check_backwards(captured: Captured) -> None:

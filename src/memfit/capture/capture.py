@@ -131,7 +131,7 @@ def _of_an_engine(said: str) -> CaptureError | None:
 def _check_backwards(captured: Captured) -> None:
     """Raise CaptureError where a gradient that forward takes is differentiated again, under an engine that frees parameters after each backward."""
     trace = captured.trace
-    asked = (({event < trace.forward_events for event, _ in save.unpacks}) for save in trace.saves)
+    asked = ({event < trace.forward_events for event, _ in save.unpacks} for save in trace.saves)
     if trace.gathered and any(len(when) == 2 for when in asked):
         raise CaptureError(
             "forward takes a gradient that is differentiated again, and fully_shard frees parameters after each backward: train data parallel or with ZeRO 1"

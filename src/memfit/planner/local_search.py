@@ -85,7 +85,7 @@ def one_more(timeline: Timeline, recomputations: Recomputations) -> Iterator[dic
             for s in recipes.recipes[recipe].inputs:
                 want(s, event)
     for event, recipe in wanted:
-        if recipe in recomputations.get(event, ()) or not timeline.may_run(recipe, event):
+        if recipe in recomputations.get(event, ()) or not timeline.recipes.may_run(recipe, event):
             continue
         yield with_recomputation(timeline, recomputations, event, recipe)
 
@@ -134,7 +134,7 @@ def shake(timeline: Timeline, recomputations: Recomputations, budget: int, round
         start = begin + chance.random() * (end - begin - length)
         more = {e: set(rs) for e, rs in current.items()}
         for event, recipe in additions[number % len(additions)]:
-            if start <= event < start + length and timeline.may_run(recipe, event):
+            if start <= event < start + length and timeline.recipes.may_run(recipe, event):
                 more.setdefault(event, set()).add(recipe)
         plan = {e: sorted(rs, key=timeline.recipes.last_operation.__getitem__) for e, rs in sorted(more.items())}
         if timeline.peak(plan) > budget or not timeline.fits_lower_tiers(plan):

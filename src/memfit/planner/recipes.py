@@ -181,6 +181,23 @@ class Recipes:
         for tier in range(len(self.tiers)):
             self._add_reloads(tier, maker, last_write)
 
+    @cached_property
+    def _whole_at(self) -> list[list[tuple[tuple[int, int], ...]]]:
+        """Of each recipe, the events between which each of the gathered parameters that it reads is whole."""
+        gathered, operations = dict(self.trace.gathered), self.trace.operations
+        if not gathered:
+            return []
+        return [
+            [gathered[s] for s in {s for op in recipe.operations for s in operations[op].reads} if s in gathered]
+            for recipe in self.recipes
+        ]
+
+    def may_run(self, recipe: int, event: int) -> bool:
+        """Whether the parameters that a recipe reads are whole at an event: `fully_shard` frees them in between (ZeRO 3), and no plan gathers them."""
+        if not self._whole_at:
+            return True
+        return all(any(a <= event <= b for a, b in spans) for spans in self._whole_at[recipe])
+
     def _stay_in_calls(self, home: Mapping[int, int]) -> None:
         """Rule out recipes that are not of one call alone, where forward takes several paths: what they read or are asked for may not be there on another."""
         for index, recipe in enumerate(self.recipes):

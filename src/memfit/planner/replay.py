@@ -135,7 +135,7 @@ class Replay:
         return [
             (event, recipe)
             for event, recipe in largest_first
-            if (event, recipe) not in present and timeline.may_run(recipe, event)
+            if (event, recipe) not in present and timeline.recipes.may_run(recipe, event)
         ]
 
     def move(self, slots: tuple[int, ...]) -> Move:

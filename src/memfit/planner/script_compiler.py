@@ -123,11 +123,8 @@ def compile_script(
                 unpacks.append((event, index))
                 used[save.storage].append((event, len(recomputations.get(event, ()))))
     assert answered <= managed, "recomputations start only where a managed storage is unpacked"
-    whole = dict(trace.gathered)
-    for event, runs in recomputations.items() if whole else ():
-        for op in (op for recipe in runs for op in recipes.recipes[recipe].operations):
-            there = all(any(a <= event <= b for a, b in whole[s]) for s in trace.operations[op].reads if s in whole)
-            assert there, "what reads a parameter is run again only where that is whole"
+    may_run = all(recipes.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
+    assert may_run, "what reads a parameter is run again only where that is whole"
     step_events = sorted(unpacks)
     releases: dict[tuple[int, int], list[int]] = defaultdict(list)
     held: set[int] = set()

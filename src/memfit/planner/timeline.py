@@ -15,7 +15,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import fmean
 from typing import Any, Final
 
@@ -222,28 +221,11 @@ class Timeline:
         takes = operation.workspace_bytes >= NUMBER_BYTES and operation.name in _TAKE_A_NUMBER_AS_TENSOR
         return NUMBER_BYTES if takes and _WITH_A_NUMBER.match(operation.key) else 0
 
-    @cached_property
-    def _whole_at(self) -> list[list[tuple[tuple[int, int], ...]]]:
-        """Of each recipe, the events between which each of the gathered parameters that it reads is whole."""
-        gathered, operations = dict(self.trace.gathered), self.trace.operations
-        if not gathered:
-            return []
-        return [
-            [gathered[s] for s in {s for op in recipe.operations for s in operations[op].reads} if s in gathered]
-            for recipe in self.recipes.recipes
-        ]
-
-    def may_run(self, recipe: int, event: int) -> bool:
-        """Whether the parameters that a recipe reads are whole at an event: `fully_shard` frees them in between (ZeRO 3), and no plan gathers them."""
-        if not self._whole_at:
-            return True
-        return all(any(a <= event <= b for a, b in spans) for spans in self._whole_at[recipe])
-
     def reads_what_is_there(self, recomputations: Recomputations) -> bool:
         """Whether all recipes of a plan may run where it has them."""
-        if not self._whole_at:
+        if not self.trace.gathered:
             return True
-        return all(self.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
+        return all(self.recipes.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
 
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""

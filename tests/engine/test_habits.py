@@ -49,36 +49,6 @@ def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
     return out.mean() + (gradient.norm(dim=-1) - 1).square().mean()
 
 
-class Residual(nn.Module):
-    """Blocks that add to what they read, and a layer after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(4)
-        )
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.out(self.through(x))
-        return found
-
-
-def inner_step(model: nn.Module, x: Tensor) -> Tensor:
-    """A step within the loss, which the outer gradient goes through (MAML): an inner backward in the middle of forward, and layers before and after it."""
-    assert isinstance(model, Residual)
-    weight = model.out.weight
-    (gradient,) = torch.autograd.grad(functional.mse_loss(model(x), x.roll(1, 0)), weight, create_graph=True)
-    return functional.mse_loss(functional.linear(model(x.flip(0)), weight - 0.1 * gradient), x)
-
-
 def input_gradient(model: nn.Module, x: Tensor) -> Tensor:
     """A backward inside forward whose result is a constant for the loss (FGSM)."""
     x = x.clone().requires_grad_()
@@ -197,7 +167,6 @@ def hooked() -> nn.Module:
 Habit = tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]
 HABITS: dict[str, Habit] = {
     "gradient_penalty": (layers, gradient_penalty),
-    "inner_step": (Residual, inner_step),
     "input_gradient": (layers, input_gradient),
     "users_hooks": (layers, users_hooks),
     "tensor_hooks": (layers, tensor_hooks),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 import memfit
-from engine.test_habits import Residual, inner_step, rows
 from memfit.errors import InfeasibleError
 from memfit.planner.baselines.chain import Chain, ChainStage
 from memfit.planner.baselines.revolve import revolve_cost
@@ -18,6 +17,7 @@ from memfit.planner.timeline import Timeline
 from memfit.planning import planning_of
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Category, Operation, Phase, Save, Storage, Trace
+from models.calls import PROGRAMS, batch
 from sweeps import by_turns, each_seed
 
 UNIT = 1 << 20
@@ -179,7 +179,8 @@ def test_long_chains_are_cut_into_chains_of_groups_and_nested_where_little_is_le
 
 def test_nothing_is_run_again_before_it_was_made_where_forward_takes_a_gradient_itself() -> None:
     """Backward begins with the last cell only after all of forward; the inner backward asks in the middle of it."""
-    planning = planning_of(memfit.plan(Residual(), rows(), inner_step, 1 << 40, fixed={"micro_batches": 1}))
+    model, loss_fn = PROGRAMS["step_within_the_loss"]()
+    planning = planning_of(memfit.plan(model, batch(), loss_fn, 1 << 40, fixed={"micro_batches": 1}))
     assert planning is not None
     solver = planning.solver(1)
     timeline = solver.problem.timeline

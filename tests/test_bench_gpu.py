@@ -108,9 +108,9 @@ def test_what_was_never_asked_comes_first_and_what_is_done_does_not_come_again(g
     assert gpu.asking.turns(["a", "b", "c"], tmp_path) == [("c", False), ("a", True)]
 
 
-def test_all_questions_together_stay_within_one_call(gpu: Any) -> None:
+def test_all_questions_together_stay_within_two_calls(gpu: Any) -> None:
     questions = gpu.run.QUESTIONS.values()
-    assert sum(question.seconds for question in questions) <= gpu.run.WHOLE_SECONDS < 9 * 60
+    assert sum(question.seconds for question in questions) <= 2 * gpu.run.WHOLE_SECONDS < 18 * 60
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ TECHNIQUES = (
     Technique("nothing", {}),
     Technique("8-bit state", {"state_format": "8bit"}, exact=False),
     Technique("state on the host", {"state_place": "host"}),
+    Technique("bf16 parameters", {"parameters": "bf16"}, exact=False),
     Technique("update in backward", {"update": "in_backward"}),
     Technique("bf16", {"precision": "bf16"}, precision="bf16"),
     Technique("fp16", {"precision": "fp16"}, precision="fp16"),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import multiprocessing
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 import measuring
 import torch
 from gpu.setting import Setting, adamw
+from torch import nn
 
 import memfit
 from memfit import batches
 
+Ask = Callable[[Setting, str], Iterator[dict[str, Any]]]
 PROCESSES = 8  # at the same time on one GPU: the allocator's counters are those of a process
 SHARES = (1.0, 0.5, 0.0)  # of the way from the smallest budget to plain
+FIVE_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+STEPS = 4  # stretches in which nothing is dropped are left alone from the second on
 
 
 def programs(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -28,9 +34,22 @@ def programs(setting: Setting) -> Iterator[dict[str, Any]]:
     names = [case.name for case in CASES if not case.slow]
     names = names[:2] if setting.tiny else names
     workers = 1 if setting.tiny else PROCESSES
+    yield from _beside_each_other(names, _rows, workers, tiny=setting.tiny)
+
+
+def calls(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Programs that are unusual by how modules are called, trained for some steps at five budgets: losses and parameters bit by bit, and bytes of a step."""
+    measuring.with_tests_models()
+    from models.calls import PROGRAMS
+
+    names = list(PROGRAMS)[:2] if setting.tiny else list(PROGRAMS)
+    yield from _beside_each_other(names, _trained_rows, 1 if setting.tiny else PROCESSES, tiny=setting.tiny)
+
+
+def _beside_each_other(names: Sequence[str], ask: Ask, workers: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
-        asked = {pool.submit(case_rows, name, tiny=setting.tiny): name for name in names}
+        asked = {pool.submit(case_rows, name, ask, tiny=tiny): name for name in names}
         for done in as_completed(asked):
             yield from done.result()
         pool.shutdown()
@@ -40,7 +59,7 @@ def programs(setting: Setting) -> Iterator[dict[str, Any]]:
         raise
 
 
-def case_rows(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+def case_rows(name: str, ask: Ask, *, tiny: bool) -> list[dict[str, Any]]:
     """Rows of one case; one that fails says so, with the traceback."""
     measuring.with_tests_models()
     torch.set_num_threads(1)
@@ -48,7 +67,7 @@ def case_rows(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     setting = Setting(tiny=tiny)
     rows: list[dict[str, Any]] = []
     try:
-        rows.extend(_rows(setting, name))
+        rows.extend(ask(setting, name))
     except Exception as error:  # noqa: BLE001 - a case that fails is a finding
         rows.append(
             {"case": name, "failed": f"{type(error).__name__}: {error}"[:500], "at": traceback.format_exc()[-1500:]}
@@ -103,6 +122,67 @@ def _rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     for row, made in zip(found, plans, strict=True):
         differs = reference.differs(outcome_of(model, sample, loss_fn, memfit.apply(made, model, loss_fn)))
         yield {**row, "plain_repeats": repeats is None, "equal": differs is None, "differs": differs}
+
+
+def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
+    from models.calls import PROGRAMS, batch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    model, loss_fn = PROGRAMS[name]()
+    model = model.to(setting.device)
+    sample = batches.map_tensors(lambda t: t.to(setting.device), batch())
+
+    def trained(step: Callable[[], float], result: nn.Module) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(7)
+        losses = [step() for _ in range(STEPS)]
+        return losses, [p.detach().clone() for p in result.parameters()]
+
+    def plain() -> tuple[list[float], list[torch.Tensor]]:
+        mine = copy.deepcopy(model)
+        optimizer = adamw(p for p in mine.parameters() if p.requires_grad)
+
+        def step() -> float:
+            loss = loss_fn(mine, sample)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.detach())
+
+        return trained(step, mine)
+
+    def same(a: Any, b: Any) -> bool:
+        return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+    plain()
+    reference = plain()
+    repeats = same(reference, plain())
+    base = memfit.plan(copy.deepcopy(model), sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
+    smallest, largest = memfit.smallest_budget(base), base.prediction.peak_bytes
+    for share in FIVE_SHARES:
+        made = memfit.replan(base, smallest + int((largest - smallest) * share))
+        mine = copy.deepcopy(model)
+        engine = memfit.apply(made, mine, loss_fn, adamw)
+        equal = same(reference, trained(partial(_loss_of_step, engine, sample), mine))
+        setting.fresh()
+        beside = sum(p.nbytes for p in (*model.parameters(), *model.buffers(), *reference[1]))
+        peak = (engine.step(sample, meter=True).peak_bytes or 0) - (beside if setting.device.type == "cuda" else 0)
+        yield {
+            "case": name,
+            "share": share,
+            "plain_repeats": repeats,
+            "equal": equal,
+            "predicted_bytes": made.prediction.peak_bytes,
+            "allocated_bytes": peak,
+            "divergences": [each for record in engine.records for each in record.divergences],
+            "recomputations": made.script.recomputations,
+            "captured_on": made.source,
+        }
+        del engine, mine, made
+
+
+def _loss_of_step(engine: memfit.Engine, sample: Any) -> float:
+    return float(engine.step(sample).loss)
 
 
 def generators(setting: Setting) -> list[torch.Tensor]:

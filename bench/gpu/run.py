@@ -2,7 +2,7 @@
 
 Is it exact, is the prediction true, how does it stand beside rivals, what does following a plan cost, how much of the copying hides behind computing?
 
-    PYTHONPATH=src python bench/gpu/run.py --out DIR            # at most 9 minutes; a second call goes on where the first one stopped
+    PYTHONPATH=src python bench/gpu/run.py --out DIR            # at most 9 minutes; a second call asks what the first one had no time for
     PYTHONPATH=src python bench/gpu/run.py --out DIR --tiny     # the same on small models, on a CPU too: does the script itself work?
 
 Needs PyTorch 2.11 or newer, NumPy, networkx and transformers; trl, torchtune, torchao and bitsandbytes are asked where they are installed. Each question
@@ -31,7 +31,8 @@ from gpu.alone import streaming, swap, techniques
 from gpu.asking import Question, answer, turns
 from gpu.beside import frontier_bert, frontier_llama, optimizers, recompute_layers
 from gpu.failing import failing
-from gpu.programs import programs
+from gpu.programs import calls, programs
+from gpu.recurrent import recurrent
 from gpu.rows import plain_row, planned_row
 from gpu.setting import Clock, Setting, adamw, bert, images, llama
 from gpu.table import table
@@ -194,14 +195,16 @@ QUESTIONS: dict[str, Question] = {
     "exactness": Question(exactness, 40),
     "failing": Question(failing, 5),
     "programs": Question(programs, 60),
+    "calls": Question(calls, 110),
+    "recurrent": Question(recurrent, 80),
     "predict": Question(predict, 60),
     "absent": Question(absent, 90),
     "techniques": Question(techniques, 60),
     "swap": Question(swap, 45),
     "streaming": Question(streaming, 30),
     "frontier_bert": Question(frontier_bert, 45),
-    "frontier_llama": Question(frontier_llama, 40),
-    "largest_batch": Question(largest_batch, 25),
+    "frontier_llama": Question(frontier_llama, 120),
+    "largest_batch": Question(largest_batch, 80),
     "optimizers": Question(optimizers, 10),
     "overhead": Question(overhead, 20),
 }

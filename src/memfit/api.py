@@ -88,11 +88,11 @@ def plan(
         lower_tier: folder to offload to, whose disk's speed and free space the plan uses, as for `apply`; None for the default (`MEMFIT_OFFLOAD_DIR`).
         loader_batches: how many batches of a loader the sample's are, where `engine.accumulate` takes them from an iterator, one on the device at a time; 1
             where the sample is there as a whole.
-        devices: several of them, one for each rank: 4, "4x24GiB", "4xh100", "4x24GiB@50GB/s" (the links between them), "2x8xh100" (nodes of eight), the path
-            of a machine file (`memfit.hardware.machine_file`), or a `Topology`. The sample is then
-            the batch of one rank and the budget that of one device. Data parallelism, ZeRO 1, 2 and 3, and pipelines are compared;
-            `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2" (two stages, two pipelines) pipelines,
-            "1f1b/2x2+zero1" those in which each stage's optimizer state is shared out, and "interleaved/4" one of eight stages on four devices.
+        devices: several of them, one for each rank (1 is as None): 4, "4x24GiB", "4xh100", "4x24GiB@50GB/s" (the links between them), "2x8xh100" (nodes of
+            eight), the path of a machine file (`memfit.hardware.machine_file`), or a `Topology`. The sample is then the batch of one rank and the budget that
+            of one device. Data parallelism, ZeRO 1, 2 and 3, and pipelines are compared; `fixed={"sharding": "zero2"}` takes one, "pipeline" or "1f1b/2x2"
+            (two stages, two pipelines) pipelines, "1f1b/2x2+zero1" those in which each stage's optimizer state is shared out, and "interleaved/4" one of eight
+            stages on four devices.
         progress: called with a description of the current work and the share done (0 to 1). Where several ways are tried, the description says how many
             others may follow and how long that takes at most, by those so far.
 
@@ -103,7 +103,7 @@ def plan(
         CaptureError: the step cannot be captured, so it cannot be predicted.
     """
     topology = None
-    if devices is not None:
+    if devices not in (None, 1, "1"):
         here = machine_of(model, device)
         topology = several_devices(devices, here)
         device = device if topology.devices[0].name == here.name else topology.devices[0].name
@@ -340,7 +340,7 @@ def fit(
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
-    if devices is not None:
+    if devices not in (None, 1, "1"):
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
         check_world(len(several_devices(devices, machine_of(model, None)).devices))

@@ -27,7 +27,7 @@ from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import origin_of, planning_of
 from memfit.sharding.sharded import ShardedModel
-from memfit.sharding.ways import group_of, shard
+from memfit.sharding.ways import follow_device, group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
 from memfit.step.given import check_model, loss_function, optimizer_factory
@@ -102,6 +102,7 @@ def apply(
     sharded: ShardedModel | None = None
     if plan.choices.sharding:
         group = group_of(plan.choices.sharding)
+        follow_device(device_of(model))
         in_stages = plan.pipeline is not None
         sharded = join(plan, model, loss_fn, group) if in_stages else shard(model, plan.choices.sharding, group)
         if isinstance(chosen, torch.optim.Optimizer):

@@ -40,6 +40,9 @@ _ALWAYS_TRAINING_BATCH_NORMS: Final[Mapping[str, tuple[int, ...]]] = {"aten::_ba
 # Libraries whose operations are known to be functions of their inputs (and the default generator, where tagged).
 _KNOWN_LIBRARIES: Final = frozenset({"aten", "prims", "mkldnn", "torchvision", "quantized"})
 
+# Recurrent layers in one kernel: dropout between them draws from a buffer of the library's own and moves it on, which no generator's state puts back.
+_OWN_RANDOM_STATE: Final = frozenset({"aten::_cudnn_rnn", "aten::miopen_rnn", "memfit::cudnn_rnn"})
+
 # Operations that look inside storages, resize them or make new aliases in ways that cannot be run again.
 _NEVER_AGAIN: Final = frozenset(
     {
@@ -181,10 +184,14 @@ def is_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.name in {"dropout_p", "dropout"} and argument.type.kind() == "FloatType":
+        if argument.name in _NOT_RANDOM_IF_ZERO:
             value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(value)
+            if isinstance(value, (bool, int, float)) and not value:
+                return False
     return True
+
+
+_NOT_RANDOM_IF_ZERO: Final = frozenset({"dropout_p", "dropout", "train"})
 
 
 def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:
@@ -208,6 +215,8 @@ def is_rerunnable(
     """
     name = func._schema.name  # noqa: SLF001
     if name in _NEVER_AGAIN or not (name.split("::")[0] in _KNOWN_LIBRARIES or name in known):
+        return False
+    if name in _OWN_RANDOM_STATE and is_random(func, args, kwargs):
         return False
     if kwargs.get("generator") is not None:
         return False  # the user's own generator; its state is not ours to rewind

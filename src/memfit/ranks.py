@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,8 +20,9 @@ from memfit.planning import PlansAgain, origin_of
 from memfit.progress import Progress, tell
 from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
 from memfit.sharding.agreement import Agreement
-from memfit.sharding.collectives import backend_for
+from memfit.sharding.collectives import backends_for
 from memfit.sharding.process_exit import leave_group_at_exit
+from memfit.sharding.ways import follow_device
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.sharding import way_of
@@ -65,17 +67,17 @@ def check_world(number: int) -> tuple[int, int]:
     return there
 
 
-def join_group(backend: str) -> None:
+def join_group(device: torch.device) -> None:
     """Meet the other ranks where the environment says, until this process ends.
 
     Args:
-        backend: of torch's, as "gloo".
+        device: on which this rank computes.
 
     Raises:
         EngineError: they were not met: the port is in use, the address is another computer's, or one did not come in time.
     """
     try:
-        dist.init_process_group(backend)
+        dist.init_process_group(backends_for(device))
         leave_group_at_exit()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         rank, ranks, host, port = (
@@ -120,7 +122,8 @@ def fit_together(
         if there[0] == 0:
             found = make()  # where this fails, torchrun ends the others
             make = lambda: found  # noqa: E731 - what was made, told to the others as any other plan
-        join_group(backend_for(device_of(model)))
+        join_group(device_of(model))
+    follow_device(device_of(model))
     made = planned_together(make)
     check_plan(made, dist.get_world_size())
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)

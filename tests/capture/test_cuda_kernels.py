@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 import memfit
 import models
 import small
+from memfit import dispatch
 from memfit.capture.capture import capture
 from memfit.capture.cuda.attention import Call, Kernel, chosen
 from memfit.capture.cuda.recurrent import RESERVED_VALUES, reserve_bytes
@@ -232,8 +233,10 @@ def test_batch_norm_of_rows_is_not_that_of_cudnn() -> None:
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("directions", [1, 2])
-def test_recurrent_layers_are_one_kernel_with_a_reserve(kind: str, directions: int) -> None:
-    model = getattr(nn, kind)(12, 20, num_layers=2, dropout=0.5, bidirectional=directions == 2, batch_first=True)
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+def test_recurrent_layers_are_one_kernel_with_a_reserve(kind: str, directions: int, dropout: float) -> None:
+    """Which is not run again where it draws: cuDNN's masks come from a state of its own, which no generator's puts back."""
+    model = getattr(nn, kind)(12, 20, num_layers=2, dropout=dropout, bidirectional=directions == 2, batch_first=True)
     sample = torch.randn(6, 30, 12)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -245,12 +248,23 @@ def test_recurrent_layers_are_one_kernel_with_a_reserve(kind: str, directions: i
     assert names(trace)["memfit.cudnn_rnn.default"] == names(trace)["memfit.cudnn_rnn_backward.default"] == 1
     values = RESERVED_VALUES[kind.lower() if kind != "RNN" else "rnn_tanh"]
     cells = 6 * 30 * 20 * 2 * directions
-    assert saved_bytes(trace)[reserve_bytes(cells, 4, values, 0.5)] == 1
+    assert saved_bytes(trace)[reserve_bytes(cells, 4, values, dropout)] == 1
     (layers,) = (o for o in trace.operations if o.name == "memfit.cudnn_rnn.default")
-    assert layers.rerunnable
-    assert layers.random  # of the dropout between layers
+    assert layers.rerunnable == (not dropout)
+    assert layers.random == bool(dropout)
     assert captured.receiving == {name for name, _ in model.named_parameters()}
     assert "recurrent layers: cuDNN, whose reserve is estimated" in trace.notes[0]
+
+
+@pytest.mark.parametrize(("dropout", "train", "again"), [(0.3, True, False), (0.3, False, True), (0.0, True, True)])
+def test_cudnn_recurrent_layers_are_run_again_where_they_draw_nothing(
+    dropout: float, train: object, again: object
+) -> None:
+    state = torch.zeros(8, dtype=torch.uint8)
+    x, weights, hidden = torch.ones(2, 3, 4), [torch.ones(4)], torch.ones(1, 3, 4)
+    call = (x, weights, 4, None, hidden, None, 2, 4, 0, 2, False, dropout, train, False, [], state)
+    assert dispatch.is_rerunnable(torch.ops.aten._cudnn_rnn.default, call, {}) == again
+    assert dispatch.is_random(torch.ops.aten._cudnn_rnn.default, call, {}) != again
 
 
 @pytest.mark.parametrize("affine", [True, False])

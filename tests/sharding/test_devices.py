@@ -190,7 +190,7 @@ def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: 
 
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="devices names one device"):
-        planned(1)
+        planned("1x1GiB")
     with pytest.raises(memfit.InputError, match="it deals out equal parts, and these devices are not alike"):
         planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
     with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):

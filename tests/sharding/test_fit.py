@@ -7,11 +7,14 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import memfit
+import memfit.ranks
 import small
 from memfit.ranks import join_group
+from memfit.sharding.ways import follow_device
 from sharding import fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
 
@@ -85,6 +88,37 @@ def test_a_fit_in_another_world_says_what_to_call() -> None:
         memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=2)
 
 
+def test_one_device_is_as_none() -> None:
+    """What a script under torchrun gives that counts its ranks, when it runs alone."""
+    model, sample, loss_fn = steps.chain()
+    engine = memfit.fit(model, sample, loss_fn, "1GiB", small.adamw, devices=1)
+    assert engine.sharded is None
+    alone = memfit.plan(model, sample, loss_fn, "1GiB", small.adamw, devices=1)
+    assert alone.prediction.peak_bytes == engine.plan.prediction.peak_bytes
+    assert not alone.choices.sharding
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+def test_ranks_of_gpus_send_what_lies_in_the_hosts_memory_too(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: str
+) -> None:
+    backends: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", backends.append)
+    monkeypatch.setattr(memfit.ranks, "leave_group_at_exit", lambda: None)
+    join_group(torch.device(device))
+    assert backends == [asked]
+
+
+def test_a_rank_sends_through_the_gpu_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    follow_device(torch.device("cuda", 1))
+    assert current == [torch.device("cuda", 1)]
+    with pytest.raises(memfit.InputError, match=r"the model is on cpu, and .* alone \(cuda:nccl\): move the model"):
+        follow_device(torch.device("cpu"))
+
+
 def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -95,5 +129,5 @@ def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             memfit.EngineError, match=rf"^rank 0 of 2 has not met the others at 127\.0\.0\.1:{port} \(.+\): see that"
         ):
-            join_group("gloo")
+            join_group(torch.device("cpu"))
     assert not dist.is_initialized()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from memfit.errors import EngineError
 from memfit.step import generators, process_generators
@@ -171,6 +172,14 @@ def test_a_snapshot_has_every_generator_of_the_process() -> None:
 def test_a_model_on_the_meta_device_or_without_parameters_is_on_the_cpu() -> None:
     assert device_of(nn.Linear(1, 1, device="meta")) == CPU
     assert device_of(nn.ReLU()) == CPU
+
+
+def test_a_model_of_which_a_part_is_elsewhere_is_on_the_device_of_what_is_here() -> None:
+    """As a stage of a pipeline is on a GPU, whose first parameters other ranks have."""
+    here = nn.Linear(1, 1)
+    with FakeTensorMode():
+        here.weight = nn.Parameter(torch.empty(1, 1, device="cuda"))
+    assert device_of(nn.Sequential(nn.Linear(1, 1, device="meta"), here)).type == "cuda"
 
 
 def test_buffers_without_copies_are_the_same_tensors_again() -> None:

@@ -214,6 +214,17 @@ def test_a_device_that_is_not_here_is_refused() -> None:
         choose_device("4090")
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_process_of_a_computer_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device(name) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"it has 2, and this is process 3: start as many as there are GPUs"):
+        choose_device(name)
+
+
 def test_a_module_that_fails_on_import_says_so_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     (folder / "broken_module.py").write_text("import a_module_that_is_not_there\n")

@@ -35,6 +35,11 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def backends_for(device: torch.device) -> str:
+    """Of ranks that compute on such devices, as `init_process_group` takes them; beside GPUs gloo sends what lies in the host's memory, and objects."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend_for(device)}"
+
+
 def kind_of(func: Any) -> str | None:
     """The name of a collective; None for what one device does alone."""
     return _KINDS.get(func._schema.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -31,6 +32,25 @@ def group_of(setting: str) -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def follow_device(device: torch.device) -> None:
+    """Make a rank's GPU its process's current one, through which torch sends objects and waits in barriers; else all ranks would do so on the first GPU.
+
+    Args:
+        device: of this rank's model.
+
+    Raises:
+        InputError: the group of this run sends no tensors that lie there.
+    """
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise InputError(
+            f"the model is on {device}, and the process group of this run sends tensors of other devices alone ({backends}): move the model to this rank's GPU "
+            'before memfit is called, or make the group with torch.distributed.init_process_group("gloo") to train on CPUs'
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def mesh_of(group: dist.ProcessGroup, device_type: str, name: str | None = None) -> DeviceMesh:

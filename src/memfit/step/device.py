@@ -7,6 +7,5 @@ from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of the first parameter; the CPU for a meta model or one without parameters."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+    """Device of the first parameter that is on one (other stages' are on the meta device); the CPU for a meta model or one without parameters."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from memfit.batches import Batch
 from memfit.errors import EngineError, InputError
+from memfit.step.device import device_of
 from memfit.step.program import StepProgram
 from memfit.storage.tiers import Tier, nearest_tier
 from memfit.streaming import passes as streamed
@@ -73,8 +74,7 @@ class LayerStream:
     ) -> None:
         self.model = model
         self.blocks: Blocks = blocks_at(model, path)
-        present = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-        self.device = device or present
+        self.device = device or device_of(model)
         self.tier = tier if tier is not None else nearest_tier(self.device)
         self.layers: list[Layer] = layers_of(model, self.blocks.paths, self.tier)
         self._placement = LayerPlacement(self.layers, self.blocks.path, self.tier, self.device)

@@ -191,11 +191,18 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigError: there is no such device here.
     """
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = os.environ.get("LOCAL_RANK", "")
+    if name in {"auto", "cuda"} and rank.isdecimal():  # each of torchrun's processes has a GPU of its own
+        if int(rank) >= (have := torch.cuda.device_count()):
+            raise ConfigError(
+                f"fit.device: a GPU for each process of this computer was asked for; it has {have}, and this is process {int(rank) + 1}: start as many as "
+                "there are GPUs (--nproc), or write fit.device: cpu"
+            )
+        return torch.device("cuda", int(rank))
     if name == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        rank = os.environ.get("LOCAL_RANK", "")  # each of torchrun's processes has a GPU of its own
-        return torch.device("cuda", int(rank)) if rank.isdecimal() else torch.device("cuda")
+        return torch.device("cuda")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import faulthandler
 import multiprocessing
 import traceback
@@ -132,24 +131,27 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     model, loss_fn = PROGRAMS[name]()
     model = model.to(setting.device)
     sample = batches.map_tensors(lambda t: t.to(setting.device), batch())
+    base = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
+    smallest, largest = memfit.smallest_budget(base), base.prediction.peak_bytes
+    # Of each run, losses and parameters are kept on the host, so that the GPU holds the step alone, as when it was planned for.
+    initial = _on_the_host(model)
 
-    def trained(step: Callable[[], float], result: nn.Module) -> tuple[list[float], list[torch.Tensor]]:
+    def trained(step: Callable[[], float]) -> tuple[list[float], list[torch.Tensor]]:
         torch.manual_seed(7)
-        losses = [step() for _ in range(STEPS)]
-        return losses, [p.detach().clone() for p in result.parameters()]
+        return [step() for _ in range(STEPS)], _on_the_host(model)
 
     def plain() -> tuple[list[float], list[torch.Tensor]]:
-        mine = copy.deepcopy(model)
-        optimizer = adamw(p for p in mine.parameters() if p.requires_grad)
+        _put(model, initial)
+        optimizer = adamw(p for p in model.parameters() if p.requires_grad)
 
         def step() -> float:
-            loss = loss_fn(mine, sample)
+            loss = loss_fn(model, sample)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return float(loss.detach())
 
-        return trained(step, mine)
+        return trained(step)
 
     def same(a: Any, b: Any) -> bool:
         return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
@@ -157,28 +159,34 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     plain()
     reference = plain()
     repeats = same(reference, plain())
-    base = memfit.plan(copy.deepcopy(model), sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
-    smallest, largest = memfit.smallest_budget(base), base.prediction.peak_bytes
     for share in FIVE_SHARES:
+        _put(model, initial)
         made = memfit.replan(base, smallest + int((largest - smallest) * share))
-        mine = copy.deepcopy(model)
-        engine = memfit.apply(made, mine, loss_fn, adamw)
-        equal = same(reference, trained(partial(_loss_of_step, engine, sample), mine))
+        engine = memfit.apply(made, model, loss_fn, adamw)
+        equal = same(reference, trained(partial(_loss_of_step, engine, sample)))
         setting.fresh()
-        beside = sum(p.nbytes for p in (*model.parameters(), *model.buffers(), *reference[1]))
-        peak = (engine.step(sample, meter=True).peak_bytes or 0) - (beside if setting.device.type == "cuda" else 0)
         yield {
             "case": name,
             "share": share,
             "plain_repeats": repeats,
             "equal": equal,
             "predicted_bytes": made.prediction.peak_bytes,
-            "allocated_bytes": peak,
+            "allocated_bytes": engine.step(sample, meter=True).peak_bytes,
             "divergences": [each for record in engine.records for each in record.divergences],
             "recomputations": made.script.recomputations,
             "captured_on": made.source,
         }
-        del engine, mine, made
+        del engine, made
+
+
+def _on_the_host(model: nn.Module) -> list[torch.Tensor]:
+    return [t.detach().cpu().clone() for t in (*model.parameters(), *model.buffers())]
+
+
+def _put(model: nn.Module, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip((*model.parameters(), *model.buffers()), values, strict=True):
+            tensor.copy_(value)
 
 
 def _loss_of_step(engine: memfit.Engine, sample: Any) -> float:

@@ -123,6 +123,8 @@ def _rows(setting: Setting, case: Layers) -> Iterator[dict[str, Any]]:
     before = generators(setting)
     plans = plans_between(model, sample, _loss, adamw, SHARES, streamed="")
     kept = all(torch.equal(a, b) for a, b in zip(before, generators(setting), strict=True))
+    values = [p.detach().cpu() for p in model.parameters()]
+    peaks = [_peak(setting, made, model, sample, values) for made in plans]  # while nothing else is there
     state = DropoutState()
     with state, torch.no_grad():
         model(*sample)
@@ -138,7 +140,7 @@ def _rows(setting: Setting, case: Layers) -> Iterator[dict[str, Any]]:
     reference = from_the_same_state()
     repeats = reference.differs(from_the_same_state())
     seeded_alone = run().differs(run())
-    for share, made in zip(SHARES, plans, strict=True):
+    for share, made, peak in zip(SHARES, plans, peaks, strict=True):
         found = from_the_same_state(memfit.apply(made, model, _loss))
         yield {
             "case": case.name,
@@ -152,20 +154,24 @@ def _rows(setting: Setting, case: Layers) -> Iterator[dict[str, Any]]:
             "generators_kept": kept,
             "captured_on": made.source,
             "notes": list(made.notes),
-            **_peak(setting, made, model, sample),
+            **peak,
         }
 
 
-def _peak(setting: Setting, made: memfit.Plan, model: nn.Module, sample: Any) -> dict[str, Any]:
-    """Of the second step; the parameters are trained by it."""
+def _peak(
+    setting: Setting, made: memfit.Plan, model: nn.Module, sample: Any, values: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Of the second step; then the parameters have these values again."""
     setting.fresh()
-    held = [p.detach().clone() for p in model.parameters()]
-    beside = sum(p.nbytes for p in held)
     engine = memfit.apply(made, model, _loss)
-    engine.step(sample)
-    peak = (engine.step(sample, meter=True).peak_bytes or 0) - (beside if setting.device.type == "cuda" else 0)
+    first, second = engine.step(sample), engine.step(sample, meter=True)
     with torch.no_grad():
-        for parameter, value in zip(model.parameters(), held, strict=True):
+        for parameter, value in zip(model.parameters(), values, strict=True):
             parameter.copy_(value)
-    predicted = made.prediction.peak_bytes
-    return {"predicted_bytes": predicted, "allocated_bytes": peak, "error": predicted / (peak or 1) - 1}
+    predicted, peak = made.prediction.peak_bytes, second.peak_bytes or 0
+    return {
+        "predicted_bytes": predicted,
+        "allocated_bytes": peak,
+        "error": predicted / (peak or 1) - 1,
+        "divergences": [*first.divergences, *second.divergences],
+    }

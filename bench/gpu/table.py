@@ -56,6 +56,63 @@ def programs(rows: Sequence[Row]) -> str:
     return "### The tests' models\n\n" + " ".join(told)
 
 
+def _apart(rows: Sequence[Row]) -> str:
+    """Predicted and measured peaks of these rows, in a sentence; nothing where none was measured."""
+    found = [row for row in rows if "allocated_bytes" in row]
+    if not found:
+        return ""
+    apart = [row["allocated_bytes"] - row["predicted_bytes"] for row in found]
+    return (
+        f" Predicted peaks: {sum(abs(each) <= 512 for each in apart)} of {len(found)} within the 512 bytes of one block; "
+        f"at most {_mib(max(apart))} more was held than predicted."
+    )
+
+
+def calls(rows: Sequence[Row]) -> str:
+    """One paragraph."""
+    found = [row for row in rows if "equal" in row]
+    failed = sorted({row["case"] for row in rows if "failed" in row})
+    return (
+        "### Unusual calls\n\n"
+        f"{len({row['case'] for row in found})} programs that are unusual by how modules are called (by the loss, several times, inside each other, under "
+        "hooks, checkpoints and handled errors), four steps at five budgets each, with deterministic kernels: "
+        f"{sum(row['equal'] for row in found)} of {len(found)} give plain PyTorch's losses and parameters bit by bit; {sum(bool(row['divergences']) for row in found)} left their plan."
+        + _apart(found)
+        + (f" Not run: {', '.join(failed)}." if failed else "")
+    )
+
+
+def recurrent(rows: Sequence[Row]) -> str:
+    """One paragraph."""
+    found = [row for row in rows if "equal" in row]
+    left = sum(row["divergence"] is not None for row in found)
+    failed = [f"{row['case']} ({row['failed'].partition(', so')[0]})" for row in rows if "failed" in row]
+    return (
+        "### Recurrent layers of cuDNN\n\n"
+        f"{', '.join(dict.fromkeys(row['case'] for row in found))}: four layers, 64 x 128, width 512, at three budgets each; "
+        f"{sum(row['equal'] for row in found)} of {len(found)} give plain PyTorch's loss and gradients bit by bit; {left} left their plan."
+        + _apart(found)
+        + (f" Refused: {'; '.join(failed)}." if failed else "")
+    )
+
+
+def largest_batch(rows: Sequence[Row]) -> str:
+    """One table."""
+    return "### The largest batch of BERT-large, 128 tokens, in 24 GiB\n\n" + measuring.table(
+        ["row", "batch", "peak", "predicted slowdown"],
+        [
+            [
+                row["row"],
+                str(row["batch"]),
+                _mib(row["allocated_bytes"]) if "allocated_bytes" in row else "",
+                f"{row['predicted_slowdown']:.2f}" if "predicted_slowdown" in row else "",
+            ]
+            for row in rows
+            if "batch" in row and "out_of_memory" not in row
+        ],
+    )
+
+
 def plain_steps(rows: Sequence[Row]) -> str:
     """One table."""
     return (
@@ -241,11 +298,14 @@ def failing(rows: Sequence[Row]) -> str:
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "programs": programs,
+    "calls": calls,
+    "recurrent": recurrent,
     "exactness": exactness,
     "absent": plain_steps,
     "techniques": techniques,
     "frontier_bert": frontier("BERT-large, batch 32, 128 tokens,"),
     "frontier_llama": frontier("A Llama-style model of a billion parameters"),
+    "largest_batch": largest_batch,
     "swap": swap,
     "streaming": streaming,
     "optimizers": optimizers,

@@ -40,8 +40,14 @@ _ALWAYS_TRAINING_BATCH_NORMS: Final[Mapping[str, tuple[int, ...]]] = {"aten::_ba
 # Libraries whose operations are known to be functions of their inputs (and the default generator, where tagged).
 _KNOWN_LIBRARIES: Final = frozenset({"aten", "prims", "mkldnn", "torchvision", "quantized"})
 
-# Recurrent layers in one kernel: dropout between them draws from a buffer of the library's own and moves it on, which no generator's state puts back.
-_OWN_RANDOM_STATE: Final = frozenset({"aten::_cudnn_rnn", "aten::miopen_rnn", "memfit::cudnn_rnn"})
+# Recurrent layers in one kernel: dropout between them draws from a buffer of the library's own and moves it on, which no generator's state puts back. The
+# buffer is filled in the first call after the generator's seed or state was set, by a number from the generator.
+OWN_RANDOM_STATE: Final = frozenset({"aten::_cudnn_rnn", "aten::miopen_rnn", "memfit::cudnn_rnn"})
+SETS_UP: Final[Mapping[str, frozenset[str]]] = {
+    "aten::_cudnn_rnn": frozenset(
+        {"aten::empty", "aten::random_", "aten::_local_scalar_dense", "aten::_cudnn_init_dropout_state"}
+    )
+}
 
 # Operations that look inside storages, resize them or make new aliases in ways that cannot be run again.
 _NEVER_AGAIN: Final = frozenset(
@@ -191,6 +197,11 @@ def is_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return True
 
 
+def sets_up(func: OpOverload, following: OpOverload) -> bool:
+    """Whether a call, where the next one of a step is `following`, sets up what that one draws from: no step has it that finds it set up."""
+    return func._schema.name in SETS_UP.get(following._schema.name, ())  # noqa: SLF001
+
+
 _NOT_RANDOM_IF_ZERO: Final = frozenset({"dropout_p", "dropout", "train"})
 
 
@@ -216,7 +227,7 @@ def is_rerunnable(
     name = func._schema.name  # noqa: SLF001
     if name in _NEVER_AGAIN or not (name.split("::")[0] in _KNOWN_LIBRARIES or name in known):
         return False
-    if name in _OWN_RANDOM_STATE and is_random(func, args, kwargs):
+    if name in OWN_RANDOM_STATE and is_random(func, args, kwargs):
         return False
     if kwargs.get("generator") is not None:
         return False  # the user's own generator; its state is not ours to rewind

@@ -12,9 +12,9 @@ gets a fresh tensor, which is recorded as the same storage. [4] The death of tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -494,6 +494,7 @@ class Recorder(dispatch.DispatchMode):
             for s in self.saves
         )
         operations = self._unseen.kept(self.operations)
+        operations = _without_rewinding(operations)
         operations = rerunnable_where_gathered(operations, self.events, saves, self._resized.spans(end))
         return operations, storages, saves
 
@@ -501,6 +502,16 @@ class Recorder(dispatch.DispatchMode):
         """As `Trace` has it."""
         spans = self._resized.spans(len(self.events))
         return tuple((handle, tuple((int(a), int(b)) for a, b in each)) for handle, each in spans.items())
+
+
+_OWN_RANDOM_STATE: Final = tuple(f"{name.replace('::', '.')}." for name in dispatch.OWN_RANDOM_STATE)
+
+
+def _without_rewinding(operations: Sequence[Operation]) -> Sequence[Operation]:
+    """The operations, of which none that draws may run again where one draws from a state of its own: to rewind the generator would set that up anew."""
+    if not any(each.random and each.name.startswith(_OWN_RANDOM_STATE) for each in operations):
+        return operations
+    return [replace(each, rerunnable=each.rerunnable and not each.random) for each in operations]
 
 
 @cache

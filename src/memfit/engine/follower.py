@@ -241,7 +241,8 @@ class Follower(dispatch.DispatchMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
         if self.divergence is None:
-            if not dispatch.is_operation(func):
+            following = self._functions[index] if index < self._count else None
+            if not dispatch.is_operation(func) or (following is not None and dispatch.sets_up(func, following)):
                 return func(*args, **kwargs) if kwargs else func(*args)
             planned = str(self._functions[index]) if index < self._count else "the end of forward"
             self._diverge(f"operation {index} is {func}, the plan has {planned}")

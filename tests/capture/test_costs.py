@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 
 import memfit
 import small
-from memfit.capture import cost_table, timing
+from memfit.capture import cost_table, reference_work, timing
 from memfit.capture.arguments import build
 from memfit.capture.calls import CallSpec
 from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import COLD_SHARE, Cost, with_costs
-from memfit.capture.reference_work import QUIET, ReferenceWork
+from memfit.capture.reference_work import LOOKS, QUIET, ReferenceWork
 from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
 from memfit.hardware.efficiency import Kind, Work, work_seconds
@@ -432,6 +433,18 @@ def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
         return QUIET * (left.pop(0) if len(left) > 1 else left[0])
 
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
+
+
+def test_a_computer_whose_threads_wait_for_each_other_for_a_moment_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference_work, "PAUSE_SECONDS", 0.0)
+    busy_for(monkeypatch, *[200.0] * (2 * LOOKS), 1.3)
+    assert ReferenceWork(time.process_time).slowdown() == pytest.approx(1.3)
+    busy_for(monkeypatch, 6.0, 5.0)  # for longer than anybody waits
+    assert ReferenceWork(time.process_time).slowdown() == pytest.approx(5.0)
+    busy_for(monkeypatch, *[2.0] * LOOKS, 1.0)
+    assert ReferenceWork(time.process_time).slowdown() == pytest.approx(2.0)
 
 
 def test_what_was_timed_on_a_busy_machine_is_timed_again_when_it_is_quiet(

@@ -13,6 +13,7 @@ import torch
 import memfit
 from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
+from memfit.pipelining import stages
 from memfit.pipelining.planning import PipelinePlanning, settings_for
 from memfit.planning import origin_of
 from memfit.techniques.sharding import Pipelines, way_of
@@ -38,6 +39,27 @@ def planned(fixed: Any = None, budget: Any = 1 << 40, ranks: Any = RANKS, **name
 @pytest.fixture(scope="module")
 def plan() -> memfit.Plan:
     return planned({"sharding": "pipeline", "micro_batches": 4})
+
+
+def test_a_cut_that_does_not_settle_is_the_best_of_those_that_were_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where stages take longer than their parts by themselves, those that are not captured yet always look faster."""
+    fixed = {"sharding": "interleaved/2", "micro_batches": 4}
+    model, sample, loss_fn = running.decoder()
+    own = steps.part_of(sample, 0, 2)
+
+    def made() -> memfit.Plan:
+        return memfit.plan(model, own, loss_fn, 1 << 40, steps.adamw, devices=2, fixed=fixed)
+
+    settled = made()
+    monkeypatch.setattr(stages, "ROUNDS", 1)
+    early = made()
+    assert early.pipeline is not None
+    assert settled.pipeline is not None
+    assert early.pipeline.cut.stages[-1].end == settled.pipeline.cut.stages[-1].end
+    assert early.prediction.step_seconds >= settled.prediction.step_seconds
+    assert [bool(script.plain) for script in early.pipeline.scripts] == [True] * len(early.pipeline.ends)
 
 
 def test_the_faster_of_the_pipelines_is_taken_and_the_other_one_told(plan: memfit.Plan) -> None:

@@ -57,7 +57,7 @@ class ReferenceWork:
         return self._seconds
 
     def slowdown(self) -> float:
-        """How many times longer work takes now than on a quiet computer: by the median of some looks, as each gives another; the least of some while it stalls."""
+        """How many times longer work takes now than on a quiet computer: by the median of some looks, as each gives another; of several while it stalls."""
         found = inf
         for tried in range(TRIES):
             if tried:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Final
 
 from memfit.pipelining.refinement import faster
@@ -23,7 +24,7 @@ from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
 from memfit.values.stages import Cut, Line, Parts, Recompute, Schedule, StageCost
 
-ROUNDS: Final = 20  # of cutting again with what the captured stages have shown
+ROUNDS: Final = 20  # of cutting again with what the captured stages have shown, until the best of these cuts is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,32 @@ def find_stages(
     known: dict[tuple[int, int], StageCost] = {}
     exact = replace(planner.parts, known=known)
     least = min(device.bytes for device in line.devices)
-    for _ in range(ROUNDS):
+    cuts: list[Cut] = []
+    for tried in count(1):
         found = cut_parts(exact, line, planner.micro_batches, schedule, stages=ranks, per_device=per_rank)
         new = [(s.first, s.end) for s in found.stages if (s.first, s.end) not in known]
-        for stretch in new:
-            known[stretch] = planner.cost(*stretch, found, least)
         if not new:
             break
+        for stretch in new:
+            known[stretch] = planner.cost(*stretch, found, least)
+        cuts.append(found)
+        # Stages may take longer than their parts by themselves, and then those that are not captured yet always look faster.
+        if tried >= ROUNDS and (best := _best_of(cuts, exact, line)) is not None:
+            found = best
+            break
     return _described(planner, found, line, exact)
+
+
+def _best_of(cuts: Sequence[Cut], parts: Parts, line: Line) -> Cut | None:
+    """The fastest of these by what their stages take as they were captured; None where none fits."""
+    captured = [
+        cost_of(parts, line, [s.end for s in cut.stages], cut.micro_batches, cut.schedule, cut.devices) for cut in cuts
+    ]
+    return min((cut for cut in captured if _fits(cut, line)), key=lambda cut: cut.step_seconds, default=None)
+
+
+def _fits(cut: Cut, line: Line) -> bool:
+    return all(peak <= line.devices[d].bytes for d, peak in zip(cut.devices, cut.peak_bytes, strict=True))
 
 
 def same_stages(planner: StagePlanner, line: Line, cut: Cut) -> StagesFound:

@@ -32,6 +32,7 @@ from gpu.asking import Question, answer, turns
 from gpu.beside import frontier_bert, frontier_llama, optimizers, recompute_layers
 from gpu.failing import failing
 from gpu.programs import calls, programs
+from gpu.ranks import ranks
 from gpu.recurrent import recurrent
 from gpu.rows import plain_row, planned_row
 from gpu.setting import Clock, Setting, adamw, bert, images, llama
@@ -195,16 +196,17 @@ QUESTIONS: dict[str, Question] = {
     "exactness": Question(exactness, 40),
     "failing": Question(failing, 5),
     "programs": Question(programs, 60),
-    "calls": Question(calls, 110),
-    "recurrent": Question(recurrent, 80),
+    "calls": Question(calls, 60),
+    "recurrent": Question(recurrent, 50),
+    "ranks": Question(ranks, 60),
     "predict": Question(predict, 60),
     "absent": Question(absent, 90),
     "techniques": Question(techniques, 60),
     "swap": Question(swap, 45),
     "streaming": Question(streaming, 30),
     "frontier_bert": Question(frontier_bert, 45),
-    "frontier_llama": Question(frontier_llama, 120),
-    "largest_batch": Question(largest_batch, 80),
+    "frontier_llama": Question(frontier_llama, 100),
+    "largest_batch": Question(largest_batch, 150),
     "optimizers": Question(optimizers, 10),
     "overhead": Question(overhead, 20),
 }

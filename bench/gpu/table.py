@@ -83,6 +83,32 @@ def calls(rows: Sequence[Row]) -> str:
     )
 
 
+def ranks(rows: Sequence[Row]) -> str:
+    """One table."""
+    failed = [row["way"] for row in rows if "failed" in row]
+    return (
+        "### Two ranks that share the GPU, through gloo\n\n"
+        + measuring.table(
+            ["way", "third loss", "of one device", "peaks", "held beyond the prediction"],
+            [
+                [
+                    row["way"],
+                    f"{row['losses'][-1]:.7f}",
+                    f"{row['alone'][-1]:.7f}",
+                    ", ".join(map(_mib, row["allocated_bytes"])),
+                    ", ".join(
+                        f"{have - said:,} B"
+                        for have, said in zip(row["allocated_bytes"], row["predicted_bytes"], strict=True)
+                    ),
+                ]
+                for row in rows
+                if "losses" in row
+            ],
+        )
+        + (f"\n\nNot run: {', '.join(failed)}." if failed else "")
+    )
+
+
 def recurrent(rows: Sequence[Row]) -> str:
     """One paragraph."""
     found = [row for row in rows if "equal" in row]
@@ -301,6 +327,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "programs": programs,
     "calls": calls,
     "recurrent": recurrent,
+    "ranks": ranks,
     "exactness": exactness,
     "absent": plain_steps,
     "techniques": techniques,

@@ -16,12 +16,14 @@ from gpu.setting import Setting, adamw, bert, llama
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
+from memfit.capture.host_time import has_kernel
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
 from memfit.planner.caching_allocator import allocator_bytes
 from memfit.planner.timeline import Timeline
 from memfit.step.program import StepProgram
 from memfit.techniques.choices import BASELINE
+from memfit.values.trace import Phase
 
 STAND_IN = "h100"  # predicted for where the script is tried without a GPU
 
@@ -172,6 +174,9 @@ def predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str
         "allocated": found.allocated,
         "kernel_seconds": sum(operation.seconds for operation in trace.operations),
         "seconds": trace.plain_step_seconds,
+        # Of forward and backward, which the host has to launch one by one.
+        "operations": sum(o.phase is not Phase.OPTIMIZER for o in trace.operations),
+        "kernels": sum(o.phase is not Phase.OPTIMIZER and has_kernel(o) for o in trace.operations),
         "captured_on": trace.source,
         "notes": list(trace.notes),
         "took_seconds": time.perf_counter() - begin,

@@ -40,6 +40,7 @@ from gpu.table import table
 from overhead.chain import chain_and_batch, engines_between, plainly, planned
 
 import memfit
+from memfit.capture.cost_table import CostTable
 
 measuring.with_tests_models()
 
@@ -175,6 +176,7 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
     shares = (0.9, 0.5, 0.0)
     operations, engines = engines_between(model, batch, shares)
     plain = plainly(model, batch)
+    mode_seconds = CostTable(setting.device).host_time().mode
     for share, engine in zip(shares, engines, strict=True):
         under_plan = planned(engine, batch)
         for run in (plain, under_plan):
@@ -186,6 +188,7 @@ def overhead(setting: Setting) -> Iterator[dict[str, Any]]:
             "recomputations": engine.plan.script.recomputations,
             "plain_seconds": base,
             "seconds": here,
+            "mode_seconds": mode_seconds,  # of a dispatch mode that does nothing, by which predictions go
             "added_microseconds_per_operation": 1e6 * (here - base) / operations,
         }
 

@@ -200,17 +200,22 @@ def _needs_least(refused: dict[str, InfeasibleError], planning: _Planning) -> In
     def needed(way: str) -> int:
         return refused[way].minimum_bytes or 1 << 62
 
+    tries: Counter[str] = Counter()
     for _ in range(CLAIMS):
         way = min(refused, key=needed)
         least = refused[way]
         if not is_pipeline(way) or least.minimum_bytes is None:
             return least
+        # Each refusal costs seconds, and says that a percent more is needed: so more than that is asked for each time.
+        asked = least.minimum_bytes * (64 + tries[way] ** 2) // 64
+        tries[way] += 1
         try:
-            planning.plan(way, least.minimum_bytes)
+            planning.plan(way, asked)
         except InfeasibleError as error:
             error.budget_bytes = least.budget_bytes
             refused[way] = error
         else:
+            least.minimum_bytes = asked
             return least
     others = [way for way in refused if not is_pipeline(way)]
     if others:

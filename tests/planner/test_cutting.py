@@ -13,6 +13,7 @@ import pytest
 from memfit.errors import InfeasibleError, InputError
 from memfit.hardware.machine import known_machine
 from memfit.hardware.topology import PeerLink, Topology
+from memfit.planner import cutting
 from memfit.planner.baselines.equal_parameters import equal_parameter_ends
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut
@@ -177,6 +178,30 @@ def test_interleaved_stages_are_the_best_of_all(seed: int) -> None:
     rng = random.Random(1000 + seed)
     parts, line = _chain(rng, 6), _line(rng, 2)
     _compare(parts, line, 2 * rng.randint(1, 3), INTERLEAVED, 2, any_order=rng.random() < 0.3)
+
+
+@each_seed(40, 400)
+def test_a_search_that_ends_early_takes_what_fits_or_says_what_is_lacking(seed: int) -> None:
+    """In the order of seconds it may not have come to a cut that fits, of which it hears when it looks for what lacks least."""
+    rng = random.Random(2000 + seed)
+    parts, line = _chain(rng, 6), _line(rng, 2)
+    schedule, per_device = rng.choice([(INTERLEAVED, 2), (ONE_ONE, 1), (GPIPE, 1)])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cutting, "MOST_NODES", rng.choice([0, 2, 6]))
+        found = _cut_or_error(parts, line, schedule, per_device)
+    if isinstance(found, Cut):
+        assert all(peak <= line.devices[d].bytes for d, peak in zip(found.devices, found.peak_bytes, strict=True))
+    elif found is not None:
+        assert (found.minimum_bytes or 0) > (found.budget_bytes or 0)
+
+
+def _cut_or_error(parts: Parts, line: Line, schedule: Schedule, per_device: int) -> Cut | InfeasibleError | None:
+    try:
+        return cut(parts, line, 4, schedule, per_device=per_device)
+    except InfeasibleError as error:
+        return error
+    except InputError:
+        return None
 
 
 def _compare(

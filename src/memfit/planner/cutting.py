@@ -87,7 +87,9 @@ def cut(
                 search = _Search(CutCosts(parts, line, devices, schedule, orders, micro_batches, per_device), best)
                 search.run()
                 lack = None if best.cut is not None else search.least_lack()
-                if lack is not None and (best.lack is None or lack.bytes < best.lack.bytes):
+                if lack is not None and lack.bytes <= 0:
+                    best.take(search.costs.judged(list(lack.stages)))
+                elif lack is not None and (best.lack is None or lack.bytes < best.lack.bytes):
                     best.lack = lack
     if best.cut is None:
         if best.lack is not None:
@@ -129,11 +131,16 @@ class _Best:
 
 @dataclass(frozen=True, slots=True)
 class _Lack:
-    """What a device would have to have more."""
+    """What a device would have to have more.
+
+    Attributes:
+        bytes: 0 where nothing is lacking, in the cut into these stages.
+    """
 
     bytes: int
     device: int
     has: int
+    stages: tuple[Stage, ...] = ()
 
     def error(self) -> InfeasibleError:
         return InfeasibleError(
@@ -158,12 +165,13 @@ class _Search:
         self._descend([], 0, 0.0, 0.0)
 
     def least_lack(self) -> _Lack | None:
-        """What a device lacks in the cut that lacks least, where none fits; None where there is no cut at all.
+        """What a device lacks in the cut that lacks least, where `run` has found none that fits; None where there is no cut at all.
 
-        Where stages share a device, of the cuts that were looked at: `MOST_NODES`.
+        Where stages share a device, of the cuts that were looked at: `MOST_NODES`. It may be one that fits, to which `run`, in the order of seconds, has not
+        come.
         """
         least = self.bound.lack[0][0]
-        if self.costs.per_device == 1 or least is None:
+        if least is None or (self.costs.per_device == 1 and least.bytes > 0):
             return least
         self.nodes = 0
         return self._lacking_less([], 0, _Lack(0, -1, 0), None)
@@ -172,7 +180,7 @@ class _Search:
         """The best so far, or what the chosen stages lack with those that may follow them."""
         costs, stage, total = self.costs, len(chosen), len(self.costs.parts.parts)
         if stage == costs.number:
-            return lacking
+            return replace(lacking, stages=tuple(chosen))
         has, device = costs.bytes_of(stage), costs.devices[stage % len(costs.devices)]
         found = []
         for end in range(first + 1, total + 1):

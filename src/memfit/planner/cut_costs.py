@@ -51,6 +51,8 @@ class CutCosts:
     _costs: dict[tuple[int, int], StageCost] = field(default_factory=dict)
     _ways: dict[tuple[int, int, int], list[Stage]] = field(default_factory=dict)
     _moments: list[list[tuple[int, dict[int, int]]]] = field(default_factory=list)
+    _shared: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    _peaks: dict[tuple[int, ...], tuple[int, Mapping[int, Stage]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._moments = [[(running, dict(others)) for running, others in moments(order)] for order in self.orders]
@@ -122,16 +124,34 @@ class CutCosts:
 
     def peak_bytes(self, rank: int, stages: Sequence[Stage]) -> int:
         """The most that a rank holds with those of its stages that are known."""
-        ranks = len(self.devices)
-        mine = {s: stages[s] for s in range(rank, len(stages), ranks)}
+        mine = {s: stages[s] for s in range(rank, len(stages), len(self.devices))}
+        # A search asks for the same ones again and again, beside others of other ranks. They are kept, so none other has their identity.
+        key = rank, *map(id, mine.values())
+        if key not in self._peaks:
+            self._peaks[key] = self._peak_bytes(rank, mine), mine
+        return self._peaks[key][0]
+
+    def _peak_bytes(self, rank: int, mine: Mapping[int, Stage]) -> int:
         state = sum(self.cost(one.first, one.end).state_bytes for one in mine.values())
         state -= self.parts.fixed_bytes * max(0, len(mine) - 1)
-        for tied in self.parts.shared:
-            holding = sum(any(one.first <= p < one.end for p in tied.parts) for one in mine.values())
-            state -= tied.bytes * max(0, holding - 1)
+        counted: set[int] = set()
+        for one in mine.values() if len(mine) > 1 else ():
+            shared = self._shared_in(one.first, one.end)
+            state -= sum(self.parts.shared[number].bytes for number in shared & counted)
+            counted |= shared
         update = max((self.cost(one.first, one.end).update_bytes for one in mine.values()), default=0)
         held = (self._held_bytes(running, others, mine) for running, others in self._moments[rank])
         return state + max(update, *held)
+
+    def _shared_in(self, first: int, end: int) -> frozenset[int]:
+        """Which of what parts share is in a stage, by its number."""
+        if (first, end) not in self._shared:
+            self._shared[first, end] = frozenset(
+                number
+                for number, tied in enumerate(self.parts.shared)
+                if any(first <= part < end for part in tied.parts)
+            )
+        return self._shared[first, end]
 
     def fits(self, stages: Sequence[Stage]) -> bool:
         """Whether the rank of the last of these stages has the bytes for those of its stages among them."""

@@ -36,8 +36,9 @@ def backend_for(device: torch.device) -> str:
 
 
 def backends_for(device: torch.device) -> str:
-    """Of ranks that compute on such devices, as `init_process_group` takes them; beside GPUs gloo sends what lies in the host's memory, and objects."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend_for(device)}"
+    """Of ranks that compute on such devices, as `init_process_group` takes them; beside NCCL gloo sends what lies in the host's memory, and objects."""
+    own = backend_for(device)
+    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def kind_of(func: Any) -> str | None:

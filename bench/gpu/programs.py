@@ -12,6 +12,7 @@ from typing import Any
 
 import measuring
 import torch
+from gpu.rows import plainly
 from gpu.setting import Setting, adamw
 from torch import nn
 
@@ -134,24 +135,15 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     base = memfit.plan(model, sample, loss_fn, 1 << 50, adamw, fixed={"micro_batches": 1})
     smallest, largest = memfit.smallest_budget(base), base.prediction.peak_bytes
     # Of each run, losses and parameters are kept on the host, so that the GPU holds the step alone, as when it was planned for.
-    initial = _on_the_host(model)
+    initial = on_the_host(model)
 
     def trained(step: Callable[[], float]) -> tuple[list[float], list[torch.Tensor]]:
         torch.manual_seed(7)
-        return [step() for _ in range(STEPS)], _on_the_host(model)
+        return [step() for _ in range(STEPS)], on_the_host(model)
 
     def plain() -> tuple[list[float], list[torch.Tensor]]:
-        _put(model, initial)
-        optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-
-        def step() -> float:
-            loss = loss_fn(model, sample)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss.detach())
-
-        return trained(step)
+        put(model, initial)
+        return trained(plainly(model, loss_fn, sample))
 
     def same(a: Any, b: Any) -> bool:
         return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
@@ -160,7 +152,7 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
     reference = plain()
     repeats = same(reference, plain())
     for share in FIVE_SHARES:
-        _put(model, initial)
+        put(model, initial)
         made = memfit.replan(base, smallest + int((largest - smallest) * share))
         engine = memfit.apply(made, model, loss_fn, adamw)
         equal = same(reference, trained(partial(_loss_of_step, engine, sample)))
@@ -179,11 +171,13 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
         del engine, made
 
 
-def _on_the_host(model: nn.Module) -> list[torch.Tensor]:
+def on_the_host(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of parameters and buffers, which the GPU does not hold."""
     return [t.detach().cpu().clone() for t in (*model.parameters(), *model.buffers())]
 
 
-def _put(model: nn.Module, values: list[torch.Tensor]) -> None:
+def put(model: nn.Module, values: list[torch.Tensor]) -> None:
+    """Give parameters and buffers these values."""
     with torch.no_grad():
         for tensor, value in zip((*model.parameters(), *model.buffers()), values, strict=True):
             tensor.copy_(value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu.rows import plainly
 from gpu.setting import Setting, adamw
 from torch import nn
 
@@ -89,14 +90,8 @@ def _fitted(setting: Setting, rank: int, way: str, port: int) -> dict[str, Any]:
 def _alone(setting: Setting) -> list[float]:
     """Losses of plain PyTorch on the whole batch."""
     model, batch = _model_and_batch(setting)
-    optimizer, losses = adamw(model.parameters()), []
-    for _ in range(3):
-        loss = _loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    step = plainly(model, _loss, batch)
+    return [step() for _ in range(3)]
 
 
 def _model_and_batch(setting: Setting) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

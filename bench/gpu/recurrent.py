@@ -10,7 +10,7 @@ from typing import Any
 
 import measuring
 import torch
-from gpu.programs import generators
+from gpu.programs import generators, on_the_host, put
 from gpu.setting import Setting, adamw
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -123,7 +123,7 @@ def _rows(setting: Setting, case: Layers) -> Iterator[dict[str, Any]]:
     before = generators(setting)
     plans = plans_between(model, sample, _loss, adamw, SHARES, streamed="")
     kept = all(torch.equal(a, b) for a, b in zip(before, generators(setting), strict=True))
-    values = [p.detach().cpu() for p in model.parameters()]
+    values = on_the_host(model)
     peaks = [_peak(setting, made, model, sample, values) for made in plans]  # while nothing else is there
     state = DropoutState()
     with state, torch.no_grad():
@@ -165,9 +165,7 @@ def _peak(
     setting.fresh()
     engine = memfit.apply(made, model, _loss)
     first, second = engine.step(sample), engine.step(sample, meter=True)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), values, strict=True):
-            parameter.copy_(value)
+    put(model, values)
     predicted, peak = made.prediction.peak_bytes, second.peak_bytes or 0
     return {
         "predicted_bytes": predicted,

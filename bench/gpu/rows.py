@@ -43,6 +43,20 @@ def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: A
     return row
 
 
+def plainly(model: nn.Module, loss_fn: Any, batch: Any) -> Callable[[], float]:
+    """A step of plain PyTorch with AdamW, which gives its loss."""
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+
+    def step() -> float:
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
 def measured_step(
     setting: Setting,
     step: Callable[[], object],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ from memfit.values.report import FrontierPoint, StepRecord
 from memfit.values.request import Budget, Request
 from memfit.values.script import Script
 from memfit.window import of_loader, plan_window
+
+_ONE_DEVICE: Final = (None, 1, "1")  # `devices=` that share nothing out
 
 
 def plan(
@@ -103,7 +105,7 @@ def plan(
         CaptureError: the step cannot be captured, so it cannot be predicted.
     """
     topology = None
-    if devices not in (None, 1, "1"):
+    if devices not in _ONE_DEVICE:
         here = machine_of(model, device)
         topology = several_devices(devices, here)
         device = device if topology.devices[0].name == here.name else topology.devices[0].name
@@ -340,7 +342,7 @@ def fit(
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
-    if devices not in (None, 1, "1"):
+    if devices not in _ONE_DEVICE:
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
         check_world(len(several_devices(devices, machine_of(model, None)).devices))

@@ -49,6 +49,9 @@ SETS_UP: Final[Mapping[str, frozenset[str]]] = {
     )
 }
 
+# Arguments with which an operation that may draw draws nothing where they are zero or false.
+_NOT_RANDOM_IF_ZERO: Final = frozenset({"dropout_p", "dropout", "train"})
+
 # Operations that look inside storages, resize them or make new aliases in ways that cannot be run again.
 _NEVER_AGAIN: Final = frozenset(
     {
@@ -200,9 +203,6 @@ def is_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def sets_up(func: OpOverload, following: OpOverload) -> bool:
     """Whether a call, where the next one of a step is `following`, sets up what that one draws from: no step has it that finds it set up."""
     return func._schema.name in SETS_UP.get(following._schema.name, ())  # noqa: SLF001
-
-
-_NOT_RANDOM_IF_ZERO: Final = frozenset({"dropout_p", "dropout", "train"})
 
 
 def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:

@@ -95,14 +95,17 @@ def find_stages(
 
 def _best_of(cuts: Sequence[Cut], parts: Parts, line: Line) -> Cut | None:
     """The fastest of these by what their stages take as they were captured; None where none fits."""
-    captured = [
-        cost_of(parts, line, [s.end for s in cut.stages], cut.micro_batches, cut.schedule, cut.devices) for cut in cuts
-    ]
-    return min((cut for cut in captured if _fits(cut, line)), key=lambda cut: cut.step_seconds, default=None)
+    fitting = (
+        cut
+        for cut in (_cost_anew(each, parts, line) for each in cuts)
+        if all(peak <= line.devices[d].bytes for d, peak in zip(cut.devices, cut.peak_bytes, strict=True))
+    )
+    return min(fitting, key=lambda cut: cut.step_seconds, default=None)
 
 
-def _fits(cut: Cut, line: Line) -> bool:
-    return all(peak <= line.devices[d].bytes for d, peak in zip(cut.devices, cut.peak_bytes, strict=True))
+def _cost_anew(cut: Cut, parts: Parts, line: Line) -> Cut:
+    """The same cut with other costs of its parts, or other devices."""
+    return cost_of(parts, line, [s.end for s in cut.stages], cut.micro_batches, cut.schedule, cut.devices)
 
 
 def same_stages(planner: StagePlanner, line: Line, cut: Cut) -> StagesFound:
@@ -116,8 +119,7 @@ def same_stages(planner: StagePlanner, line: Line, cut: Cut) -> StagesFound:
     least = min(device.bytes for device in line.devices)
     known = {(s.first, s.end): planner.cost(s.first, s.end, cut, least) for s in cut.stages}
     exact = replace(planner.parts, known=known)
-    ends = [stage.end for stage in cut.stages]
-    found = cost_of(exact, line, ends, cut.micro_batches, cut.schedule, cut.devices)
+    found = _cost_anew(cut, exact, line)
     return _described(planner, found, line, exact)
 
 

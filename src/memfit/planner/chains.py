@@ -227,7 +227,7 @@ class CellChain:
         found = 0
         for amount in amounts:
             recomputations = self.recomputations(table.operations(amount))
-            if fits(recomputations) and self.timeline.reads_what_is_there(recomputations):
+            if fits(recomputations) and self.timeline.recipes.read_what_is_there(recomputations):
                 found += 1
                 yield recomputations
             if found == MOST_FITTING:
@@ -241,7 +241,7 @@ class CellChain:
         table = self.table(int(capacity_bytes * MOST_CAPACITY))
         for amount in table.amounts()[-2 if self.length > SHORT_CHAIN else -2 * MOST_FITTING :]:
             recomputations = self.recomputations(table.operations(amount))
-            if self.timeline.reads_what_is_there(recomputations):
+            if self.timeline.recipes.read_what_is_there(recomputations):
                 yield recomputations
 
     def recomputations(self, operations: Sequence[ChainOperation]) -> dict[int, list[int]]:

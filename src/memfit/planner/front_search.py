@@ -45,7 +45,9 @@ class FrontSearch:
     def remember(self, solution: Solution) -> Solution:
         """Add a plan to the front, if what it offloads fits on its tiers, and parameters are whole where it reads them."""
         timeline = self.problem.timeline
-        if timeline.fits_lower_tiers(solution.recomputations) and timeline.reads_what_is_there(solution.recomputations):
+        if timeline.fits_lower_tiers(solution.recomputations) and timeline.recipes.read_what_is_there(
+            solution.recomputations
+        ):
             self.front.add(solution)
         return solution
 

@@ -198,6 +198,12 @@ class Recipes:
             return True
         return all(any(a <= event <= b for a, b in spans) for spans in self._whole_at[recipe])
 
+    def read_what_is_there(self, recomputations: Mapping[int, Sequence[int]]) -> bool:
+        """Whether all recipes of a plan may run at the events at which it has them."""
+        if not self.trace.gathered:
+            return True
+        return all(self.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
+
     def _stay_in_calls(self, home: Mapping[int, int]) -> None:
         """Rule out recipes that are not of one call alone, where forward takes several paths: what they read or are asked for may not be there on another."""
         for index, recipe in enumerate(self.recipes):

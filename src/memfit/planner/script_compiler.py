@@ -123,8 +123,7 @@ def compile_script(
                 unpacks.append((event, index))
                 used[save.storage].append((event, len(recomputations.get(event, ()))))
     assert answered <= managed, "recomputations start only where a managed storage is unpacked"
-    may_run = all(recipes.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
-    assert may_run, "what reads a parameter is run again only where that is whole"
+    assert recipes.read_what_is_there(recomputations), "what reads a parameter is run again only where that is whole"
     step_events = sorted(unpacks)
     releases: dict[tuple[int, int], list[int]] = defaultdict(list)
     held: set[int] = set()

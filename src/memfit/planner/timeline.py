@@ -221,12 +221,6 @@ class Timeline:
         takes = operation.workspace_bytes >= NUMBER_BYTES and operation.name in _TAKE_A_NUMBER_AS_TENSOR
         return NUMBER_BYTES if takes and _WITH_A_NUMBER.match(operation.key) else 0
 
-    def reads_what_is_there(self, recomputations: Recomputations) -> bool:
-        """Whether all recipes of a plan may run where it has them."""
-        if not self.trace.gathered:
-            return True
-        return all(self.recipes.may_run(recipe, event) for event, runs in recomputations.items() for recipe in runs)
-
     def plain(self) -> Evaluation:
         """The step as PyTorch runs it."""
         return self.evaluate({})

@@ -53,6 +53,7 @@ class Window:
         why_whole: why a batch cannot be divided, whatever the model; "" where it can. Perhaps known once its loss has been taken.
         summed: whoever runs the step adds up whole batches without weights, so that needs no proof that the step splits.
         released: the last batch is freed before clipping and the update.
+        other_samples: as in `StepSource`.
         every_sample: all samples of the step, for the look at how their losses add up; None where the sample shows it.
         own_model: model, optimizer and batch are the user's to change; else another trainer's.
         allows: whoever asks for the plan can say `allow=`.
@@ -71,6 +72,7 @@ class Window:
     summed: bool = True
     released: bool = False
     every_sample: Batch | None = None
+    other_samples: Callable[[int], Sequence[Batch]] | None = None
     own_model: bool = False
     allows: bool = True
     losses_held: Callable[[int], int] = _none
@@ -219,6 +221,7 @@ def plan_window(
         why_whole=window.why_whole,
         losses_held=window.losses_held,
         network=network,
+        other_samples=window.other_samples,
     )
     parted = source()
     whole = source(summed=True) if window.summed and accumulated > 1 else parted

@@ -17,6 +17,7 @@ from integrations import trainer_ranks
 from integrations.quiet_trainers import QUIET
 from integrations.trainer_ranks import SHAPE
 from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.integrations.window import batches_of
 from memfit.planning import planning_of
 from memfit.units import format_bytes
 
@@ -372,6 +373,53 @@ def test_the_plan_is_for_the_longest_sample_there_is(trainer: Make) -> None:
     predicted = fitted.plan.prediction.peak_bytes
     assert max(peaks(fitted)) == pytest.approx(predicted, rel=0.01)  # the step with the long sample
     assert min(peaks(fitted)) < 0.9 * predicted
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budget(
+    trainer: Make, micro_batches: int
+) -> None:
+    """Texts cut off at one length, and shorter ones: BERT makes a mask only where a batch has padding, so its forward takes two paths."""
+    data = [
+        {"input_ids": [5 + index] * length, "attention_mask": [1] * length, "labels": index % 2}
+        for index, length in enumerate([24, 24, 24, 24, 24, 9, 12, 24] * 3)
+    ]
+    settings = {**SGD, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "max_steps": 6}
+    plainly = trainer(classifier(0.0), data, kind=Padded, **settings)
+    plainly.train()
+    fixed = {"micro_batches": micro_batches}
+    with pytest.raises(InfeasibleError) as needed:
+        memfit.transformers.fit(trainer(classifier(0.0), data, kind=Padded, **settings), "1KiB", fixed=fixed)
+    budget = needed.value.minimum_bytes
+    assert budget is not None
+    inside = trainer(classifier(0.0), data, kind=Padded, **settings)
+    fitted = memfit.transformers.fit(inside, budget, fixed=fixed, meter=True)
+    inside.train()
+
+    assert not any(record.divergences for record in fitted.engine.records)
+    assert max(record.peak_bytes for record in fitted.engine.records) <= budget
+    if micro_batches == 1:
+        assert logged(inside) == logged(plainly)
+        assert all(map(torch.equal, inside.model.parameters(), plainly.model.parameters()))
+    else:
+        assert logged(inside) == pytest.approx(logged(plainly), rel=1e-5)
+        assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
+
+
+def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
+    loader = torch.utils.data.DataLoader(ragged(29), collate_fn=Padding())
+    largest, others = batches_of(loader, 8)
+    assert largest["input_ids"].shape == (8, 29)
+    assert others.alike is not None
+    assert bool(others.alike["attention_mask"].all())
+    assert others.padded is not None
+    assert others.padded["attention_mask"].sum(1).min() == 4
+    # 40 samples of 8 lengths: alone none is padded; eight are never of one length, two often are.
+    assert others.of(1) == (others.alike,)
+    assert others.of(8) == (others.padded,)
+    assert others.of(2) == (others.alike, others.padded)
+    same = [{"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": 0}] * 20
+    assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
 
 
 def test_a_batch_larger_than_the_sample_is_refused_before_it_runs(trainer: Make) -> None:

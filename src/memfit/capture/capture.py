@@ -53,30 +53,11 @@ def capture(
         MemfitError: the model's loss is not a scalar, or depends on nothing trainable.
     """
     target = device or device_of(source.model)
-    # What has no fake kernel torch would run for real, on zeros: on a GPU that takes its memory.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=target.type != "cuda")
-    cuda = CudaKernels(source.cuda) if source.cuda is not None else None
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        where = target if tensor.device.type == "meta" else tensor.device
-        with mode:
-            return torch.empty_strided(
-                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where, requires_grad=False
-            )
-
     try:
-        # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
-        # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
-        sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, source.sample)
-        source = replace(source, sample=sample)
-        # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
-        micro_batches = source.micro_batches(choices.micro_batches)
-        cuda_kernels = nullcontext() if cuda is None else cuda.on()
         with ExitStack() as stack:
             stack.enter_context(_untold())
             mesh = stack.enter_context(fake_mesh(choices.sharding, target.type)) if choices.sharding else None
-            for block in (forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels):
-                stack.enter_context(block)
+            source, micro_batches, cuda = stack.enter_context(on_fakes(source, choices, target))
             identity = model_digest(source.model)
             convert(choices, source.model)
             if mesh is not None:
@@ -103,6 +84,42 @@ def capture(
         raise CaptureError(
             f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
         ) from error
+
+
+@contextmanager
+def on_fakes(
+    source: StepSource, choices: Choices, target: torch.device
+) -> Iterator[tuple[StepSource, list[batches.Batch], CudaKernels | None]]:
+    """The model's tensors are fake inside the block, and it and the generators are as before afterwards.
+
+    Args:
+        source: the step.
+        choices: how it is run.
+        target: where.
+
+    Yields:
+        The source without tensors on the meta device, its micro-batches, and the kernels of a GPU that is not here.
+    """
+    # What has no fake kernel torch would run for real, on zeros: on a GPU that takes its memory.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=target.type != "cuda")
+    cuda = CudaKernels(source.cuda) if source.cuda is not None else None
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        where = target if tensor.device.type == "meta" else tensor.device
+        with mode:
+            return torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where, requires_grad=False
+            )
+
+    # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
+    # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
+    sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, source.sample)
+    source = replace(source, sample=sample)
+    # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
+    micro_batches = source.micro_batches(choices.micro_batches)
+    cuda_kernels = nullcontext() if cuda is None else cuda.on()
+    with forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
+        yield source, micro_batches, cuda
 
 
 def _of_an_engine(said: str) -> CaptureError | None:

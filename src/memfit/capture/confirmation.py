@@ -24,6 +24,7 @@ from memfit.capture.real_forward import looked_at, on_few, real_forward_names, r
 from memfit.capture.samples import rows_of, shortened
 from memfit.capture.scaling import scaled
 from memfit.capture.source import StepSource
+from memfit.capture.values_read import other_samples
 from memfit.errors import CaptureError, InputError
 from memfit.step.device import device_of
 from memfit.step.other_kernels import explained
@@ -104,7 +105,10 @@ def _trustworthy(
         captured = for_real(found) if isinstance(found, str) else found
         as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
         if source.draws:
-            captured = with_other_draws(captured, lambda of: as_believed(of=of), source, others, decides=decides)
+            samples = other_samples(source, choices, captured)
+            captured = with_other_draws(
+                captured, lambda of: as_believed(of=of), source, others, decides=decides, samples=samples
+            )
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))

@@ -7,7 +7,7 @@ other seeds. What ran the same operations in other sizes gives `Trace.drawn_byte
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from memfit.batches import Batch
 from memfit.capture import extreme_draws
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import path_taken, same_forward, same_operations
@@ -40,8 +41,9 @@ def with_other_draws(
     others: Iterable[Captured] = (),
     *,
     decides: bool = False,
+    samples: Sequence[Batch] = (),
 ) -> Captured:
-    """The capture with the sizes and the paths of other draws and of later forwards; and what the user should know of it.
+    """The capture with the sizes and the paths of other draws, later forwards and other micro-batches; and what the user should know of it.
 
     Args:
         captured: the step under one draw.
@@ -49,6 +51,7 @@ def with_other_draws(
         source: the step.
         others: captures of the same step run in other ways.
         decides: Python code may decide by what forward draws (numbers drawn one by one, or from Python's or numpy's generator).
+        samples: others of which forward reads other values, so that it may run other operations.
     """
     others = tuple(others)
     draws = decides or _draws_before_it_looks(captured.trace)
@@ -58,14 +61,14 @@ def with_other_draws(
     known = frozenset[str]().union(*(other.receiving for other in others if other.trace.paths))
     if known > source.trained_elsewhere:
         source = replace(source, trained_elsewhere=known | source.trained_elsewhere)
-    seen, failed, tried = _seen(captured, again, source, draws=draws)
-    longest = max(seen, key=lambda each: each.trace.forward_operations)
+    seen, failed, tried = _seen(captured, again, source, samples, draws=draws)
+    longest = max(seen, key=_length)
     taken = _other_paths(longest, seen)
     trained = frozenset().union(*(each.receiving for each in (longest, *taken)))
     if taken and not trained <= source.trained_elsewhere and any(e.receiving != trained for e in (longest, *taken)):
         # What one path does not train has optimizer state all the same, from the steps that took another.
-        seen, failed, tried = _seen(captured, again, replace(source, trained_elsewhere=trained), draws=draws)
-        longest = max(seen, key=lambda each: each.trace.forward_operations)
+        seen, failed, tried = _seen(captured, again, replace(source, trained_elsewhere=trained), samples, draws=draws)
+        longest = max(seen, key=_length)
         taken = _other_paths(longest, seen)
     trace = longest.trace
     drawn = [
@@ -73,7 +76,14 @@ def with_other_draws(
         for other in seen
         if same_operations(trace, other.trace) and not _same_sizes(trace, other.trace)
     ]
-    notes = [note for note in (_sized_by_values(trace), _paths(len(taken), failed, tried, draws=draws)) if note]
+    notes = [
+        note
+        for note in (
+            _sized_by_values(trace),
+            _paths(len(taken), failed, tried, _reason(draws=draws, samples=bool(samples))),
+        )
+        if note
+    ]
     paths = tuple(replace(each.trace, notes=()) for each in taken)
     first = _first_forward(captured, again, source) if not captured.repeats and not taken and not failed else None
     trace = replace(
@@ -88,9 +98,14 @@ def with_other_draws(
 
 
 def _seen(
-    captured: Captured, again: Callable[[StepSource], Captured], source: StepSource, *, draws: bool
+    captured: Captured,
+    again: Callable[[StepSource], Captured],
+    source: StepSource,
+    samples: Sequence[Batch],
+    *,
+    draws: bool,
 ) -> tuple[list[Captured], int, int]:
-    """The step under other draws and after more forwards, this capture first; how many could not be captured; and of how many forwards paths were looked at."""
+    """Captures under other draws, after more forwards, with other samples, this one first; how many failed; of how many forwards paths were looked at."""
     seen = [again(source)] if source.trained_elsewhere else [captured]
     failed, tried = 0, 1
     if not captured.repeats:
@@ -103,6 +118,12 @@ def _seen(
                 continue
             if path_taken(other.trace) != path_taken(captured.trace):
                 seen.append(other)
+    for sample in samples:
+        tried += 1
+        try:
+            seen.append(again(replace(source, sample=sample)))
+        except Exception:  # noqa: BLE001 - as below
+            failed += 1
     for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
         tried += 1
         with _drawing(draw):
@@ -144,6 +165,11 @@ def _first_forward(captured: Captured, again: Callable[[StepSource], Captured], 
     return first if first.before and path_taken(first.trace) != path_taken(captured.trace) else None
 
 
+def _length(captured: Captured) -> tuple[int, int]:
+    """By operations, then by bytes, so that what kernels need besides is measured of the largest."""
+    return captured.trace.forward_operations, sum(storage.bytes for storage in captured.trace.storages)
+
+
 def _other_paths(longest: Captured, seen: Iterable[Captured]) -> list[Captured]:
     """Those that take another path than the longest, each path once."""
     known, taken = [path_taken(longest.trace)], []
@@ -155,16 +181,20 @@ def _other_paths(longest: Captured, seen: Iterable[Captured]) -> list[Captured]:
     return taken
 
 
-def _paths(others: int, failed: int, tried: int, *, draws: bool) -> str:
+def _reason(*, draws: bool, samples: bool) -> str:
+    """Why forward may take several paths."""
+    if draws:
+        return "random numbers, drawn anew in each step, decide which operations run"
+    if samples:
+        return "values of the batch (whether there is padding, say) decide which operations run"
+    return "not every forward runs the same operations"
+
+
+def _paths(others: int, failed: int, tried: int, why: str) -> str:
     """A note where forward takes several paths; empty where it takes one."""
     if not others and not failed:
         return ""
     paths = f"{1 + others} path{'s were' if others else ' was'} seen in {tried - failed} forwards"
-    why = (
-        "random numbers, drawn anew in each step, decide which operations run"
-        if draws
-        else "not every forward runs the same operations"
-    )
     return f"{why}: {paths}" + (f"; {failed} more could not be captured" if failed else "")
 
 

@@ -204,6 +204,10 @@ class _StepRecording:
         """
         model, program, recorder = self._source.model, self.program, self.recorder
         several, inside = len(self._micro_batches) > 1, program.updates_in_backward
+        # Like the one that is recorded where it can be: values decide which operations run, too.
+        earlier = self._micro_batches[
+            -1 if batches.signature(self._micro_batches[0]) == batches.signature(self._micro_batches[-1]) else 0
+        ]
         recorder.recording = False
         if self._sharded is not None:
             self._first_passes()
@@ -214,13 +218,13 @@ class _StepRecording:
         else:
             for _ in range(self._source.forwards_before - 1):
                 with recorder:
-                    loss = program.loss(self._micro_batches[0])
+                    loss = program.loss(earlier)
                 del loss
                 recorder.unrecorded.clear()
             first = self._source.forwards_before == 0
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
                 if not first and (several or inside):
-                    program.forward_backward(self._micro_batches[0], self._weight, recorder)
+                    program.forward_backward(earlier, self._weight, recorder)
                 elif not first:
                     with recorder:
                         loss = program.loss(self._source.sample)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,8 @@ class StepSource:
         cuda: compute capability of the absent GPU whose kernels a capture on fake tensors is to show; None for those of the model's own device.
         steps_before: how many whole steps are taken before the one that is captured, on real tensors of its own.
         draws: other draws of random numbers are captured, too, where they may decide sizes or operations.
+        other_samples: for a number of samples, batches like the sample in host memory: micro-batches of so many samples will come that are like theirs, and
+            may run other operations. None where none are known.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class StepSource:
     cuda: Capability | None = None
     steps_before: int = 0
     draws: bool = True
+    other_samples: Callable[[int], Sequence[Batch]] | None = None
 
     @property
     def on_meta(self) -> bool:

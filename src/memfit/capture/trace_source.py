@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -76,6 +76,7 @@ class TraceSource:
         forwards_before: as in `StepSource`; 0 to capture the very next forward.
         draws: as in `StepSource`.
         network: the devices of a sharded step and their links; None for one device, or assumed links.
+        other_samples: as in `StepSource`.
 
     Attributes:
         here: the device that the model is on.
@@ -94,6 +95,7 @@ class TraceSource:
     forwards_before: int = 1
     draws: bool = True
     network: Topology | None = None
+    other_samples: Callable[[int], Sequence[Batch]] | None = None
 
     def __post_init__(self) -> None:
         check_sample(self.sample)
@@ -266,6 +268,7 @@ class TraceSource:
             trained_elsewhere=self.trained_elsewhere,
             cuda=self._cuda,
             draws=self.draws,
+            other_samples=self.other_samples,
         )
 
         def run(way: Choices) -> Captured:

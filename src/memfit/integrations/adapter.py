@@ -23,7 +23,7 @@ from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
 from memfit.errors import InputError
 from memfit.integrations.ranks import SharedStep, fit_on_ranks, plan_window_on_ranks, ranks_here, refuse_alone
-from memfit.integrations.window import FIXED
+from memfit.integrations.window import FIXED, OtherBatches
 from memfit.lower_tiers import requested
 from memfit.meter import metered
 from memfit.optimizers.alike import alike
@@ -48,6 +48,7 @@ class TrainerStep:
         clip_norm: global gradient norm that is clipped to; infinite where the norm is only computed, None where it is not.
         one_by_one: the batches of a step come one after the other; else all are there when it begins.
         why_whole: why this trainer cannot have a batch divided, perhaps known once a loss has been taken; "" where it can.
+        others: batches that may come besides `sample`; None where they are not known.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class TrainerStep:
     clip_norm: float | None
     one_by_one: bool = False
     why_whole: Callable[[], str] = str
+    others: OtherBatches | None = None
 
 
 class Adapter:
@@ -188,6 +190,7 @@ class Adapter:
             why_whole=step.why_whole,
             allows=self.ALLOWS,
             losses_held=self._losses_held,
+            other_samples=None if step.others is None else step.others.of,
         )
         if "sharding" in self.fixed:
             refuse_alone(str(self.fixed["sharding"]))

@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import InputError
 
 # Of the trainer, told to it and not to the plan.
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
+# Of a kind of micro-batch, in an epoch; what is rarer is not planned for.
+LEAST_EXPECTED: Final = 0.01
 
 
-def largest_samples(data: Any, count: int) -> list[int]:
-    """Indices of the samples of a dataset that make a batch as large as any: those that are longest somewhere, then the largest.
+@dataclass(frozen=True, slots=True)
+class OtherBatches:
+    """Batches as large as the largest one, in which values may decide otherwise than in that: whether there is padding, say.
+
+    Attributes:
+        alike: the largest sample over and over, so that nothing is padded; None where the collator makes it another shape.
+        padded: the largest batch with the smallest sample of the data in it; None likewise.
+        sizes: how many samples of the data have which size.
+    """
+
+    alike: Batch | None
+    padded: Batch | None
+    sizes: Mapping[int, int]
+
+    def of(self, samples: int) -> tuple[Batch, ...]:
+        """Those like which a micro-batch of so many samples is likely to come, were samples drawn by chance."""
+        total = sum(self.sizes.values())
+        drawn = total / samples
+        alike = drawn * sum((number / total) ** samples for number in self.sizes.values())
+        found = (
+            self.alike if alike >= LEAST_EXPECTED else None,
+            self.padded if drawn - alike >= LEAST_EXPECTED else None,
+        )
+        return tuple(batch for batch in found if batch is not None)
+
+    def changed(self, change: Callable[[Batch], Batch]) -> OtherBatches:
+        """These after a change."""
+        return replace(
+            self,
+            alike=None if self.alike is None else change(self.alike),
+            padded=None if self.padded is None else change(self.padded),
+        )
+
+
+def batches_of(loader: Any, count: int) -> tuple[Batch, OtherBatches]:
+    """A batch of so many samples of a loader's dataset that is as large as any, collated as the loader does; and others that may come.
+
+    In the largest are the samples that are longest somewhere, then the largest.
 
     Raises:
         InputError: the data is a stream.
     """
+    data = loader.dataset
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise InputError(
             "the training data is a stream, so the largest batch in it is not known: give one of the largest shape that will come, sample=..."
@@ -33,17 +75,27 @@ def largest_samples(data: Any, count: int) -> list[int]:
                 if length > longest.get((name, dimension), (0, 0))[0]:
                     longest[name, dimension] = length, index
     leading = dict.fromkeys(index for _, index in longest.values())
-    others = sorted(set(range(len(data))) - set(leading), key=lambda index: -sizes[index])
-    return [*leading, *others][:count]
+    rest = sorted(set(range(len(data))) - set(leading), key=lambda index: -sizes[index])
+    chosen = [*leading, *rest][:count]
+
+    def collated(indices: Sequence[int]) -> Batch:
+        return loader.collate_fn([data[index] for index in indices])
+
+    largest = collated(chosen)
+    if min(sizes) == max(sizes):
+        return largest, OtherBatches(None, None, {})
+    others = (
+        collated([max(chosen, key=sizes.__getitem__)] * len(chosen)),
+        collated([*chosen[:-1], sizes.index(min(sizes))]),
+    )
+    signature = batches.signature(largest)
+    alike, padded = (other if batches.signature(other) == signature else None for other in others)
+    return largest, OtherBatches(alike, padded, Counter(sizes))
 
 
-def largest_batch(loader: Any, count: int) -> Batch:
-    """So many samples of a loader's dataset, in the order of `largest_samples`, collated as the loader does.
-
-    Raises:
-        InputError: the data is a stream.
-    """
-    return loader.collate_fn([loader.dataset[index] for index in largest_samples(loader.dataset, count)])
+def off_device(batch: Batch) -> Batch:
+    """The batch in host memory: what planning looks at is not to count as what the process holds on its device."""
+    return batches.map_tensors(lambda tensor: tensor.cpu(), batch)
 
 
 def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:

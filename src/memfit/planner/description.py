@@ -252,7 +252,7 @@ def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solu
 
 
 def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:
-    """What the user should know of sizes that random numbers decide, or parameters that steps have changed."""
+    """What the user should know of sizes that random numbers decide, values of the batch, or parameters that steps have changed."""
     draws = 1 + len(trace.drawn_bytes)
     if draws == 1:
         return ()
@@ -263,6 +263,11 @@ def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:
         note = (
             f"random numbers, drawn anew in each step, decide how large some results are: over {draws} draws {between}{kept.format(' draws')}. "
             "Single steps may hold more, and sizes may change as the model trains"
+        )
+    elif trace.source == "fake":  # nothing else has values there
+        note = (
+            f"values of the batch decide how large some results are: in {draws} micro-batches of the sample {between}{kept.format('s')}. "
+            "Other batches may hold more"
         )
     else:
         note = (

@@ -37,7 +37,7 @@ from memfit.integrations.lightning.several_ranks import (
     refuse_shared_out,
 )
 from memfit.integrations.ranks import SharedStep, ranks_here
-from memfit.integrations.window import largest_batch
+from memfit.integrations.window import OtherBatches, batches_of, off_device
 from memfit.planner.solvers import doubled_up_to
 from memfit.progress import Progress
 from memfit.step.process_generators import generators_kept
@@ -115,7 +115,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         accumulated = trainer.accumulate_grad_batches
         self._backward = ExitStack()
         with generators_kept(), unlogged(pl_module):
-            self._plan_for(trainer, pl_module, self._batch(trainer), accumulated)
+            self._plan_for(trainer, pl_module, *self._batches(trainer), accumulated)
         engine = self._planned
         engine.steps = trainer.global_step
         if engine.sharded is not None:
@@ -134,23 +134,28 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             if engine.sharded is not None:
                 pl_module.on_validation_model_zero_grad = _nothing  # gradients are what is sent, and stay
 
-    def _batch(self, trainer: Any) -> Batch:
-        """One of the loader's, as `training_step` gets it."""
+    def _batches(self, trainer: Any) -> tuple[Batch, OtherBatches | None]:
+        """The largest of the loader's, as `training_step` gets it, and others that may come."""
         loader = trainer.train_dataloader
         if self.sample is not None:
-            batch = self.sample
+            batch, others = self.sample, None
         elif isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None:
-            batch = largest_batch(loader, loader.batch_size)
+            batch, others = batches_of(loader, loader.batch_size)
         else:
             raise InputError(
                 f"the training data comes from a {type(loader).__name__} that cannot be looked through: give a batch of the largest shape that will come, "
                 "FitToMemory(..., sample=...)"
             )
+        if others is not None:
+            others = others.changed(lambda other: off_device(self._as_handed_over(trainer, other)))
+        return self._as_handed_over(trainer, batch), others
+
+    def _as_handed_over(self, trainer: Any, batch: Batch) -> Batch:
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001 - as the loop does
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def _plan_for(self, trainer: Any, module: Any, batch: Batch, accumulated: int) -> None:
+    def _plan_for(self, trainer: Any, module: Any, batch: Batch, others: OtherBatches | None, accumulated: int) -> None:
         own_step = self._own_step(trainer, module)
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -178,6 +183,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             norm or None,
             one_by_one=True,
             why_whole=lambda: whole,
+            others=others,
         )
         asked = self._divisor_asked(accumulated, size, range(1, size + 1))  # any, as a batch is divided here
         try:

@@ -23,9 +23,9 @@ from memfit.errors import InputError
 from memfit.integrations.adapter import Adapter, TrainerStep
 from memfit.integrations.ranks import in_turns, own_of, ranks_here
 from memfit.integrations.transformers.refused import refuse
-from memfit.integrations.transformers.sample import ITEMS, largest_window, samples_of
+from memfit.integrations.transformers.sample import ITEMS, samples_of, windows_of
 from memfit.integrations.transformers.several_ranks import TrainerOnRanks, check_saving, prepared
-from memfit.integrations.window import divisors_of, parts_weights
+from memfit.integrations.window import divisors_of, off_device, parts_weights
 from memfit.values.request import Budget
 
 try:
@@ -93,7 +93,10 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         self._own_loss: Callable[..., Any] = trainer.compute_loss
         self._own_batches: Callable[..., Any] = trainer.get_batch_samples
         self._trainer = trainer
-        sample = self._sample(trainer, largest_window(trainer) if self.sample is None else self.sample)
+        window, others = windows_of(trainer) if self.sample is None else (self.sample, None)
+        sample = self._sample(trainer, window)
+        if others is not None:
+            others = others.changed(lambda other: off_device(self._sample(trainer, other)))
         possible = divisors_of(given)  # equal parts, as Trainer's loader makes them
         asked = self._divisor_asked(accumulated, given, possible)
         # With a last batch left out, smaller ones would leave out less.
@@ -101,7 +104,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         # The norm is computed even where nothing is clipped: it is logged.
         norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
         optimizer = trainer.create_optimizer()
-        engine = self._fit(TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm), asked)
+        step = TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm, others=others)
+        engine = self._fit(step, asked)
         self._divisor = engine.plan.choices.micro_batches // accumulated
         if self._shared is None:
             trainer.optimizer = engine.optimizer

@@ -1,0 +1,142 @@
+"""Micro-batches that a forward tells apart: what Python reads of a batch (is any token padding?) may decide which operations run, values how large results are.
+
+A look at one is cheap: its forward runs on fake tensors up to the last operation that reads values, which in most models is one of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from memfit import batches, dispatch
+from memfit.batches import Batch
+from memfit.capture.capture import on_fakes
+from memfit.capture.captured import Captured
+from memfit.capture.constants import run_recorded
+from memfit.capture.source import StepSource
+from memfit.step.device import device_of
+from memfit.step.program import StepProgram
+from memfit.techniques.choices import Choices, convert
+from memfit.values.trace import Operation
+
+# Operations that hand a value to Python.
+READING: Final = frozenset({"aten._local_scalar_dense.default", "aten.equal.default"})
+# Looks may run as many operations as this many forwards, ...
+MOST_FORWARDS: Final = 8
+# ... and so many micro-batches are taken for others at most.
+MOST_OTHERS: Final = 3
+
+Reading = tuple[Any, ...]
+
+
+def other_samples(source: StepSource, choices: Choices, captured: Captured) -> list[Batch]:
+    """Samples whose micro-batches are all alike, each like one of which forward reads other values than of the one that was captured.
+
+    Args:
+        source: the step. Its own micro-batches are looked at, and those of its other samples.
+        choices: how it is run.
+        captured: the step on fake tensors.
+    """
+    number = choices.micro_batches // source.loader_batches
+    trace = captured.trace
+    forward = [trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0]
+    reads = [place for place, operation in enumerate(forward, 1) if _reads(operation)]
+    if not reads or trace.source != "fake":
+        return []
+    total = batches.size(source.sample)
+    sizes = batches.micro_batch_sizes(total, number)
+    others = source.other_samples(sizes[-1]) if source.other_samples is not None else ()
+    if number == 1 and not others:
+        return []
+    most = max(2, MOST_FORWARDS * len(forward) // reads[-1])
+    (known,) = _readings(source, choices, [number - 1], len(reads)).values() or (None,)
+    if known is None:
+        return []
+    found: dict[Reading, Batch] = {}
+    for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
+        looked_at = _spread(number, most)
+        for place, reading in _readings(replace(source, sample=sample), choices, looked_at, len(reads)).items():
+            if reading != known and reading not in found:
+                found[reading] = _made_of(sample, sum(sizes[:place]), sizes[place])
+    return [found[reading] for reading in _few(found)]
+
+
+def _reads(operation: Operation) -> bool:
+    return operation.by_values or operation.name in READING
+
+
+def _spread(number: int, most: int) -> list[int]:
+    """So many of the first numbers, evenly spaced; all where there are no more."""
+    return list(range(number)) if number <= most else [number * each // most for each in range(most)]
+
+
+def _readings(source: StepSource, choices: Choices, looked_at: Sequence[int], reads: int) -> dict[int, Reading]:
+    """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out."""
+    found: dict[int, Reading] = {}
+    with on_fakes(source, choices, device_of(source.model)) as (source, micro_batches, _):  # noqa: PLR1704 - without meta tensors
+        convert(choices, source.model)
+        program = StepProgram(source.model, source.loss_fn, choices=choices)
+        for number in looked_at:
+            look = _Look(reads)
+            with suppress(Exception):
+                with suppress(_Seen), look:
+                    program.loss(micro_batches[number])
+                found[number] = tuple(look.values)
+    return found
+
+
+def _few(readings: Iterable[Reading]) -> list[Reading]:
+    """At most so many, those of the least and the most that was read among them."""
+    by_size = sorted(readings, key=lambda reading: sum(sum(map(abs, each)) for each in reading))
+    return by_size if len(by_size) <= MOST_OTHERS else [by_size[0], *by_size[-1:-MOST_OTHERS:-1]]
+
+
+def _beside(sample: Batch, other: Batch) -> Batch:
+    """The other batch on the devices of the sample."""
+    devices = iter([leaf.device for leaf in batches.leaves(sample)])
+    return batches.map_tensors(lambda tensor: tensor.to(next(devices)), other)
+
+
+def _made_of(sample: Batch, start: int, size: int) -> Batch:
+    """A batch as large as the sample, of some of its rows over and over."""
+    total = batches.size(sample)
+
+    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+        if not batches.counts_samples(tensor, total):
+            return tensor
+        return tensor[start + torch.arange(total, device=tensor.device) % size]
+
+    return batches.map_tensors(chosen, sample)
+
+
+class _Seen(BaseException):
+    """Ends a forward that has read what was looked for; the user's code catches none of these."""
+
+
+class _Look(dispatch.DispatchMode):
+    """Notes the first values that a forward reads, and ends it with `_Seen`.
+
+    Attributes:
+        values: of each reading operation the value, or the sizes of its results.
+    """
+
+    def __init__(self, reads: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: list[tuple[Any, ...]] = []
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            result = run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+        if str(func) in READING:
+            self.values.append((result,))
+        elif dispatch.is_sized_by_values(func, args):
+            self.values.append(tuple(n for t in dispatch.tensors_in(result) for n in t.shape))
+        if len(self.values) == self._reads:
+            raise _Seen
+        return result

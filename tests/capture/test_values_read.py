@@ -1,0 +1,150 @@
+"""Values of the batch that decide which operations run, or how large results are: micro-batches that forward tells apart are captured each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+import small
+from memfit.capture import values_read
+from memfit.capture.confirmation import trustworthy
+from memfit.capture.source import StepSource
+from memfit.techniques.choices import BASELINE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, LENGTH = 8, 64
+
+
+class Padded(nn.Module):
+    """Attention over tokens, with a mask only where some token is padding: as in most language models."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.forwards = 0  # whole ones
+        self.embed = nn.Embedding(50, small.WIDTH)
+        self.mixing = nn.ModuleList(nn.Linear(small.WIDTH, small.WIDTH) for _ in range(blocks))
+        self.after = nn.ModuleList(nn.Sequential(nn.Linear(small.WIDTH, small.WIDTH), nn.GELU()) for _ in range(blocks))
+
+    def forward(self, tokens: Tensor, filled: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        mask = None if bool(filled.all()) else filled[:, None, :]
+        for mix, after in zip(self.mixing, self.after, strict=True):
+            scores = mix(x) @ x.transpose(1, 2)
+            if mask is not None:
+                scores = torch.where(mask, scores, -1e4)
+            x = x + after(scores.softmax(-1) @ x)
+        self.forwards += 1
+        return x
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    tokens, filled = batch
+    return (model(tokens, filled) ** 2).mean()
+
+
+def tokens(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of so many tokens, and where there are some."""
+    generator = torch.Generator().manual_seed(1)
+    filled = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    return torch.randint(1, 50, (len(lengths), LENGTH), generator=generator) * filled, filled
+
+
+RISING = tokens([40, 42, 45, 50, 55, 60, LENGTH, LENGTH])
+FALLING = tokens([LENGTH, LENGTH, 60, 55, 50, 45, 42, 40])
+
+
+@pytest.mark.parametrize("batch", [RISING, FALLING], ids=["full last", "full first"])
+@pytest.mark.parametrize("micro_batches", [ROWS, ROWS // 2])
+def test_micro_batches_with_and_without_padding_hold_what_is_predicted(batch: Any, micro_batches: int) -> None:
+    """In halves of four rows all have padding in one of two parts; one row, or two full ones, have none."""
+    fixed = {"micro_batches": micro_batches}
+    with pytest.raises(memfit.InfeasibleError) as needed:
+        memfit.plan(Padded(), batch, loss_of, "1KiB", small.adamw, fixed=fixed)
+    budget = needed.value.minimum_bytes
+    assert budget is not None
+    engine = memfit.fit(Padded(), batch, loss_of, budget, small.adamw, fixed=fixed)
+    assert any("values of the batch" in note for note in engine.plan.notes)
+    rehearsal = engine.rehearsal
+    assert rehearsal is not None
+    assert rehearsal.measured_peak_bytes == rehearsal.predicted_peak_bytes
+    plain = Padded()
+    optimizer = small.adamw(plain.parameters())
+    for _ in range(2):
+        record = engine.step(batch, meter=True)
+        assert record.divergences == record.begun_anew == ()
+        assert record.peak_bytes is not None
+        assert record.peak_bytes <= rehearsal.predicted_peak_bytes
+        optimizer.zero_grad()
+        loss = loss_of(plain, batch)
+        loss.backward()
+        optimizer.step()
+        assert record.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert engine.model.forwards < 100
+
+
+def test_micro_batches_that_are_read_alike_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = StepSource(Padded(), tokens([40] * ROWS), loss_of, small.adamw)
+    captured = trustworthy(source, BASELINE.but(micro_batches=4))
+    assert captured.trace.paths == ()
+    assert not any("values of the batch" in note for note in captured.trace.notes)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("nothing is looked at")
+
+    monkeypatch.setattr(values_read, "_readings", never)
+    # Nothing is read, or there is one micro-batch.
+    chain = StepSource(small.chain(), small.rows(ROWS), small.squared_error, small.adamw)
+    assert values_read.other_samples(chain, BASELINE.but(micro_batches=4), captured=trustworthy(chain)) == []
+    assert values_read.other_samples(source, BASELINE, captured) == []
+
+
+def test_a_look_ends_where_the_last_value_is_read() -> None:
+    source = StepSource(model := Padded(), RISING, loss_of, small.adamw)
+    choices = BASELINE.but(micro_batches=ROWS)
+    captured = trustworthy(source, choices)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    samples = values_read.other_samples(source, choices, captured)
+    assert seen == []
+    assert model.forwards == 0
+    assert [bool(filled.all()) for _, filled in samples] == [False]  # the last one is full
+    assert all(t.shape == s.shape for t, s in zip(samples[0], RISING, strict=True))
+    assert samples[0][0].unique(dim=0).shape[0] == 1  # one row over and over
+    assert len(captured.trace.paths) == 1
+
+
+class Chosen(nn.Module):
+    """Works on the labelled rows only, of which every micro-batch has another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = small.chain()
+
+    def forward(self, x: Tensor, labelled: Tensor) -> Tensor:
+        return self.layers(x[labelled])
+
+
+def test_the_micro_batch_with_the_most_rows_sets_the_peak() -> None:
+    x, y = small.rows(64)
+    # Of four parts the second is all labelled (then gradients are there already), the last has one row.
+    labelled = torch.tensor([False] * 10 + [True] * 22 + [False] * 31 + [True])
+    batch = {"x": x, "labelled": labelled, "y": y}
+
+    def loss_fn(model: nn.Module, part: Any) -> Tensor:
+        return functional.mse_loss(model(part["x"], part["labelled"]), part["y"][part["labelled"]], reduction="sum")
+
+    fixed = {"micro_batches": 4}
+    engine = memfit.fit(Chosen(), batch, loss_fn, 1 << 40, small.adamw, fixed=fixed)
+    assert engine.plan.script.plain
+    assert any(note.startswith("values of the batch decide how large") for note in engine.plan.notes)
+    rehearsal = engine.rehearsal
+    assert rehearsal is not None
+    assert rehearsal.measured_peak_bytes == rehearsal.predicted_peak_bytes == engine.plan.prediction.peak_bytes

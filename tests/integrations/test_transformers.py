@@ -182,6 +182,32 @@ def test_parts_are_weighted_by_what_counts_in_them_and_empty_ones_left_out(train
     assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
 
 
+class Shifted(transformers.Trainer):  # type: ignore[name-defined]
+    """Adds the gradients at shifted embeddings, in a training_step of its own."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        weight = model.get_input_embeddings().weight
+        shift = 0.1 * torch.arange(weight.shape[1]).remainder(2)
+        weight.data.add_(shift)
+        super().training_step(model, inputs, num_items_in_batch)
+        weight.data.sub_(shift)
+        return loss
+
+
+def test_a_training_step_that_takes_several_losses_weighs_each_as_its_micro_batch(trainer: Make) -> None:
+    plainly = trainer(classifier(0.0), kind=Shifted, **SGD)
+    plainly.train()
+    inside = trainer(classifier(0.0), kind=Shifted, **SGD)
+    fitted = memfit.transformers.fit(inside, "1GiB", fixed={"micro_batches": 4})
+    with pytest.warns(UserWarning, match="training_step takes several losses of a batch.*keeps batches whole"):
+        inside.train()
+
+    assert logged(inside) == pytest.approx(logged(plainly), rel=1e-5)
+    assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
+    assert [record.loss for record in fitted.engine.records] == pytest.approx(logged(plainly), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_too_small_a_budget_for_whole_batches_divides_them(trainer: Make) -> None:
     data = data_for(language_model(), 12, tokens=64)
@@ -407,7 +433,7 @@ def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budge
 
 
 def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
-    loader = torch.utils.data.DataLoader(ragged(29), collate_fn=Padding())
+    loader: Any = torch.utils.data.DataLoader(ragged(29), collate_fn=Padding())  # type: ignore[arg-type]
     largest, others = batches_of(loader, 8)
     assert largest["input_ids"].shape == (8, 29)
     assert others.alike is not None
@@ -418,7 +444,7 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     assert others.of(1) == (others.alike,)
     assert others.of(8) == (others.padded,)
     assert others.of(2) == (others.alike, others.padded)
-    same = [{"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": 0}] * 20
+    same: Any = [{"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": 0}] * 20
     assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
 
 

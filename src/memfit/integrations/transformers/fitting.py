@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, overload
 
@@ -64,6 +65,9 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
     _window: Sequence[Any] = ()  # micro-batches of the step
     _weights: Sequence[float] = ()  # of their losses in the step's
     _divides = False
+    _place = -1  # of the micro-batch whose training_step runs, in the step
+    _losses_taken = 0  # in that training_step
+    _told = False  # that there were several
 
     def _no_plan(self) -> InputError:
         return InputError(
@@ -107,6 +111,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         step = TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm, others=others)
         engine = self._fit(step, asked)
         self._divisor = engine.plan.choices.micro_batches // accumulated
+        trainer.training_step = self._placing(trainer.training_step)
         if self._shared is None:
             trainer.optimizer = engine.optimizer
         else:
@@ -115,7 +120,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
                 trainer,
                 engine,
                 self._shared,
-                lambda: self._micro_batches == len(self._window) - 1,
+                lambda: self._place + 1 == len(self._window) - 1,
                 self._divisor,
             )
         trainer.compute_loss = self.compute_loss
@@ -135,6 +140,16 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
                 self._stop_meter()
 
         return closing
+
+    def _placing(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The trainer's `training_step`, which may take several losses of its micro-batch: it alone tells which one that is."""
+
+        @functools.wraps(own)
+        def training_step(*args: Any, **named: Any) -> Any:
+            self._place, self._losses_taken = self._place + 1, 0
+            return own(*args, **named)
+
+        return training_step
 
     def _refuse_choices(self) -> None:
         super()._refuse_choices()
@@ -210,6 +225,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         """Trainer's own; what each of the micro-batches counts for is noted."""
         window, items = self._own_batches(epoch_iterator, num_batches, device)
         self._new_step()
+        self._place = -1
         self._window = list(window)
         plan = self.plan
         how = plan.choices.weights
@@ -252,7 +268,10 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         batch = inputs if num_items_in_batch is None else {**inputs, ITEMS: torch.as_tensor(num_items_in_batch)}
         self._check(batch, self.plan.choices.micro_batch_size)
-        weight = self._weights[self._micro_batches] if self._micro_batches < len(self._weights) else 1.0
+        self._losses_taken += 1
+        if self._losses_taken > 1:
+            self._tell_of_several()
+        weight = self._weights[self._place] if 0 <= self._place < len(self._weights) else 1.0
         with self._following():
             found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
@@ -262,8 +281,25 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             loss = empty
         elif weight != 1.0:
             loss = loss * weight
-        self._note_loss(loss)
+        if self._losses_taken == 1:
+            self._note_loss(loss)
         return (loss, outputs) if return_outputs else loss
+
+    def _tell_of_several(self) -> None:
+        """Once, that a step holds more than was planned for."""
+        if not self._told:
+            self._told = True
+            divided = (
+                f" It runs for each of the {self._divisor} parts of a batch by itself; fixed={{'micro_batches': "
+                f"{len(self._window) // self._divisor}}} keeps batches whole."
+                if self._divisor > 1
+                else ""
+            )
+            warnings.warn(
+                f"{type(self._trainer).__name__}.training_step takes several losses of a batch, and the plan is for one forward and one backward: the peak may "
+                f"be above the budget. What compute_loss runs is planned for as a whole: take them there where that can be.{divided}",
+                stacklevel=4,
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock and the meter."""

@@ -363,6 +363,30 @@ def test_a_capture_after_another_needs_no_first_pass(name: str) -> None:
     assert after.calls.keys() == usual.calls.keys()
 
 
+def test_the_gradient_of_a_class_token_is_a_part_of_a_larger_storage_with_one_sample() -> None:
+    """With several samples it is their sum, which has a storage of its own."""
+
+    class Classified(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(1, 1, 32))
+            self.inner = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(torch.cat([self.token.expand(len(x), -1, -1), x], 1))[:, 0]
+            return out
+
+    source = StepSource(Classified(), (torch.randn(4, 16, 32), torch.randn(4, 32)), small.squared_error, small.adamw)
+    one = capture(source)
+    assert one.graded is not None
+    for number in (2, 4):
+        usual = capture(source, Choices(number))
+        assert capture(source, Choices(number), after=one).trace == usual.trace
+        gradients = [s.bytes for s in usual.trace.storages if s.category is Category.GRADIENT]
+        token = 32 * 4 * (17 if number == 4 else 1)
+        assert sorted(gradients) == sorted([token, 32 * 32 * 4, 32 * 4])
+
+
 def test_a_model_that_builds_something_once_gets_its_first_pass() -> None:
     class Caching(nn.Module):
         def __init__(self) -> None:

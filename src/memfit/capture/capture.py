@@ -69,7 +69,9 @@ def capture(
             elif choices.streamed:
                 captured = _streamed(source, micro_batches, choices, layouts)
             else:
-                graded = after.graded if after is not None else None
+                # Of one sample an expanded parameter (a class token) is not summed: its gradient is a part of a larger storage, which no earlier capture tells.
+                alone = batches.size(micro_batches[-1]) == 1
+                graded = after.graded if after is not None and not alone else None
                 captured = record(source, micro_batches, choices, graded=graded, layouts=layouts)
             # A plan is for the user's model, as it is before it is converted and its blocks' parameters are away.
             notes = (*captured.trace.notes, *(() if cuda is None else (cuda.in_words,)))

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import memfit
+import small
 from memfit import batches
 from memfit.errors import BatchError, InputError
 
@@ -64,6 +66,51 @@ def test_parts_are_views_of_the_batch_in_order() -> None:
     assert {p["x"].untyped_storage().data_ptr() for p in parts} == {x.untyped_storage().data_ptr()}
     # What has not the batch's length in front goes whole into every part.
     assert all(len(p["w"]) == 3 and p["s"].dim() == 0 and p["n"] == 5 for p in parts)
+
+
+def named(count: int) -> dict[str, Any]:
+    """With what a loader hands over beside tensors: texts (torch's own collation makes a tuple of them), numbers, a size."""
+    names = [f"{i}.png" for i in range(count)]
+    return {
+        "x": torch.arange(float(count)),
+        "names": names,
+        "texts": tuple(names),
+        "ids": list(range(count)),
+        "size": (2, 2),
+    }
+
+
+def test_lists_of_values_that_are_as_long_as_the_batch_go_with_its_samples() -> None:
+    batch = named(5)
+    one, two = batches.split(batch, [2, 3])
+    assert (one["names"], two["texts"], two["ids"]) == (["0.png", "1.png"], ("2.png", "3.png", "4.png"), [2, 3, 4])
+    assert one["size"] == two["size"] == (2, 2)
+    assert batches.repeated(one, 3)["names"] == ["0.png", "1.png", "0.png"]
+    some = batches.rows(batch, [4, 0])
+    assert (some["x"].tolist(), some["ids"], some["size"]) == ([4.0, 0.0], [4, 0], (2, 2))
+    # A last batch with fewer of them is no other structure.
+    assert batches.fits_within(batches.signature(named(3)), batches.signature(batch))
+    assert not batches.fits_within(batches.signature({**named(3), "names": "0.png"}), batches.signature(batch))
+
+
+def test_a_step_hands_each_micro_batch_the_names_of_its_samples() -> None:
+    seen: list[tuple[int, list[str]]] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        seen.append((len(batch["x"]), batch["names"]))
+        out: Tensor = model(batch["x"][:, None])
+        return out.square().mean()
+
+    engine = memfit.fit(nn.Linear(1, 1), named(6), loss_fn, "1GiB", small.adamw, fixed={"micro_batches": 2})
+    seen.clear()
+    engine.step(named(6))
+    engine.step(named(4))
+    assert seen == [
+        (3, ["0.png", "1.png", "2.png"]),
+        (3, ["3.png", "4.png", "5.png"]),
+        (2, ["0.png", "1.png"]),
+        (2, ["2.png", "3.png"]),
+    ]
 
 
 def test_one_part_is_the_batch_itself() -> None:

@@ -1,6 +1,7 @@
 """A batch: its structure, its size, how to split it, and how a model makes a loss of it.
 
-A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie along dimension 0 of every tensor that has the batch's length there.
+A batch is a tensor, or a tuple, list or mapping that holds tensors. Samples lie along dimension 0 of every tensor that has the batch's length there, and along
+lists of plain values (names, paths) that are as long.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ LossFunction = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 def leaves(batch: Batch) -> list[torch.Tensor]:
     """The tensors of a batch, in a fixed order."""
-    return [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in pytree.tree_leaves(_plain(batch), is_leaf=_is_list_of_values) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
     """The same batch with every tensor replaced."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, _plain(batch))
+    return _map_all(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _map_all(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """The same batch with every leaf replaced."""
+    return pytree.tree_map(function, _plain(batch), is_leaf=_is_list_of_values)
 
 
 def flattened(batch: Batch) -> tuple[list[Any], Any]:
     """All leaves of a batch, tensors and others, in a fixed order, and what `rebuilt` takes."""
-    return pytree.tree_flatten(_plain(batch))
+    return pytree.tree_flatten(_plain(batch), is_leaf=_is_list_of_values)
 
 
 def rebuilt(leaves: Iterable[Any], structure: Any) -> Batch:
@@ -43,6 +51,15 @@ def rebuilt(leaves: Iterable[Any], structure: Any) -> Batch:
 def _plain(batch: Batch) -> Batch:
     # transformers' BatchEncoding is a UserDict, which pytree would take for a leaf.
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _is_list_of_values(node: Any) -> bool:
+    """Whether a node is one leaf: a list of plain values, or a tuple of texts, which torch's collate function makes of them."""
+    kinds = _VALUES if type(node) is list else (str, bytes) if type(node) is tuple else ()
+    return bool(kinds) and len(node) > 0 and all(type(value) in kinds for value in node)
+
+
+_VALUES: Final = (str, bytes, bool, int, float, type(None))
 
 
 def size(batch: Batch) -> int:
@@ -96,7 +113,7 @@ def sliced(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     start = 0
     for length in sizes:
         stop = start + length
-        parts.append(map_tensors(lambda t, a=start, b=stop: t[a:b] if counts_samples(t, total) else t, batch))  # type: ignore[misc]
+        parts.append(_map_all(lambda leaf, a=start, b=stop: leaf[a:b] if _along_samples(leaf, total) else leaf, batch))  # type: ignore[misc]
         start = stop
     return parts
 
@@ -104,15 +121,24 @@ def sliced(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def repeated(batch: Batch, samples: int) -> Batch:
     """A batch of so many samples, which are this one's over and over; tensors without the batch's length in front stay as they are."""
     have = size(batch)
-    if have == samples:
-        return batch
+    return batch if have == samples else rows(batch, [place % have for place in range(samples)])
 
-    def longer(tensor: torch.Tensor) -> torch.Tensor:
-        if not counts_samples(tensor, have):
-            return tensor
-        return tensor[torch.arange(samples, device=tensor.device) % have]
 
-    return map_tensors(longer, batch)
+def rows(batch: Batch, places: Sequence[int]) -> Batch:
+    """A batch of these samples, copied; tensors without the batch's length in front stay as they are."""
+    total = size(batch)
+    chosen = torch.tensor(places)
+
+    def of(leaf: Any) -> Any:
+        if not _along_samples(leaf, total):
+            return leaf
+        return leaf[chosen.to(leaf.device)] if isinstance(leaf, torch.Tensor) else type(leaf)(leaf[i] for i in places)
+
+    return _map_all(of, batch)
+
+
+def _along_samples(leaf: Any, samples: int) -> bool:
+    return counts_samples(leaf, samples) or (_is_list_of_values(leaf) and len(leaf) == samples)
 
 
 def planned_size(planned_signature: str) -> int:
@@ -137,12 +163,12 @@ def leaf_name(path: Any) -> str:
 
 def map_leaves(function: Callable[[Any, Any], Any], batch: Batch) -> Batch:
     """The same batch with every leaf replaced by `function(path, leaf)`."""
-    return pytree.tree_map_with_path(function, _plain(batch))
+    return pytree.tree_map_with_path(function, _plain(batch), is_leaf=_is_list_of_values)
 
 
 def names_and_leaves(batch: Batch) -> list[tuple[str, Any]]:
     """All leaves of a batch, tensors and others, in the order of `flattened`, each with its name."""
-    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch), is_leaf=_is_list_of_values)
     return [(leaf_name(path), leaf) for path, leaf in flat]
 
 

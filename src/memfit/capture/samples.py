@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
 from memfit import batches
 from memfit.batches import Batch
 
@@ -23,10 +21,7 @@ def rows_of(sample: Batch, count: int) -> Batch:
             if filled[by_filling[0]] != filled[by_filling[-1]]:
                 order = [by_filling[0], by_filling[-1], *by_filling[1:-1]]
                 break
-    chosen = torch.tensor(sorted(order[:count]))
-    return batches.map_tensors(
-        lambda t: t.index_select(0, chosen.to(t.device)) if batches.counts_samples(t, total) else t, sample
-    )
+    return batches.rows(sample, sorted(order[:count]))
 
 
 def shortened(sample: Batch) -> Batch | None:

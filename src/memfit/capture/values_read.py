@@ -61,7 +61,8 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
         looked_at = _spread(number, most)
         for place, reading in _readings(replace(source, sample=sample), choices, looked_at, len(reads)).items():
             if reading != known and reading not in found:
-                found[reading] = _made_of(sample, sum(sizes[:place]), sizes[place])
+                start = sum(sizes[:place])
+                found[reading] = batches.rows(sample, [start + row % sizes[place] for row in range(total)])
     return [found[reading] for reading in _few(found)]
 
 
@@ -99,18 +100,6 @@ def _beside(sample: Batch, other: Batch) -> Batch:
     """The other batch on the devices of the sample."""
     devices = iter([leaf.device for leaf in batches.leaves(sample)])
     return batches.map_tensors(lambda tensor: tensor.to(next(devices)), other)
-
-
-def _made_of(sample: Batch, start: int, size: int) -> Batch:
-    """A batch as large as the sample, of some of its rows over and over."""
-    total = batches.size(sample)
-
-    def chosen(tensor: torch.Tensor) -> torch.Tensor:
-        if not batches.counts_samples(tensor, total):
-            return tensor
-        return tensor[start + torch.arange(total, device=tensor.device) % size]
-
-    return batches.map_tensors(chosen, sample)
 
 
 class _Seen(BaseException):

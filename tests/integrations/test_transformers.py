@@ -448,6 +448,29 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
 
 
+class OwnLoader(transformers.Trainer):  # type: ignore[name-defined]
+    """Its batches have eight samples whatever the arguments say."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = torch.utils.data.DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+def test_batches_of_a_loader_that_takes_no_size_are_left_whole(trainer: Make) -> None:
+    inside = trainer(classifier(), kind=OwnLoader, max_steps=2)
+    with pytest.raises(
+        InfeasibleError, match="left whole: OwnLoader.get_train_dataloader makes batches whose size"
+    ) as no:
+        memfit.transformers.fit(inside, "64KiB")
+    budget = no.value.minimum_bytes
+    assert budget is not None
+    inside = trainer(classifier(), kind=OwnLoader, max_steps=2)
+    fitted = memfit.transformers.fit(inside, budget)
+    assert fitted.plan.choices.micro_batches == 1
+    inside.train()
+    assert len(fitted.engine.records) == 2
+
+
 def test_a_batch_larger_than_the_sample_is_refused_before_it_runs(trainer: Make) -> None:
     inside = trainer(classifier(), ragged(29), kind=Padded, max_steps=5)
     memfit.transformers.fit(inside, "1GiB", sample=Padding()(ragged(29)[:8]))

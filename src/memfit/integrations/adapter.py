@@ -21,7 +21,7 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
-from memfit.errors import InputError
+from memfit.errors import InfeasibleError, InputError
 from memfit.integrations.ranks import SharedStep, fit_on_ranks, plan_window_on_ranks, ranks_here, refuse_alone
 from memfit.integrations.window import FIXED, OtherBatches
 from memfit.lower_tiers import requested
@@ -61,6 +61,19 @@ class TrainerStep:
     one_by_one: bool = False
     why_whole: Callable[[], str] = str
     others: OtherBatches | None = None
+
+
+def left_whole(refused: InfeasibleError, why: str, instead: str) -> InfeasibleError:
+    """The same refusal, with why no batch is divided and what may be done instead."""
+    return InfeasibleError(
+        f"{refused}. Batches are left whole: {why}. {instead}",
+        budget_bytes=refused.budget_bytes,
+        minimum_bytes=refused.minimum_bytes,
+        moment=refused.moment,
+        module=refused.module,
+        remedies=refused.remedies,
+        weighed=refused.weighed,
+    )
 
 
 class Adapter:

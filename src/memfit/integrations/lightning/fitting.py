@@ -27,7 +27,7 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.accumulation import weighted_micro_batches
 from memfit.errors import BatchError, InfeasibleError, InputError
-from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.integrations.adapter import Adapter, TrainerStep, left_whole
 from memfit.integrations.lightning.logged import Calls, unlogged
 from memfit.integrations.lightning.refused import refuse, refuse_strategy, why_not_divided
 from memfit.integrations.lightning.several_ranks import (
@@ -42,6 +42,10 @@ from memfit.planner.solvers import doubled_up_to
 from memfit.progress import Progress
 from memfit.step.process_generators import generators_kept
 from memfit.values.request import Budget
+
+SMALLER_BATCHES: Final = (
+    "A DataLoader of smaller ones, with accumulate_grad_batches as many times larger, takes the same samples in a step"
+)
 
 
 class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -189,7 +193,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         try:
             self._fit(step, asked)
         except InfeasibleError as refused:
-            raise _left_whole(refused, whole) if whole else refused from None
+            raise left_whole(refused, whole, SMALLER_BATCHES) if whole else refused from None
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
@@ -353,16 +357,3 @@ def _loss_in(output: Any) -> torch.Tensor:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """In place of `optimizer_zero_grad`: gradients were freed before the forward, and there are those of a batch's first parts since."""
-
-
-def _left_whole(refused: InfeasibleError, why: str) -> InfeasibleError:
-    """The same refusal, with why no batch is divided."""
-    return InfeasibleError(
-        f"{refused}. Batches are left whole: {why}. A DataLoader of smaller ones, with accumulate_grad_batches as many times larger, takes the same samples "
-        "in a step",
-        budget_bytes=refused.budget_bytes,
-        minimum_bytes=refused.minimum_bytes,
-        moment=refused.moment,
-        module=refused.module,
-        remedies=refused.remedies,
-    )

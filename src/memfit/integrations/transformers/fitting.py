@@ -20,11 +20,11 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch
 from memfit.engine import Engine
-from memfit.errors import InputError
-from memfit.integrations.adapter import Adapter, TrainerStep
+from memfit.errors import InfeasibleError, InputError
+from memfit.integrations.adapter import Adapter, TrainerStep, left_whole
 from memfit.integrations.ranks import in_turns, own_of, ranks_here
 from memfit.integrations.transformers.refused import refuse
-from memfit.integrations.transformers.sample import ITEMS, samples_of, windows_of
+from memfit.integrations.transformers.sample import ITEMS, makes_own_sizes, samples_of, windows_of
 from memfit.integrations.transformers.several_ranks import TrainerOnRanks, check_saving, prepared
 from memfit.integrations.window import divisors_of, off_device, parts_weights
 from memfit.values.request import Budget
@@ -101,7 +101,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         sample = self._sample(trainer, window)
         if others is not None:
             others = others.changed(lambda other: off_device(self._sample(trainer, other)))
-        possible = divisors_of(given)  # equal parts, as Trainer's loader makes them
+        whole = makes_own_sizes(trainer)
+        possible = [1] if whole else divisors_of(given)  # equal parts, as Trainer's loader makes them
         asked = self._divisor_asked(accumulated, given, possible)
         # With a last batch left out, smaller ones would leave out less.
         weighed = [1] if args.dataloader_drop_last and asked is None else possible
@@ -109,7 +110,10 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
         optimizer = trainer.create_optimizer()
         step = TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm, others=others)
-        engine = self._fit(step, asked)
+        try:
+            engine = self._fit(step, asked)
+        except InfeasibleError as refused:
+            raise left_whole(refused, whole, "Let it take the size from the arguments") if whole else refused from None
         self._divisor = engine.plan.choices.micro_batches // accumulated
         trainer.training_step = self._placing(trainer.training_step)
         if self._shared is None:

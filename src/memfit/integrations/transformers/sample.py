@@ -24,6 +24,24 @@ def windows_of(trainer: Any) -> tuple[Batch, OtherBatches]:
         return batches_of(trainer.get_train_dataloader(), samples_of(trainer.args))
 
 
+def makes_own_sizes(trainer: Any) -> str:
+    """Why a smaller `per_device_train_batch_size` would not make smaller batches, where the trainer has a loader of its own; "" where it would."""
+    if trainer.get_train_dataloader.__module__.partition(".")[0] == "transformers":
+        return ""
+    args, own = trainer.args, trainer._train_batch_size  # noqa: SLF001 - Trainer reads its own copy
+    given = args.per_device_train_batch_size
+    try:
+        args.per_device_train_batch_size, trainer._train_batch_size = 1, 1  # noqa: SLF001 - likewise
+        with generators_kept():
+            loader = trainer.get_train_dataloader()
+    finally:
+        args.per_device_train_batch_size, trainer._train_batch_size = given, own  # noqa: SLF001 - likewise
+    made = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "batch_size", None)
+    if made == 1:
+        return ""
+    return f"{type(trainer).__name__}.get_train_dataloader makes batches whose size per_device_train_batch_size does not set"
+
+
 def samples_of(args: Any) -> int:
     """Samples in an optimizer step."""
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)

@@ -16,7 +16,7 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from lightning.pytorch import Callback

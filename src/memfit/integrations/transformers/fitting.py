@@ -174,6 +174,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
                 "gradient_accumulation_steps): give as many, or lower the arguments"
             )
         _, items = self._own_batches(iter([window]), 1, trainer.args.device)
+        self._divides = self._trainer_divides(items)
         inputs = dict(trainer._prepare_inputs(dict(window)))  # noqa: SLF001 - what training_step calls; brings it to the device
         return inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
 
@@ -187,8 +188,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         return loss
 
     def _losses_held(self, micro_batches: int) -> int:
-        """With Trainer's running loss, which each micro-batch makes anew."""
-        return super()._losses_held(micro_batches) + (micro_batches > 1)
+        """With Trainer's running loss, which each micro-batch makes anew, and the loss before Trainer divides it."""
+        return super()._losses_held(micro_batches) + (micro_batches > 1) + self._divides
 
     def _set(self, trainer: Trainer, given: int) -> None:
         args, size = trainer.args, given // self._divisor

@@ -331,6 +331,30 @@ class Clearing(Module):
         optimizer.zero_grad()
 
 
+class Predicting(Module):
+    """Returns what it has computed, as for metrics at the end of the batch: Lightning holds it to there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        x, y = batch
+        hidden = self.net[:4](x)
+        predicted = self.net[4:](hidden)
+        return {"loss": ((predicted - y) ** 2).mean(), "hidden": hidden.detach(), "predicted": predicted.detach()}
+
+
+def test_what_a_step_returns_besides_the_loss_is_held_to_the_end_of_the_batch() -> None:
+    budget = memfit.lightning.FitToMemory("256KiB")
+    with pytest.raises(InfeasibleError) as needed:
+        trained(Predicting(), budget)
+    smallest = needed.value.minimum_bytes
+    assert smallest is not None
+    plainly, inside = Predicting(), Predicting()
+    trained(plainly)
+    fitted = memfit.lightning.FitToMemory(smallest, meter=True)
+    trained(inside, fitted)
+    assert inside.losses == plainly.losses
+    assert max(record.peak_bytes or 0 for record in fitted.engine.records) <= smallest  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [(Telling, "training_step returns 'inputs' besides the loss"), (Clearing, "an optimizer_zero_grad of its own")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +445,8 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     assert others.of(1) == (others.alike,)
     assert others.of(8) == (others.padded,)
     assert others.of(2) == (others.alike, others.padded)
+    # Of a batch that is divided once it is collated, parts of one sample have padding, too.
+    assert replace(others, together=8).of(1) == (others.alike, others.padded)
     same: Any = [{"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": 0}] * 20
     assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
 

@@ -26,22 +26,28 @@ class OtherBatches:
         alike: the largest sample over and over, so that nothing is padded; None where the collator makes it another shape.
         padded: the largest batch with the smallest sample of the data in it; None likewise.
         sizes: how many samples of the data have which size.
+        together: samples that are padded to one length, of which micro-batches are parts; None where each micro-batch is collated by itself.
     """
 
     alike: Batch | None
     padded: Batch | None
     sizes: Mapping[int, int]
+    together: int | None = None
 
     def of(self, samples: int) -> tuple[Batch, ...]:
         """Those like which a micro-batch of so many samples is likely to come, were samples drawn by chance."""
-        total = sum(self.sizes.values())
-        drawn = total / samples
-        alike = drawn * sum((number / total) ** samples for number in self.sizes.values())
+        together = samples if self.together is None else self.together
+        padded = sum(self.sizes.values()) / together - self._alike(together)
         found = (
-            self.alike if alike >= LEAST_EXPECTED else None,
-            self.padded if drawn - alike >= LEAST_EXPECTED else None,
+            self.alike if self._alike(samples) >= LEAST_EXPECTED else None,
+            self.padded if padded >= LEAST_EXPECTED else None,
         )
         return tuple(batch for batch in found if batch is not None)
+
+    def _alike(self, samples: int) -> float:
+        """Of as many samples each: how many batches of samples of one size are drawn in an epoch."""
+        total = sum(self.sizes.values())
+        return sum((number / total) ** samples for number in self.sizes.values()) * total / samples
 
     def changed(self, change: Callable[[Batch], Batch]) -> OtherBatches:
         """These after a change."""

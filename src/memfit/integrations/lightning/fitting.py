@@ -16,6 +16,7 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -145,6 +146,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             batch, others = self.sample, None
         elif isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None:
             batch, others = batches_of(loader, loader.batch_size)
+            others = replace(others, together=loader.batch_size)  # a batch is divided once it is collated
         else:
             raise InputError(
                 f"the training data comes from a {type(loader).__name__} that cannot be looked through: give a batch of the largest shape that will come, "
@@ -168,10 +170,13 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             )
 
         whole = why_not_divided(module)
+        held: Any = None  # what Lightning holds to the end of the batch besides the loss
 
         def loss_fn(_: nn.Module, part: Batch) -> torch.Tensor:
-            nonlocal whole
+            nonlocal whole, held
+            held = None
             output = own_step(part, 0) if takes_index else own_step(part)
+            held = _besides_the_loss(output)
             whole = whole or why_not_divided(module, output)
             return _loss_in(output)
 
@@ -194,6 +199,8 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             self._fit(step, asked)
         except InfeasibleError as refused:
             raise left_whole(refused, whole, SMALLER_BATCHES) if whole else refused from None
+        finally:
+            held = None
         for each in module.modules():
             if isinstance(each, Metric):
                 each.reset()  # of what the rehearsal put in
@@ -353,6 +360,10 @@ def _added_up(
 def _loss_in(output: Any) -> torch.Tensor:
     loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
+
+
+def _besides_the_loss(output: Any) -> dict[str, Any]:
+    return {name: value for name, value in output.items() if name != "loss"} if isinstance(output, Mapping) else {}
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -18,6 +18,7 @@ from memfit.planning import planning_of
 from memfit.units import format_bytes
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
 
 WIDTH = 64
 ROWS = 256
@@ -329,6 +330,53 @@ class Telling(Module):
 class Clearing(Module):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad()
+
+
+class Gradual(lightning.pytorch.callbacks.BaseFinetuning):  # type: ignore[name-defined]
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:9])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:9], optimizer)
+
+
+class Half(Module):
+    """Trains what is not frozen, and counts its batches in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+        self.counts: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.counts.append(float(self.seen.compute()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_layers_that_are_trained_from_an_epoch_on_are_planned_for_then() -> None:
+    plainly, inside = Half(), Half()
+    trained(plainly, Gradual(), max_epochs=3)
+    first = memfit.lightning.FitToMemory(1 << 40)
+    trained(Half(), Gradual(), first)
+    budget = first.plan.prediction.plain_peak_bytes * 9 // 10
+    fitted = memfit.lightning.FitToMemory(budget, meter=True, fixed={"micro_batches": 1})
+    trained(inside, Gradual(), fitted, max_epochs=3)
+
+    assert inside.losses == plainly.losses
+    assert inside.counts == plainly.counts
+    assert all(map(torch.equal, inside.parameters(), plainly.parameters()))
+    assert fitted.engine is not None
+    assert len(fitted.engine.records) == 12
+    assert not any(record.divergences for record in fitted.engine.records)
+    assert max(record.peak_bytes or 0 for record in fitted.engine.records) <= budget
 
 
 class Predicting(Module):

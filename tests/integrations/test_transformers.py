@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -449,6 +450,44 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     assert replace(others, together=8).of(1) == (others.alike, others.padded)
     same: Any = [{"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": 0}] * 20
     assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
+
+
+class Unfreezing(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """The first layer is trained from the third step on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        model.bert.encoder.layer[0].requires_grad_(state.global_step >= 2)
+
+
+def unfreezing(trainer: Make) -> Any:
+    made = trainer(classifier())
+    made.create_optimizer()  # of all parameters
+    made.model.bert.encoder.layer[0].requires_grad_(False)
+    made.add_callback(Unfreezing())
+    return made
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_a_callback_trains_from_some_step_on_is_planned_for_then(trainer: Make, *, fits: bool) -> None:
+    plainly = unfreezing(trainer)
+    plainly.train()
+    whole = {"micro_batches": 1}
+    first = memfit.transformers.fit(unfreezing(trainer), 1 << 40, fixed=whole).plan
+    budget = first.prediction.plain_peak_bytes * 9 // 10 if fits else planning_of(first).smallest()[0]
+    inside = unfreezing(trainer)
+    fitted = memfit.transformers.fit(inside, budget, fixed=whole, meter=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        inside.train()
+
+    assert logged(inside) == logged(plainly)
+    assert all(map(torch.equal, inside.model.parameters(), plainly.model.parameters()))
+    records = fitted.engine.records
+    assert len(records) == 4
+    assert any("no plan for them is found" in str(each.message) for each in told) is not fits
+    if fits:
+        assert not any(record.divergences for record in records)
+        assert max(record.peak_bytes for record in records) <= budget
 
 
 class OwnLoader(transformers.Trainer):  # type: ignore[name-defined]

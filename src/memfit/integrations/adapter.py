@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from torch import nn
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
-from memfit.errors import InfeasibleError, InputError
+from memfit.errors import InfeasibleError, InputError, MemfitError
 from memfit.integrations.ranks import SharedStep, fit_on_ranks, plan_window_on_ranks, ranks_here, refuse_alone
 from memfit.integrations.window import FIXED, OtherBatches
 from memfit.lower_tiers import requested
@@ -76,6 +77,10 @@ def left_whole(refused: InfeasibleError, why: str, instead: str) -> InfeasibleEr
     )
 
 
+def _trained_in(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
 class Adapter:
     """The base class of integrations with a trainer: the user's request, the engine that follows the plan, and the step in progress.
 
@@ -126,6 +131,7 @@ class Adapter:
         self.meter = meter
         self.progress = progress
         self.engine: Engine | None = None
+        self._trained: list[bool] = []
         self._shared_step: SharedStep | None = None
         self._refuse_choices()
         self._new_step()
@@ -207,6 +213,7 @@ class Adapter:
         )
         if "sharding" in self.fixed:
             refuse_alone(str(self.fixed["sharding"]))
+        self._trained = _trained_in(step.model)
         settled = {**FIXED, **self.SETTLED, **(self.ON_RANKS if ranks_here() > 1 else {})}
         request = requested(
             step.model,
@@ -231,6 +238,29 @@ class Adapter:
             api.rehearsed(engine, step.sample, self.progress, loader_batches=loader_batches)
         self.engine = engine
         return engine
+
+    def _plan_anew(self, model: nn.Module, plan: Callable[[], None]) -> None:
+        """Plan again where other parameters are trained since (a callback has frozen or freed layers); where no plan fits, the one before it stays.
+
+        Args:
+            model: of the plan.
+            plan: makes the new one and its engine, between two steps.
+        """
+        trained, before = _trained_in(model), self._planned
+        if trained == self._trained or before.sharded is not None:
+            return
+        try:
+            plan()
+        except MemfitError as error:
+            self.engine, self._trained = before, trained
+            warnings.warn(
+                f"other parameters are trained from here on than those that were planned for, and no plan for them is found, so that steps may be above the "
+                f"budget: {error}",
+                stacklevel=3,
+            )
+            return
+        now = self._planned
+        now.records, now.steps = before.records, before.steps
 
     @property
     def _shared(self) -> SharedStep | None:

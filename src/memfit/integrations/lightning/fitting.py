@@ -11,6 +11,7 @@ let go before forward), so for a divided batch an attribute of this one module m
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
@@ -27,7 +28,7 @@ from torchmetrics import Metric
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.accumulation import weighted_micro_batches
-from memfit.errors import BatchError, InfeasibleError, InputError
+from memfit.errors import BatchError, InfeasibleError, InputError, MemfitError
 from memfit.integrations.adapter import Adapter, TrainerStep, left_whole
 from memfit.integrations.lightning.logged import Calls, unlogged
 from memfit.integrations.lightning.refused import refuse, refuse_strategy, why_not_divided
@@ -134,10 +135,35 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
             return self._followed(trainer, own_step, args, named)
 
         trainer.strategy.training_step = followed
-        if self.plan.choices.micro_batches > (accumulated if engine.sharded is None else 1):
-            pl_module.optimizer_zero_grad = _nothing
-            if engine.sharded is not None:
-                pl_module.on_validation_model_zero_grad = _nothing  # gradients are what is sent, and stay
+        self._keep_gradients(trainer, pl_module)
+
+    def _keep_gradients(self, trainer: Any, module: Any) -> None:
+        """Where a batch is divided, nothing clears gradients between its parts."""
+        sharded = self._planned.sharded is not None
+        if self.plan.choices.micro_batches > (1 if sharded else trainer.accumulate_grad_batches):
+            module.optimizer_zero_grad = _nothing
+            if sharded:
+                module.on_validation_model_zero_grad = _nothing  # gradients are what is sent, and stay
+        else:
+            vars(module).pop("optimizer_zero_grad", None)
+
+    def _plan_between_steps(self, trainer: Any, module: Any) -> None:
+        """Plan as when training began; what metrics have seen so far stays."""
+        followed = vars(trainer.strategy).pop("training_step")
+        zeroing = vars(module).pop("optimizer_zero_grad", None)
+        metrics = [(each, _state_of(each)) for each in module.modules() if isinstance(each, Metric)]
+        try:
+            with generators_kept(), unlogged(module):
+                self._plan_for(trainer, module, *self._batches(trainer), trainer.accumulate_grad_batches)
+        except MemfitError:
+            if zeroing is not None:
+                module.optimizer_zero_grad = zeroing
+            raise
+        finally:
+            trainer.strategy.training_step = followed
+            for each, state in metrics:
+                vars(each).update(state)
+        self._keep_gradients(trainer, module)
 
     def _batches(self, trainer: Any) -> tuple[Batch, OtherBatches | None]:
         """The largest of the loader's, as `training_step` gets it, and others that may come."""
@@ -270,6 +296,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         else:
             for parameter in pl_module.parameters():
                 parameter.grad = None
+        self._plan_anew(pl_module, lambda: self._plan_between_steps(trainer, pl_module))
         self._new_step()
         self._start_step(batch)
 
@@ -360,6 +387,12 @@ def _added_up(
 def _loss_in(output: Any) -> torch.Tensor:
     loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """What a metric has seen, and how often it was updated."""
+    names = [*metric.metric_state, "_update_count", "_computed"]
+    return {name: copy.deepcopy(getattr(metric, name)) for name in names}
 
 
 def _besides_the_loss(output: Any) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from memfit.integrations.transformers.refused import refuse
 from memfit.integrations.transformers.sample import ITEMS, makes_own_sizes, samples_of, windows_of
 from memfit.integrations.transformers.several_ranks import TrainerOnRanks, check_saving, prepared
 from memfit.integrations.window import divisors_of, off_device, parts_weights
+from memfit.optimizers.chunked import ChunkedOptimizer
+from memfit.step.program import own_optimizer
 from memfit.values.request import Budget
 
 try:
@@ -97,21 +99,13 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         self._own_loss: Callable[..., Any] = trainer.compute_loss
         self._own_batches: Callable[..., Any] = trainer.get_batch_samples
         self._trainer = trainer
-        window, others = windows_of(trainer) if self.sample is None else (self.sample, None)
-        sample = self._sample(trainer, window)
-        if others is not None:
-            others = others.changed(lambda other: off_device(self._sample(trainer, other)))
         whole = makes_own_sizes(trainer)
         possible = [1] if whole else divisors_of(given)  # equal parts, as Trainer's loader makes them
         asked = self._divisor_asked(accumulated, given, possible)
         # With a last batch left out, smaller ones would leave out less.
         weighed = [1] if args.dataloader_drop_last and asked is None else possible
-        # The norm is computed even where nothing is clipped: it is logged.
-        norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else math.inf
-        optimizer = trainer.create_optimizer()
-        step = TrainerStep(model, sample, self._loss, optimizer, accumulated, weighed, norm, others=others)
         try:
-            engine = self._fit(step, asked)
+            engine = self._fit(self._step_of(model, trainer.create_optimizer(), accumulated, weighed), asked)
         except InfeasibleError as refused:
             raise left_whole(refused, whole, "Let it take the size from the arguments") if whole else refused from None
         self._divisor = engine.plan.choices.micro_batches // accumulated
@@ -144,6 +138,35 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
                 self._stop_meter()
 
         return closing
+
+    def _step_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: int, divisors: Sequence[int]
+    ) -> TrainerStep:
+        """The trainer's step, over the largest batch in its data."""
+        trainer = self._trainer
+        window, others = windows_of(trainer) if self.sample is None else (self.sample, None)
+        sample = self._sample(trainer, window)
+        if others is not None:
+            others = others.changed(lambda other: off_device(self._sample(trainer, other)))
+        # The norm is computed even where nothing is clipped: it is logged.
+        norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm and trainer.args.max_grad_norm > 0 else math.inf
+        return TrainerStep(model, sample, self._loss, optimizer, accumulated, divisors, norm, others=others)
+
+    def _plan_between_steps(self) -> None:
+        """Plan as when the trainer was attached, in as many micro-batches: Trainer's loader runs already.
+
+        Raises:
+            InputError: the optimizer's state is in 8 bits.
+            MemfitError: as for `attach`.
+        """
+        engine, divisor = self._planned, self._divisor
+        optimizer = engine.optimizer
+        if optimizer is None or isinstance(own_optimizer(optimizer), ChunkedOptimizer):
+            raise InputError(
+                "the optimizer's state is in 8 bits, which is laid out for the parameters that were trained before"
+            )
+        accumulated = self._trainer.args.gradient_accumulation_steps // divisor
+        self._fit(self._step_of(engine.model, optimizer, accumulated, [divisor]), divisor)
 
     def _placing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """The trainer's `training_step`, which may take several losses of its micro-batch: it alone tells which one that is."""
@@ -307,7 +330,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock and the meter."""
+        """Start the clock and the meter; plan anew where another callback has changed what is trained."""
+        self._plan_anew(self._planned.model, self._plan_between_steps)
         self._start_step(self._window)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -490,7 +490,7 @@ def test_what_a_callback_trains_from_some_step_on_is_planned_for_then(trainer: M
         assert max(record.peak_bytes for record in records) <= budget
 
 
-class OwnLoader(transformers.Trainer):  # type: ignore[name-defined]
+class SizeOfItsOwn(transformers.Trainer):  # type: ignore[name-defined]
     """Its batches have eight samples whatever the arguments say."""
 
     def get_train_dataloader(self) -> Any:
@@ -499,14 +499,14 @@ class OwnLoader(transformers.Trainer):  # type: ignore[name-defined]
 
 
 def test_batches_of_a_loader_that_takes_no_size_are_left_whole(trainer: Make) -> None:
-    inside = trainer(classifier(), kind=OwnLoader, max_steps=2)
+    inside = trainer(classifier(), kind=SizeOfItsOwn, max_steps=2)
     with pytest.raises(
-        InfeasibleError, match="left whole: OwnLoader.get_train_dataloader makes batches whose size"
+        InfeasibleError, match="left whole: SizeOfItsOwn.get_train_dataloader makes batches whose size"
     ) as no:
         memfit.transformers.fit(inside, "64KiB")
     budget = no.value.minimum_bytes
     assert budget is not None
-    inside = trainer(classifier(), kind=OwnLoader, max_steps=2)
+    inside = trainer(classifier(), kind=SizeOfItsOwn, max_steps=2)
     fitted = memfit.transformers.fit(inside, budget)
     assert fitted.plan.choices.micro_batches == 1
     inside.train()

@@ -94,9 +94,9 @@ def test_what_is_allowed_and_cannot_be_in_stages_is_told_with_its_reason() -> No
 
 
 def test_state_in_8_bits_is_taken_where_stages_fit_with_it_alone() -> None:
-    roomy = planned(running.decoder, {})
+    roomy = planned(running.sequential, {})
     budget = memfit.smallest_budget(roomy) - 1
-    model, sample, loss_fn = running.decoder()
+    model, sample, loss_fn = running.sequential()
     own = steps.part_of(sample, 0, 2)
     fixed = {"sharding": "1f1b/2", "micro_batches": MICRO_BATCHES}
     made = memfit.plan(model, own, loss_fn, budget, steps.adamw, devices=2, fixed=fixed, allow=["8bit"])

@@ -26,7 +26,7 @@ from memfit.values.trace import Operation
 # Operations that hand a value to Python.
 READING: Final = frozenset({"aten._local_scalar_dense.default", "aten.equal.default"})
 # Looks may run as many operations as this many forwards, ...
-MOST_FORWARDS: Final = 8
+MOST_FORWARDS: Final = 4
 # ... and so many micro-batches are taken for others at most.
 MOST_OTHERS: Final = 3
 
@@ -60,7 +60,7 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
         looked_at = _spread(number, most)
         for place, reading in _readings(replace(source, sample=sample), choices, looked_at, len(reads)).items():
-            if reading != known and reading not in found:
+            if reading != known and reading not in found and sizes[place]:
                 start = sum(sizes[:place])
                 found[reading] = batches.rows(sample, [start + row % sizes[place] for row in range(total)])
     return [found[reading] for reading in _few(found)]

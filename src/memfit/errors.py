@@ -114,18 +114,21 @@ class InfeasibleError(MemfitError):
         self.remedies = remedies
         self.weighed = weighed
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that it tells besides its message, as it was given."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "minimum_bytes": self.minimum_bytes,
+            "moment": self.moment,
+            "module": self.module,
+            "remedies": self.remedies,
+            "weighed": self.weighed,
+        }
+
     def __reduce__(self) -> tuple[Any, ...]:
         # By default an exception is rebuilt from its message alone; this one must survive the way home from a worker.
-        rebuild = partial(
-            type(self),
-            budget_bytes=self.budget_bytes,
-            minimum_bytes=self.minimum_bytes,
-            moment=self.moment,
-            module=self.module,
-            remedies=self.remedies,
-            weighed=self.weighed,
-        )
-        return rebuild, self.args
+        return partial(type(self), **self.facts), self.args
 
 
 class SplitError(MemfitError):

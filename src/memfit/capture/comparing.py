@@ -7,12 +7,12 @@ from memfit.values.trace import Trace
 
 def forward_names(trace: Trace) -> list[str]:
     """Operations of a captured forward and loss."""
-    return [trace.operations[e].name for e in trace.events[: trace.forward_events] if e >= 0]
+    return [operation.name for operation in trace.in_forward()]
 
 
 def path_taken(trace: Trace) -> list[tuple[str, str]]:
     """Operations of a captured forward and loss, each with the module that ran it: blocks that are alike are told apart."""
-    return [(o.name, o.module) for o in (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)]
+    return [(operation.name, operation.module) for operation in trace.in_forward()]
 
 
 def same_operations(a: Trace, b: Trace) -> bool:
@@ -29,7 +29,6 @@ def same_forward(one: Trace, other: Trace) -> bool:
     """Whether two traces run the same forward operations, and make as many bytes in each."""
 
     def made(trace: Trace) -> list[tuple[str, bool, tuple[int, ...]]]:
-        forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
-        return [(o.name, o.random, tuple(trace.storages[s].bytes for s in o.makes)) for o in forward]
+        return [(o.name, o.random, tuple(trace.storages[s].bytes for s in o.makes)) for o in trace.in_forward()]
 
     return made(one) == made(other)

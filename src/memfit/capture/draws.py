@@ -1,7 +1,8 @@
 """Other draws of the random numbers: where what is drawn in forward may decide sizes or operations, the step is captured under several.
 
 Two kinds: draws at both ends of their range (`extreme_draws`), which run the most and the fewest blocks where each is left out by chance, and draws from
-other seeds. What ran the same operations in other sizes gives `Trace.drawn_bytes`; what ran other operations is another path, `Trace.paths`.
+other seeds. Likewise samples of which forward reads other values (`values_read`). What ran the same operations in other sizes gives `Trace.drawn_bytes`; what
+ran other operations is another path, `Trace.paths`.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _draws_before_it_looks(trace: Trace) -> bool:
     What Python reads of the batch alone (is any token padding?) is no such value, whatever was drawn before.
     """
     drawn: set[int] = set()  # storages that may hold what was made of random numbers
-    for operation in (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0):
+    for operation in trace.in_forward():
         tainted = operation.random or not drawn.isdisjoint(operation.reads)
         if tainted and (operation.by_values or operation.name == "aten._local_scalar_dense.default"):
             return True

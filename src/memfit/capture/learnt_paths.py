@@ -75,8 +75,7 @@ def same_sizes(one: Trace, other: Trace) -> bool:
 
 def writes_for_good(trace: Trace) -> bool:
     """Whether forward writes into a storage that was there before the step and is no buffer's: such a forward cannot be undone."""
-    forward = (trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0)
-    written = {trace.storages[s] for operation in forward for s in operation.writes}
+    written = {trace.storages[s] for operation in trace.in_forward() for s in operation.writes}
     return any(s.birth == BEFORE_STEP and s.category is not Category.BUFFER for s in written)
 
 

@@ -43,8 +43,7 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     """
     number = choices.micro_batches // source.loader_batches
     trace = captured.trace
-    forward = [trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0]
-    reads = [place for place, operation in enumerate(forward, 1) if _reads(operation)]
+    reads = [place for place, operation in enumerate(trace.in_forward(), 1) if _reads(operation)]
     if not reads or trace.source != "fake":
         return []
     total = batches.size(source.sample)
@@ -52,14 +51,15 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     others = source.other_samples(sizes[-1]) if source.other_samples is not None else ()
     if number == 1 and not others:
         return []
-    most = max(2, MOST_FORWARDS * len(forward) // reads[-1])
-    (known,) = _readings(source, choices, [number - 1], len(reads)).values() or (None,)
-    if known is None:
-        return []
+    looked_at = _spread(number, max(2, MOST_FORWARDS * trace.forward_operations // reads[-1]))
+    known: Reading | None = None  # of the micro-batch that was captured
     found: dict[Reading, Batch] = {}
     for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
-        looked_at = _spread(number, most)
-        for place, reading in _readings(replace(source, sample=sample), choices, looked_at, len(reads)).items():
+        readings = _readings(replace(source, sample=sample), choices, looked_at, len(reads))
+        known = readings.get(number - 1) if known is None else known
+        if known is None:
+            return []
+        for place, reading in readings.items():
             if reading != known and reading not in found and sizes[place]:
                 start = sum(sizes[:place])
                 found[reading] = batches.rows(sample, [start + row % sizes[place] for row in range(total)])
@@ -71,8 +71,8 @@ def _reads(operation: Operation) -> bool:
 
 
 def _spread(number: int, most: int) -> list[int]:
-    """So many of the first numbers, evenly spaced; all where there are no more."""
-    return list(range(number)) if number <= most else [number * each // most for each in range(most)]
+    """So many of the first numbers, evenly spaced, and the last of them; all where there are no more."""
+    return list(range(number)) if number <= most else [*(number * each // most for each in range(most)), number - 1]
 
 
 def _readings(source: StepSource, choices: Choices, looked_at: Sequence[int], reads: int) -> dict[int, Reading]:

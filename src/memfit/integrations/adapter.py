@@ -66,15 +66,7 @@ class TrainerStep:
 
 def left_whole(refused: InfeasibleError, why: str, instead: str) -> InfeasibleError:
     """The same refusal, with why no batch is divided and what may be done instead."""
-    return InfeasibleError(
-        f"{refused}. Batches are left whole: {why}. {instead}",
-        budget_bytes=refused.budget_bytes,
-        minimum_bytes=refused.minimum_bytes,
-        moment=refused.moment,
-        module=refused.module,
-        remedies=refused.remedies,
-        weighed=refused.weighed,
-    )
+    return InfeasibleError(f"{refused}. Batches are left whole: {why}. {instead}", **refused.facts)
 
 
 def _trained_in(model: nn.Module) -> list[bool]:

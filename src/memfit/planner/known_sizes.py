@@ -43,7 +43,7 @@ class KnownSizes:
         self._fixed = np.max([replay.fixed for replay in replays], axis=0)
         self._base = self._sizes[int(np.argmax(peaks))]
         self.least_free = capacity_bytes - max(peaks)
-        forward = [trace.operations[e] for e in trace.events[: trace.forward_events] if e >= 0]
+        forward = list(trace.in_forward())
         self.operations = tuple(operation.name for operation in forward)
         varying = set(np.flatnonzero(np.ptp(self._sizes, axis=0)).tolist())
         self.watched: Mapping[int, tuple[tuple[int, int], ...]] = {

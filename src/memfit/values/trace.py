@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -331,6 +331,10 @@ class Trace:
     def bytes_of(self, *categories: Category) -> int:
         """Bytes of all storages of these categories, whenever they are alive."""
         return sum(s.bytes for s in self.storages if s.category in categories)
+
+    def in_forward(self) -> Iterator[Operation]:
+        """The operations of forward and loss, in the order in which they ran."""
+        return (self.operations[e] for e in self.events[: self.forward_events] if e >= 0)
 
     @cached_property
     def forward_operations(self) -> int:

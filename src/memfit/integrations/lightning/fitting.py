@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from memfit import batches
 from memfit.batches import Batch
 from memfit.engine.accumulation import weighted_micro_batches
-from memfit.errors import BatchError, InfeasibleError, InputError, MemfitError
+from memfit.errors import BatchError, InfeasibleError, InputError
 from memfit.integrations.adapter import Adapter, TrainerStep, left_whole
 from memfit.integrations.lightning.logged import Calls, unlogged
 from memfit.integrations.lightning.refused import refuse, refuse_strategy, why_not_divided
@@ -150,15 +150,10 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
     def _plan_between_steps(self, trainer: Any, module: Any) -> None:
         """Plan as when training began; what metrics have seen so far stays."""
         followed = vars(trainer.strategy).pop("training_step")
-        zeroing = vars(module).pop("optimizer_zero_grad", None)
         metrics = [(each, _state_of(each)) for each in module.modules() if isinstance(each, Metric)]
         try:
             with generators_kept(), unlogged(module):
                 self._plan_for(trainer, module, *self._batches(trainer), trainer.accumulate_grad_batches)
-        except MemfitError:
-            if zeroing is not None:
-                module.optimizer_zero_grad = zeroing
-            raise
         finally:
             trainer.strategy.training_step = followed
             for each, state in metrics:

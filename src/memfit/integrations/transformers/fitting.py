@@ -67,9 +67,9 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
     _window: Sequence[Any] = ()  # micro-batches of the step
     _weights: Sequence[float] = ()  # of their losses in the step's
     _divides = False
-    _place = -1  # of the micro-batch whose training_step runs, in the step
-    _losses_taken = 0  # in that training_step
-    _told = False  # that there were several
+    _place: int  # of the micro-batch whose training_step runs, in the step; -1 before the first
+    _losses_taken: int  # in that training_step
+    _told = False  # that a training_step takes several losses
 
     def _no_plan(self) -> InputError:
         return InputError(
@@ -149,7 +149,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         if others is not None:
             others = others.changed(lambda other: off_device(self._sample(trainer, other)))
         # The norm is computed even where nothing is clipped: it is logged.
-        norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm and trainer.args.max_grad_norm > 0 else math.inf
+        given = trainer.args.max_grad_norm
+        norm = given if given and given > 0 else math.inf
         return TrainerStep(model, sample, self._loss, optimizer, accumulated, divisors, norm, others=others)
 
     def _plan_between_steps(self) -> None:
@@ -249,11 +250,14 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             )
         engine.steps = state.global_step
 
+    def _new_step(self) -> None:
+        super()._new_step()
+        self._place, self._losses_taken = -1, 0
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Trainer's own; what each of the micro-batches counts for is noted."""
         window, items = self._own_batches(epoch_iterator, num_batches, device)
         self._new_step()
-        self._place = -1
         self._window = list(window)
         plan = self.plan
         how = plan.choices.weights

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import permutations
+
 import torch
 from torch import nn
 from torch._ops import OpOverload
 
 from memfit.engine.kept_stretches import CONFIRMED_EVERY
-from memfit.values.script import Script
+from memfit.values.script import Script, shared_beginning
 
 
 class CompiledScript:
@@ -27,6 +30,7 @@ class CompiledScript:
         recipe_of: by storage, the operations that make it again.
         kept_stretches: stretches in which nothing is dropped, by the operation that they begin with.
         first: the script of a first forward that builds something, and what modules hold before it; None where none does.
+        parting: by the number of a branch and of an operation of it, the functions by which others go on there, each with the number of that branch.
     """
 
     def __init__(self, script: Script) -> None:
@@ -41,7 +45,7 @@ class CompiledScript:
             self.leaving.setdefault(place.begin, []).append(number)
             self.gone.setdefault(place.gone_by, []).append(number)
         self.acts = [
-            bool(o) or r is not None or i in self.leaving or i in self.gone or i in script.writes
+            bool(o) or r is not None or i in self.leaving or i in self.gone or i in script.writes or i == script.decided
             for i, (o, r) in enumerate(zip(self.outputs, self.recorded, strict=True))
         ]
         self.makes = dict(script.makes)
@@ -60,12 +64,19 @@ class CompiledScript:
         self._since_followed: int | None = None  # forwards; None where the last one differed, or none has run
         self._modules: tuple[nn.Module, dict[int, tuple[nn.Module, nn.Module]]] | None = None
         self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
+        self._others = tuple(map(CompiledScript, script.branches))
+        self.parting = _parting(self.branches)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
             for run in step.runs:
                 for operation in run:
                     for _, storage, _ in script.makes.get(operation, ()):
                         self.recipe_of[storage] = run
+
+    @property
+    def branches(self) -> tuple[CompiledScript, ...]:
+        """Of the paths that forward takes one of, this one first."""
+        return (self, *self._others)  # not an attribute: a cycle would keep the model until Python looks for cycles
 
     @property
     def confirmed(self) -> bool:
@@ -106,3 +117,13 @@ def _resolve(name: str) -> OpOverload | None:
         return None
     packet = getattr(getattr(torch.ops, parts[0], None), parts[1], None)
     return getattr(packet, parts[2], None)
+
+
+def _parting(branches: Sequence[CompiledScript]) -> dict[tuple[int, int], dict[OpOverload, int]]:
+    out: dict[tuple[int, int], dict[OpOverload, int]] = {}
+    for (n, one), (m, other) in permutations(enumerate(branches), 2):
+        at = shared_beginning(one.script.operations, other.script.operations)
+        function = other.functions[at]
+        if function is not None:
+            out.setdefault((n, at), {}).setdefault(function, m)
+    return out

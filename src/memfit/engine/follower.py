@@ -6,8 +6,9 @@ storage the plan drops. At the first operation that differs, a *divergence*, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,11 +64,35 @@ class _Noting:
         return value
 
 
+class _OpenSave:
+    """A saved tensor of which it is known only at the next operation whether the engine answers for it: which of several branches forward takes.
+
+    Attributes:
+        handle: for the engine.
+        held: what autograd holds: the tensor itself, until it is known.
+    """
+
+    __slots__ = ("handle", "held")
+
+    def __init__(self, handle: Handle, kept: tuple[torch.Tensor, int]) -> None:
+        self.handle = handle
+        self.held: Handle | tuple[torch.Tensor, int] = kept
+
+    def answered_for(self, known: weakref.ref[torch.UntypedStorage] | None) -> bool:
+        """The engine answers for it; False where it does not lie in the storage of the plan."""
+        assert isinstance(self.held, tuple), "not answered for yet"
+        tensor, _ = self.held
+        if known is None or tensor.layout is not torch.strided or known() is not tensor.untyped_storage():
+            return False
+        self.held = self.handle
+        return True
+
+
 class Follower(dispatch.DispatchMode):
     """The dispatch mode and saved-tensor hooks of one followed forward.
 
     Args:
-        compiled: what to follow.
+        compiled: what to follow; the first of the branches where there are several.
         retain: backward may run more than once, so no tensor is freed early.
         lower_tiers: where to offload to, for a script that does.
         model: whose calls tell where a stretch begins or ends in which nothing is dropped; None to follow everything.
@@ -115,7 +140,12 @@ class Follower(dispatch.DispatchMode):
             self._acts = [acts or sizes.watches(index) for index, acts in enumerate(compiled.acts)]
         self._count = compiled.count
         self._wanted = compiled.script.wanted
-        if compiled.script.swaps and self.tape.storages.arenas is None:
+        self._all = compiled  # with its branches
+        self._branch = 0
+        self._parts_at = frozenset(at for branch, at in compiled.parting if branch == 0)
+        self._open: list[_OpenSave] = []
+        self._rest = ExitStack()  # what is left with forward
+        if any(each.script.swaps for each in compiled.branches) and self.tape.storages.arenas is None:
             self._diverge(
                 "an earlier forward, whose backward has not run yet, still has offloaded activations on the lower tier"
             )
@@ -125,24 +155,25 @@ class Follower(dispatch.DispatchMode):
     def following(self) -> Iterator[Follower]:
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
-            compiled = self.compiled
-            if self._model is None or self._everything or not compiled.kept_stretches:
+        branches = self._all.branches
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._rest:
+            if len(branches) == 1:
+                self._rest.enter_context(self._repeating())
+            if self._model is None or self._everything or not any(branch.kept_stretches for branch in branches):
                 yield self
             else:
-                modules = self.compiled.modules_of(self._model)
-                rehearses = not compiled.confirmed
+                model = self._model
                 stretches = KeptStretches(
                     self,
                     hooks,
-                    lambda module: self._kept_from(module, modules, rehearses=rehearses),
-                    self._rehearsed if rehearses else self._skipped,
-                    self._misplaced if rehearses else self._diverge,
-                    rehearses=rehearses,
+                    lambda module: self._kept_from(module, model),
+                    self._stretch_ends,
+                    self._stretch_differs,
+                    lambda: not self.compiled.confirmed,
                 )
-                everything = {id(module) for module in every_module(self._model)}
-                first = {id(each) for each, _ in modules.values()}
-                with stretches.off_during(everything, first, [last for _, last in modules.values()]):
+                everything = {id(module) for module in every_module(model)}
+                ends = [pair for branch in branches for pair in branch.modules_of(model).values()]
+                with stretches.off_during(everything, {id(first) for first, _ in ends}, [last for _, last in ends]):
                     yield self
         self.finish()
 
@@ -161,12 +192,10 @@ class Follower(dispatch.DispatchMode):
         """A call that is to be made again has ended, in which autograd has saved so many tensors."""
         self.save += saved
 
-    def _kept_from(
-        self, module: nn.Module, modules: Mapping[int, tuple[nn.Module, nn.Module]], *, rehearses: bool
-    ) -> End | None:
+    def _kept_from(self, module: nn.Module, model: nn.Module) -> End | None:
         """Where the stretch ends in which the plan drops nothing and that begins with a module's call; None where none does."""
         stretch = self.compiled.kept_stretches.get(self.index)
-        first, last = modules.get(self.index, (None, None))
+        first, last = self.compiled.modules_of(model).get(self.index, (None, None))
         if (
             stretch is None
             or last is None
@@ -177,28 +206,29 @@ class Follower(dispatch.DispatchMode):
             or (self._sizes is not None and self._sizes.watched_between(*stretch.operations))
         ):
             return None
-        if rehearses:
-            self._stretch = self.index
-        else:
+        if self.compiled.confirmed:
             self.tape.storages.not_followed()
+        else:
+            self._stretch = self.index
         return End(last, stretch.calls, stretch.begun)
 
-    def _rehearsed(self) -> None:
-        """A stretch has ended in a forward that is followed as a whole."""
+    def _stretch_ends(self) -> None:
+        """A stretch has run: unfollowed, or rehearsed in a forward that is followed as a whole."""
+        if self.compiled.confirmed:
+            stretch = self.compiled.kept_stretches[self.index]
+            self.unfollowed += stretch.operations[1] - stretch.operations[0]
+            self.index, self.save = stretch.operations[1], stretch.saves[1]
+            return
         stretch = self.compiled.kept_stretches[self._stretch]
         if (self.index, self.save) != (stretch.operations[1], stretch.saves[1]):
-            self._misplaced("it ends elsewhere")
+            self._stretch_differs("it ends elsewhere")
 
-    def _misplaced(self, _why: str) -> None:
-        """The stretch that is rehearsed does not run from where to where the plan has it: it will be followed."""
-        if self.divergence is None:
+    def _stretch_differs(self, why: str) -> None:
+        """A stretch does not run from where to where the plan has it. One that is rehearsed will be followed."""
+        if self.compiled.confirmed:
+            self._diverge(why)
+        elif self.divergence is None:
             self.compiled.follow_always(self._stretch)
-
-    def _skipped(self) -> None:
-        """The stretch that begins here has run unfollowed."""
-        stretch = self.compiled.kept_stretches[self.index]
-        self.unfollowed += stretch.operations[1] - stretch.operations[0]
-        self.index, self.save = stretch.operations[1], stretch.saves[1]
 
     def finish(self) -> None:
         """What was followed has ended: see that nothing of it is missing, and that nobody writes into what is kept."""
@@ -241,12 +271,37 @@ class Follower(dispatch.DispatchMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
         if self.divergence is None:
+            branch = self._all.parting.get((self._branch, index), {}).get(func)
+            if branch is not None:
+                self._follow(branch)
+                return self.__torch_dispatch__(func, types, args, kwargs)
             following = self._functions[index] if index < self._count else None
             if not dispatch.is_operation(func) or (following is not None and dispatch.sets_up(func, following)):
                 return func(*args, **kwargs) if kwargs else func(*args)
             planned = str(self._functions[index]) if index < self._count else "the end of forward"
             self._diverge(f"operation {index} is {func}, the plan has {planned}")
         return self._unplanned(func, args, kwargs or {})
+
+    def _follow(self, branch: int) -> None:
+        """Forward takes the path of another branch from here on."""
+        self._branch = branch
+        self.compiled = compiled = self._all.branches[branch]
+        self.tape.follow(compiled)
+        self._functions, self._acts = list(compiled.functions), compiled.acts
+        self._count, self._wanted = compiled.count, compiled.script.wanted
+        self._parts_at = frozenset(at for number, at in self._all.parting if number == branch)
+
+    def _is_decided(self) -> None:
+        """No other branch can be the one that is taken: what is held for others alone goes, and what autograd has just saved is answered for as planned."""
+        script, storages = self.compiled.script, self.tape.storages
+        for number in script.released:
+            storages.release(number)
+        for save in self._open:
+            number = script.saves[save.handle.save] if save.handle.save < len(script.saves) else KEPT
+            if number != KEPT and not save.answered_for(storages.made.get(number)):
+                self._diverge(f"save {save.handle.save} is not the tensor of the plan")
+        self._open.clear()
+        self._rest.enter_context(self._repeating())
 
     def _diverge(self, why: str) -> None:
         self.divergence = why
@@ -271,6 +326,10 @@ class Follower(dispatch.DispatchMode):
     def _act(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the plan and do what the script says of it."""
         compiled, storages = self.compiled, self.tape.storages
+        if index == compiled.script.decided:
+            self._is_decided()
+            if self.divergence is not None:
+                return self._unplanned(func, args, kwargs)
         writes = compiled.script.writes.get(index)
         if writes is not None and writes != tuple(
             dict.fromkeys(
@@ -338,6 +397,10 @@ class Follower(dispatch.DispatchMode):
         save = self.save
         self.save = save + 1
         if self.divergence is None:
+            if self.index in self._parts_at:
+                # For the operation before, or already for the next, which another branch may have otherwise.
+                self._open.append(_OpenSave(Handle(self.tape, save, tensor), kept_by_autograd(tensor)))
+                return self._open[-1]
             saves = self.compiled.script.saves
             if save >= len(saves):
                 self._diverge(f"autograd saved more than the {len(saves)} tensors of the plan")
@@ -363,6 +426,8 @@ def kept_by_autograd(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor that autograd saved."""
+    if type(packed) is _OpenSave:
+        packed = packed.held
     if type(packed) is Handle:
         return packed.tape.saved_tensor(packed)
     if type(packed) is DroppedTensor:

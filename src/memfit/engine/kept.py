@@ -50,9 +50,13 @@ class KeptStorages:
         self._returning: dict[int, Copy] = {}
         self.arenas: Mapping[str, Arena] | None = None
         self._lower_tiers: LowerTiers | None = None
-        if self._script.swaps:
+        if any(branch.script.swaps for branch in compiled.branches):
             assert lower_tiers is not None, "an engine whose plan offloads has tiers to offload to"
             self._lower_tiers, self.arenas = lower_tiers, lower_tiers.lend(self)
+
+    def follow(self, compiled: CompiledScript) -> None:
+        """Go by the script of another branch, in which what was made so far has the same numbers."""
+        self._script = compiled.script
 
     # -- on the device -------------------------------------------------------------------------------------------------------
 

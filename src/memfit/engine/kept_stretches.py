@@ -49,7 +49,7 @@ class KeptStretches:
         begins: asked where a module's call begins: where the stretch that begins with it ends, None where the mode is to stay on.
         ends: told where that stretch has ended.
         differs: told how the calls of modules in a stretch differ from the plan; the mode is on again by then.
-        rehearses: nothing is taken off.
+        rehearses: whether nothing is taken off.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class KeptStretches:
         begins: Callable[[nn.Module], End | None],
         ends: Callable[[], None],
         differs: Callable[[str], None],
-        *,
-        rehearses: bool = False,
+        rehearses: Callable[[], bool],
     ) -> None:
         self._mode, self._hooks = mode, hooks
         self._begins, self._ends, self._differs = begins, ends, differs
@@ -92,7 +91,7 @@ class KeptStretches:
             for handle in handles:
                 handle.remove()
             if self._end is not None:  # forward went another way, or was interrupted: torch calls no hook then
-                if self._rehearses:
+                if self._rehearses():
                     self._stop("it does not end")
                 else:
                     self._on()
@@ -112,7 +111,7 @@ class KeptStretches:
         end = self._begins(module)
         if end is not None:
             self._end, self._calls, self._begun = end, 0, 1
-            if not self._rehearses:
+            if not self._rehearses():
                 torch._C._autograd._pop_saved_tensors_default_hooks()
                 self._mode.__exit__(None, None, None)
             self._below = _present()
@@ -126,7 +125,7 @@ class KeptStretches:
         error = sys.exception()
         if output is None and error is not None and not isinstance(error, ForwardLeftError):
             # The call has failed: torch calls the hook all the same, with nothing for its result.
-            if self._rehearses:
+            if self._rehearses():
                 self._stop("its last call fails")
             else:
                 self._on()
@@ -142,7 +141,7 @@ class KeptStretches:
 
     def _on(self) -> None:
         self._end = None
-        if not self._rehearses:
+        if not self._rehearses():
             self._mode.__enter__()
             torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
 

@@ -50,6 +50,11 @@ class Tape:
         self._next_step = 0
         self._in_order = not retain
 
+    def follow(self, compiled: CompiledScript) -> None:
+        """Go by the script of another branch from here on."""
+        self.compiled = compiled
+        self.storages.follow(compiled)
+
     def diverge(self) -> None:
         """Forward diverged from the plan: from here on no tensor is freed early."""
         self._in_order = False

@@ -11,7 +11,7 @@ from memfit.garbage import uncollected
 from memfit.planner.caching_allocator import MIB, allocator_bytes
 from memfit.planner.copying import Copying
 from memfit.planner.found import Found, Rejection
-from memfit.planner.script_compiler import compile_calls, compile_script, knowing_calls
+from memfit.planner.script_compiler import compile_branches, compile_calls, compile_script, knowing_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
@@ -55,7 +55,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
     ranks = _of_ranks(solvers, found)
-    own_peak = max(evaluation.peak_bytes, *_on_paths(fullest, solution)) + solvers.extra_bytes
+    beside = [(other, _beside(other, budget_bytes - solvers.extra_bytes)) for other in solver.branches]
+    script = script_of(solver, solution, beside)
+    here = max(
+        evaluation.peak_bytes, *_on_paths(fullest, solution), *_in_branches([(solver, solution), *beside], script)
+    )
+    own_peak = here + solvers.extra_bytes
     prediction = Prediction(
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
         step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
@@ -80,7 +85,6 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     )
     names = sorted({*kept, *dropped, *below, *again})
     first, first_peak = _first_forward(solver.first, capacity) if solver.first is not None else (None, 0)
-    script = script_of(solver, solution)
     return Plan(
         budget_bytes=budget_bytes,
         choices=_weighted(trace.choices, solvers, found.number),
@@ -99,6 +103,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             *_reserved(solvers, prediction, timeline, solution),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
+            *_each_its_own(prediction, budget_bytes, [(solver, solution), *beside], solvers.extra_bytes),
             *(_builds(first_peak + solvers.extra_bytes, budget_bytes) if first is not None else ()),
         ),
         source=trace.source,
@@ -144,7 +149,8 @@ def plain_step(solvers: Solvers) -> PlainStep:
     """The baseline with nothing dropped."""
     plain = solvers.baseline
     full, _ = plain.fullest(plain.plain)
-    peak = max(full.worst(full.plain)[1].peak_bytes, *_on_paths(full, full.plain))
+    others = (other.plain.peak for other in plain.branches)
+    peak = max(full.worst(full.plain)[1].peak_bytes, *_on_paths(full, full.plain), *others)
     return PlainStep(peak + solvers.extra_bytes, plain.trace.plain_step_seconds, _fixed_for(plain.trace.choices))
 
 
@@ -156,8 +162,17 @@ def _kind_of_device(solvers: Solvers, trace: Trace) -> str:
     return "cuda" if trace.seconds_are == "estimated" or 0 < trace.rng_state_bytes <= GPU_STATE_BYTES else "cpu"
 
 
-def script_of(solver: Solver, solution: Solution) -> Script:
-    """What the engine follows; call by call where forward takes several paths."""
+def script_of(solver: Solver, solution: Solution, beside: Sequence[tuple[Solver, Solution]] = ()) -> Script:
+    """What the engine follows; call by call where forward takes several paths.
+
+    Args:
+        solver, solution: the plan.
+        beside: those for the other paths, where each has a plan of its own.
+    """
+    if beside:
+        every = ((solver, solution), *beside)
+        script = compile_branches([(each.recipes, plan.recomputations) for each, plan in every])
+        return knowing_calls(script, [each.trace for each, _ in every]) if script.plain else script
     if solver.trace.paths:
         return compile_calls(solver.draws, solution.recomputations)
     script = compile_script(solver.recipes, solution.recomputations)
@@ -166,7 +181,7 @@ def script_of(solver: Solver, solution: Solution) -> Script:
 
 def _first_forward(solver: Solver, capacity: int) -> tuple[FirstForward, int]:
     """What is followed in a first forward that builds something, and the peak of that step: the fastest that fits, else the smallest."""
-    solution = solver.fitting(capacity) or solver.least()
+    solution = solver.within(capacity)
     return FirstForward(dict(solver.trace.before), script_of(solver, solution)), solver.needed(solution)
 
 
@@ -230,6 +245,43 @@ def _at_most(prediction: Prediction, budget_bytes: int) -> str:
         if more > 0
         else ""
     )
+
+
+def _beside(solver: Solver, free_bytes: int) -> Solution:
+    """The plan for another path: the fastest that fits, else the smallest. As plain PyTorch needs the slack, too, that is not asked for it."""
+    return solver.plain if solver.plain.peak <= free_bytes else solver.within(free_bytes - SLACK_BYTES)
+
+
+def _in_branches(plans: Sequence[tuple[Solver, Solution]], script: Script) -> list[int]:
+    """Peaks on all of a few paths that have a plan each; 0 where there is one path.
+
+    Until it is known which one forward takes, what any of them wants is held.
+    """
+    if not script.branches:
+        return [solution.peak for _, solution in plans]
+    peaks = []
+    for (solver, solution), own in zip(plans, (script, *script.branches), strict=True):
+        events = [event for event, code in enumerate(solver.trace.events) if code >= 0]
+        more = sum(solver.trace.storages[s].bytes for s in own.released)
+        before = int(solution.evaluation.levels[: events[own.decided]].max(initial=0)) + more if own.decided > 0 else 0
+        peaks.append(max(solution.peak, before))
+    return peaks
+
+
+def _each_its_own(
+    prediction: Prediction, budget_bytes: int, plans: Sequence[tuple[Solver, Solution]], extra_bytes: int
+) -> tuple[str, ...]:
+    """What the user should know where a few paths have a plan each."""
+    if len(plans) == 1:
+        return ()
+    part = max(solver.trace.shared_operations for solver, _ in plans)
+    peaks = " and ".join(format_bytes(solution.peak + extra_bytes) for _, solution in plans)
+    note = (
+        f"forward takes one of {len(plans)} paths, which part within its first {part + 1} of {plans[0][0].trace.forward_operations} operations, and each has "
+        f"a plan of its own: {peaks} at the peak. What a path that was not seen runs is kept from where it differs, so it may hold "
+        f"more{_at_most(prediction, budget_bytes)}"
+    )
+    return (note,)
 
 
 def _on_paths(solver: Solver, solution: Solution) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -154,6 +154,9 @@ class Recipes:
         self.steady = SteadyCalls(trace, (trace, *trace.paths)) if trace.paths else None
         if self.steady is not None:
             self._stay_in_calls(self.steady.home)
+        shared = frozenset(forward[: trace.shared_operations])
+        if shared:
+            self._keep_what_is_shared(shared)
         self.calls: dict[int, RepeatableCalls] = {}
         for call in repeatable_calls(trace, frozenset(managed)):
             first = call.begins_with
@@ -208,6 +211,12 @@ class Recipes:
         """Rule out recipes that are not of one call alone, where forward takes several paths: what they read or are asked for may not be there on another."""
         for index, recipe in enumerate(self.recipes):
             if not recipe.makes or any(s not in home for s in recipe.makes) or len({home[s] for s in recipe.makes}) > 1:
+                self.recipes[index] = replace(recipe, runnable=False)
+
+    def _keep_what_is_shared(self, shared: Container[int]) -> None:
+        """Rule out recipes of operations that run before it is known which path forward takes."""
+        for index, recipe in enumerate(self.recipes):
+            if any(op in shared for op in recipe.operations):
                 self.recipes[index] = replace(recipe, runnable=False)
 
     def _stop_at_updates(self, updated: dict[int, int]) -> None:
@@ -289,6 +298,7 @@ class Recipes:
         if trace.sized_by_values or trace.paths:
             return  # the places on a lower tier are of fixed sizes, and copies are waited for at fixed operations
         events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
+        begin = events[trace.shared_operations] if trace.shared_operations else 0
         ends = [self.clock[e + 1] for e in events]
         wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}
         for s in sorted((wanted & self.returned) - self._filled_unseen):  # when those are whole is not known
@@ -296,6 +306,8 @@ class Recipes:
             ready = max(self.event_of_operation[maker[s]], last_write.get(s, -1))
             nearer = self.reloads_of.get(s, ())
             if size < link.least_bytes or ready >= trace.forward_events or len(nearer) < tier * len(PREFETCH_DISTANCES):
+                continue
+            if self.event_of_operation[maker[s]] < begin:
                 continue
             death = bisect_left(events, min(trace.storages[s].death, events[-1]))
             out_seconds, in_seconds = link.out_seconds(size), link.in_seconds(size)

@@ -101,7 +101,14 @@ def repeatable_calls(trace: Trace, managed: frozenset[int]) -> list[RepeatableCa
     if trace.paths or trace.sized_by_values or trace.before or trace.choices.streamed or _updates_in_backward(trace):
         return []
     facts = _Facts(trace, managed)
-    rows = [row for row in _rows(calls_of_blocks(trace)) if all(call.repeatable for call in row)]
+    # What is made again is counted from where it is known which path forward takes.
+    early = {call.module for call in trace.calls if call.operations[0] <= trace.shared_operations}
+    early = early if trace.shared_operations else set()
+    rows = [
+        row
+        for row in _rows(calls_of_blocks(trace))
+        if all(call.repeatable and call.module not in early for call in row)
+    ]
     found = [again for row in rows if (again := facts.repeatable(row)) is not None]
     return sorted(found, key=lambda again: (again.begins_with, -again.ends_before))
 

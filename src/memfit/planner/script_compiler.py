@@ -14,7 +14,16 @@ from memfit.planner.recipes import Recipes
 from memfit.planner.repeatable_calls import RepeatableCalls
 from memfit.planner.steady_calls import Form, Key, sizes
 from memfit.planner.timeline import Recomputations
-from memfit.values.script import KEPT, CallScript, KeptStretch, OffloadedStorage, RepeatedCalls, Script, Step
+from memfit.values.script import (
+    KEPT,
+    CallScript,
+    KeptStretch,
+    OffloadedStorage,
+    RepeatedCalls,
+    Script,
+    Step,
+    shared_beginning,
+)
 from memfit.values.trace import ModuleCall, Trace
 
 # Calls of modules that are counted in the time that following one operation takes: where the follower is off in some stretches, all of forward's are looked at.
@@ -77,8 +86,33 @@ def knowing_calls(script: Script, paths: Sequence[Trace]) -> Script:
     return replace(script, most_calls=dict(most), call_bytes=each, most_call_bytes=largest)
 
 
+def compile_branches(plans: Sequence[tuple[Recipes, Recomputations]]) -> Script:
+    """The script of the first of several paths, each with a plan of its own, with those of the others in it.
+
+    The engine may follow any of them until it knows which one forward takes: what one wants of what was made by then, all hold.
+    """
+    if not any(runs for _, recomputations in plans for runs in recomputations.values()):
+        return Script()
+    alone = [compile_script(recipes, recomputations, asked_of=frozenset()) for recipes, recomputations in plans]
+    scripts = []
+    for number, (recipes, recomputations) in enumerate(plans):
+        wanted: set[int] = set()
+        for other, script in enumerate(alone):
+            own = alone[number]
+            alike = own.decided if other == number else shared_beginning(own.operations, script.operations)
+            wanted.update(s for op, made in script.makes.items() if op < alike for _, s, _ in made)
+        scripts.append(compile_script(recipes, recomputations, asked_of=frozenset(wanted)))
+    first, *others = scripts
+    return replace(first, branches=tuple(others))
+
+
 def compile_script(
-    recipes: Recipes, recomputations: Recomputations, within: ModuleCall | None = None, *, any_size: bool = False
+    recipes: Recipes,
+    recomputations: Recomputations,
+    within: ModuleCall | None = None,
+    *,
+    any_size: bool = False,
+    asked_of: frozenset[int] | None = None,
 ) -> Script:
     """The script that holds, runs and releases exactly as the timeline says.
 
@@ -87,6 +121,8 @@ def compile_script(
         recomputations: the plan.
         within: the call of a module that the plan is for; None for the whole forward.
         any_size: what is made may be larger than in this trace.
+        asked_of: of one of several paths, the storages made before it is known which one forward takes that the engine answers for, as the plan for one of
+            them wants them; None for a forward that takes one.
     """
     calls = [recipes.calls[r] for runs in recomputations.values() for r in runs if r in recipes.calls]
     recomputations = {
@@ -94,7 +130,7 @@ def compile_script(
         for event, runs in recomputations.items()
         if (own := tuple(r for r in runs if r not in recipes.calls))
     }
-    if not recomputations and not calls:
+    if not recomputations and not calls and asked_of is None:
         return Script()
     trace = recipes.trace
     forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
@@ -114,7 +150,7 @@ def compile_script(
             for s in recipes.recipes[recipe].inputs:
                 used[s].append((event, position))
     # The engine answers for what it makes again, and for what is asked for where recomputations start; autograd keeps the rest itself.
-    answered = set(made) | {trace.saves[~trace.events[event]].storage for event in recomputations}
+    answered = set(made) | {trace.saves[~trace.events[event]].storage for event in recomputations} | (asked_of or set())
     unpacks: list[tuple[int, int]] = []  # (event, save) of storages the engine answers for
     for index in saves:
         save = trace.saves[index]
@@ -166,6 +202,8 @@ def compile_script(
                 tuple(sorted(releases.get((event, len(runs)), ()))),
             )
         )
+    released = tuple(sorted(asked_of - held)) if asked_of else ()
+    held.update(released)
     wanted = held | answered
     largest = [-1] * len(trace.storages) if any_size or trace.sized_by_values else [s.bytes for s in trace.storages]
     makes: dict[int, tuple[tuple[int, int, int], ...]] = {}
@@ -197,6 +235,8 @@ def compile_script(
         writes,
         frozenset(s for s in held if s not in {made for op in forward for made in trace.operations[op].makes}),
         repeated_calls=tuple(_repeated(each) for each in sorted(calls, key=lambda each: each.begin)),
+        decided=-1 if asked_of is None else trace.shared_operations,
+        released=released,
     )
     return script if within is not None else replace(script, kept_stretches=_kept_stretches(script, trace.calls))
 
@@ -254,7 +294,7 @@ def _repeated(again: RepeatableCalls) -> RepeatedCalls:
 def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptStretch, ...]:
     """The longest stretches in which the engine has nothing to do, none where counting calls would take longer than they save.
 
-    Calls come in the order in which they begin, outer ones first.
+    Calls come in the order in which they begin, outer ones first. Until it is known which of several paths forward takes, it is followed.
     """
     acts = script.acts_at()
     acted = list(accumulate((i in acts for i in range(len(script.operations))), initial=0))
@@ -276,7 +316,7 @@ def _kept_stretches(script: Script, calls: Sequence[ModuleCall]) -> tuple[KeptSt
     found: list[KeptStretch] = []
     for number, call in enumerate(calls):
         begin, first = call.operations[0], call.saves[0]
-        if found and (begin, first) < (found[-1].operations[1], found[-1].saves[1]):
+        if begin <= script.decided or (found and (begin, first) < (found[-1].operations[1], found[-1].saves[1])):
             continue
         end = last.get(done(begin, first))
         if end is None or calls[end].operations[1] - begin < LEAST_KEPT:

@@ -32,6 +32,8 @@ class Solver:
     Attributes:
         plain: the plan in which nothing is dropped.
         draws: the trace under all draws of random numbers that its capture saw.
+        branches: where forward takes one of a few paths early on (`branches`) and this one has plans of its own, the solvers of the others. Set by
+            `Solvers.of`.
         other_roles: of a sharded step, gives the solvers of the ranks whose steps take other bytes than this one's; all ranks follow one plan. Set by
             `Solvers.of`, and a call, since their traces are captured only once a plan fits this one.
     """
@@ -46,6 +48,7 @@ class Solver:
         self._fronts: dict[int, Front] = {}
         self._fitting: dict[int, Solution | None] = {}
         self._smallest: SmallestSearch | None = None
+        self.branches: tuple[Solver, ...] = ()
         self.other_roles: Callable[[], tuple[Solver, ...]] = tuple
 
     def _problem(self) -> Problem:
@@ -59,9 +62,10 @@ class Solver:
         return None if self.trace.first is None else Solver(Timeline(self.trace.first))
 
     @cached_property
-    def _first_needs(self) -> int:
-        """Bytes below which there is no plan for the first step."""
-        return 0 if self.first is None else self.first.needed(self.first.least())
+    def _others_need(self) -> int:
+        """Bytes below which there is no plan for the first step, or for one that takes another path."""
+        others = (*self.branches, *(() if self.first is None else (self.first,)))
+        return max((other.needed(other.least()) for other in others), default=0)
 
     @cached_property
     def call_plans(self) -> CallPlans:
@@ -147,6 +151,10 @@ class Solver:
     def _search_smallest(self) -> SmallestSearch:
         return SmallestSearch(self.problem).run()
 
+    def within(self, budget_bytes: int) -> Solution:
+        """The fastest plan that fits, else the smallest."""
+        return self.fitting(budget_bytes) or self.least()
+
     # -- plans, where random numbers decide sizes, and of ranks that hold other bytes ---------------------------------------
 
     def needed(self, solution: Solution) -> int:
@@ -154,9 +162,9 @@ class Solver:
         return max(role.needed_here(there) for role, there in self.by_role(solution))
 
     def needed_here(self, solution: Solution) -> int:
-        """Bytes that it needs on this rank: its peak, more for other draws where random numbers decide sizes, and no fewer than the first step needs."""
+        """Bytes that it needs on this rank: its peak, more for other draws where random numbers decide sizes, and no fewer than other paths need."""
         own = self.draws.needed(solution.recomputations) if self.draws.several else solution.peak
-        return max(own, self._first_needs)
+        return max(own, self._others_need)
 
     def roles(self) -> tuple[Solver, ...]:
         """This solver, and those of the ranks whose steps take other bytes."""
@@ -203,7 +211,7 @@ class Solver:
 
     def fitting_here(self, budget_bytes: int) -> Solution | None:
         """The same by what a plan needs on this rank alone."""
-        if self._first_needs > budget_bytes:
+        if self._others_need > budget_bytes:
             return None
         if not self.draws.several:
             return self.solve(budget_bytes)

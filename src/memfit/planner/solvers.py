@@ -13,6 +13,7 @@ from typing import Final
 
 from memfit.garbage import uncollected
 from memfit.hardware.machine import Link
+from memfit.planner.branches import branches
 from memfit.planner.offloading import solver_for
 from memfit.planner.optimistic import step_facts
 from memfit.planner.recipes import Recipes
@@ -90,13 +91,17 @@ class Solvers:
         choices = replace(candidate or self.bundle.candidates[0], micro_batches=number)
         if choices not in self.asked:
             if choices not in self._known:
-                trace = self.trace(choices)
                 with uncollected():
-                    timeline = Timeline(trace, Recipes(trace, self._lower_tier(choices)))
-                    self._known[choices] = solver_for(timeline)
+                    self._known[choices] = self._made(choices)
             self.asked[choices] = self._known[choices]
             self.asked[choices].other_roles = partial(self._other_roles, choices)
         return self.asked[choices]
+
+    def _made(self, choices: Choices) -> Solver:
+        trace, tier = self.trace(choices), self._lower_tier(choices)
+        solver, *others = (solver_for(Timeline(path, Recipes(path, tier))) for path in branches(trace) or (trace,))
+        solver.branches = tuple(others)
+        return solver
 
     def _other_roles(self, choices: Choices) -> tuple[Solver, ...]:
         """For the ranks of a sharded step whose roles are others than that of these choices."""
@@ -224,7 +229,8 @@ class Solvers:
     def plain_peak(self) -> int:
         """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
         solver = self.baseline
-        return self.budget_for(solver, solver.plain) + SLACK_BYTES
+        others = [other.plain.peak + self.extra_bytes for other in solver.branches]
+        return max((self.budget_for(solver, solver.plain), *others)) + SLACK_BYTES
 
 
 def roles(bundle: TraceBundle, choices: Choices) -> tuple[Choices, ...]:

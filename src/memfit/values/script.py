@@ -5,7 +5,7 @@ Written so that it can be checked against the real run, operation by operation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -145,6 +145,9 @@ class Script:
         writes: forward operations that write in place -> the storages they write, -1 for those that the engine does not know by number.
         kept_stretches: the longest stretches, between begins and ends of modules' calls, in which nothing is dropped, held or written that it knows by number.
         repeated_calls: calls of modules that are made again as a whole; for the engine's other actions autograd keeps what is saved in them.
+        branches: where forward takes one of a few paths early on, the scripts for the others; what storages they name by the same number there are the same.
+        decided: the first operation by which no other of these can be the one; -1 where there is one path.
+        released: storages that the engine holds up to that operation for the other paths alone.
         first: what is followed instead in a first forward that builds what later ones find.
         most_operations: of forward on the longest path that is known, where there are calls; 0 where that is not known.
         most_calls: of each module on the known path that calls it most often, where single operations are not compared; empty where that is not known.
@@ -171,23 +174,29 @@ class Script:
     most_calls: Mapping[str, int] = field(default_factory=dict)
     call_bytes: Mapping[str, int] = field(default_factory=dict)
     most_call_bytes: int = 0
+    branches: tuple[Script, ...] = ()
+    decided: int = -1
+    released: tuple[int, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether there is nothing to do: the step runs as PyTorch runs it."""
-        return not self.steps and not self.calls and not self.repeated_calls
+        own = not self.steps and not self.calls and not self.repeated_calls
+        return own and all(branch.plain for branch in self.branches)
 
     @property
     def recomputations(self) -> int:
-        """Operations run again in one micro-batch."""
+        """Operations run again in one micro-batch, on the path on which most are."""
         own = sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
         repeated = sum(call.operations for call in self.repeated_calls)
-        return own + repeated + sum(call.script.recomputations for call in self.calls)
+        own += repeated + sum(call.script.recomputations for call in self.calls)
+        return max(own, *(branch.recomputations for branch in self.branches), 0)
 
     @property
     def whole_calls(self) -> int:
-        """Calls of modules that are made again as wholes in one micro-batch."""
-        return sum(len(again.modules) for again in self.repeated_calls)
+        """Calls of modules that are made again as wholes in one micro-batch, on the path on which most are."""
+        own = sum(len(again.modules) for again in self.repeated_calls)
+        return max(own, *(branch.whole_calls for branch in self.branches), 0)
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:
@@ -195,6 +204,9 @@ class Script:
         out: dict[str, int] = {}
         for place in self.swaps.values():
             out[place.tier] = max(out.get(place.tier, 0), place.offset + place.bytes)
+        for branch in self.branches:
+            for tier, size in branch.lower_bytes.items():
+                out[tier] = max(out.get(tier, 0), size)
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -229,6 +241,9 @@ class Script:
             "most_calls": dict(self.most_calls),
             "call_bytes": dict(self.call_bytes),
             "most_call_bytes": self.most_call_bytes,
+            "branches": [branch.to_json() for branch in self.branches],
+            "decided": self.decided,
+            "released": list(self.released),
         }
 
     @classmethod
@@ -283,6 +298,9 @@ class Script:
             {str(module): int(calls) for module, calls in data.get("most_calls", {}).items()},
             {str(module): int(size) for module, size in data.get("call_bytes", {}).items()},
             int(data.get("most_call_bytes", 0)),
+            tuple(map(cls.from_json, data.get("branches", ()))),
+            int(data.get("decided", -1)),
+            tuple(map(int, data.get("released", ()))),
         )
         count = len(operations)
         if len(script.wanted) != count:
@@ -312,6 +330,16 @@ class Script:
                 raise ValueError(f"storage {storage} is made by no operation")
         if answered and not script.steps:
             raise ValueError("saves are answered for, but no step answers")
+        if not script.held.issuperset(script.released) or not script.decided < count:
+            raise ValueError(
+                f"storages {list(script.released)} are to be freed at operation {script.decided} of {count}, not all are held by then"
+            )
+        for branch in script.branches:
+            alike = shared_beginning(script.operations, branch.operations)
+            if not 0 < alike <= min(script.decided, branch.decided):
+                raise ValueError(
+                    f"two paths begin with {alike} operations that are the same, and one is to be known at operation {script.decided}"
+                )
         script._check_offloads()
         script._check_kept_stretches()
         script._check_repeated_calls()
@@ -371,3 +399,8 @@ class Script:
             ends[place.tier] = place.offset + place.bytes
             if not made_by[storage] <= place.begin <= place.gone_by < len(self.operations):
                 raise ValueError(f"storage {storage} cannot be copied down by operation {place.gone_by}")
+
+
+def shared_beginning(one: Sequence[str], other: Sequence[str]) -> int:
+    """With how many operations of the same names two forwards begin; 0 where one of them ends there."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)

@@ -210,6 +210,8 @@ class Trace:
         in_flight: forwards that may have run before their backward begins: 1 on a single device, more in a pipeline.
         calls: of modules in forward, in the order in which they began.
         paths: the same step where it ran other operations, under other random numbers; this trace is that with the most operations.
+        shared_operations: of one of several paths that is planned for by itself, with how many operations it begins that others begin with, too: nothing
+            that was made or saved by then is dropped. 0 where forward takes one path.
         first: the first step, where its forward runs other operations than those of all later ones: it builds what they find.
         before: of a first step, what modules hold before its forward and not after it (`memfit.step.fingerprint.fingerprint`).
         drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
@@ -245,6 +247,7 @@ class Trace:
     in_flight: int = 1
     calls: tuple[ModuleCall, ...] = ()
     paths: tuple[Trace, ...] = ()
+    shared_operations: int = 0
     first: Trace | None = None
     before: tuple[tuple[str, str], ...] = ()
     gathered: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()

@@ -60,16 +60,28 @@ RISING = tokens([40, 42, 45, 50, 55, 60, LENGTH, LENGTH])
 FALLING = tokens([LENGTH, LENGTH, 60, 55, 50, 45, 42, 40])
 
 
+class Looking(Padded):
+    """Looks at its parameters, too, which on fake tensors have no values."""
+
+    def forward(self, tokens: Tensor, filled: Tensor) -> Tensor:
+        assert not self.embed.weight.isnan().any()
+        return super().forward(tokens, filled)
+
+
+@pytest.mark.parametrize("kind", [Padded, Looking])
 @pytest.mark.parametrize("batch", [RISING, FALLING], ids=["full last", "full first"])
 @pytest.mark.parametrize("micro_batches", [ROWS, ROWS // 2])
-def test_micro_batches_with_and_without_padding_hold_what_is_predicted(batch: Any, micro_batches: int) -> None:
+def test_micro_batches_with_and_without_padding_hold_what_is_predicted(
+    kind: type[Padded], batch: Any, micro_batches: int
+) -> None:
     """In halves of four rows all have padding in one of two parts; one row, or two full ones, have none."""
     fixed = {"micro_batches": micro_batches}
     with pytest.raises(memfit.InfeasibleError) as needed:
-        memfit.plan(Padded(), batch, loss_of, "1KiB", small.adamw, fixed=fixed)
+        memfit.plan(kind(), batch, loss_of, "1KiB", small.adamw, fixed=fixed)
     budget = needed.value.minimum_bytes
     assert budget is not None
-    engine = memfit.fit(Padded(), batch, loss_of, budget, small.adamw, fixed=fixed)
+    engine = memfit.fit(kind(), batch, loss_of, budget, small.adamw, fixed=fixed)
+    assert (engine.plan.source == "fake") is (kind is Padded)
     assert any("values of the batch" in note for note in engine.plan.notes)
     rehearsal = engine.rehearsal
     assert rehearsal is not None

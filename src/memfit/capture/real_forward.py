@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -39,18 +40,24 @@ def real_forward_names(
 ) -> list[str]:
     """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed."""
     names = _Names()
-    program = StepProgram(source.model, source.loss_fn, choices=choices)
+    with forward_for_real(source, choices) as program:
+        for _ in range(2 if twice else 1):
+            names.names.clear()
+            with names:
+                program.loss(sample)
+    return names.names
+
+
+@contextmanager
+def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterator[StepProgram]:
+    """Forwards run inside leave the model and the generators as they were."""
     with (
         forked_generators(),
         parameters_kept(source.model),
         lent(source.model, _copied if converting(choices) else _private, source.loss_fn),
     ):
         convert(choices, source.model)
-        for _ in range(2 if twice else 1):
-            names.names.clear()
-            with names:
-                program.loss(sample)
-    return names.names
+        yield StepProgram(source.model, source.loss_fn, choices=choices)
 
 
 def looked_at(source: StepSource, choices: Choices = BASELINE) -> tuple[Batch, list[str]]:

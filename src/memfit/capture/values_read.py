@@ -1,12 +1,12 @@
 """Micro-batches that a forward tells apart: what Python reads of a batch (is any token padding?) may decide which operations run, values how large results are.
 
-A look at one is cheap: its forward runs on fake tensors up to the last operation that reads values, which in most models is one of the first.
+A look at one is cheap: its forward runs up to the last operation that reads values, which in most models is one of the first, on fake tensors where it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from memfit.batches import Batch
 from memfit.capture.capture import on_fakes
 from memfit.capture.captured import Captured
 from memfit.capture.constants import run_recorded
+from memfit.capture.real_forward import forward_for_real
 from memfit.capture.source import StepSource
 from memfit.step.device import device_of
 from memfit.step.program import StepProgram
@@ -39,12 +40,12 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     Args:
         source: the step. Its own micro-batches are looked at, and those of its other samples.
         choices: how it is run.
-        captured: the step on fake tensors.
+        captured: the step. Forward is looked at on fake tensors where that is what it was captured on, else on real ones.
     """
     number = choices.micro_batches // source.loader_batches
     trace = captured.trace
     reads = [place for place, operation in enumerate(trace.in_forward(), 1) if _reads(operation)]
-    if not reads or trace.source != "fake":
+    if not reads or source.on_meta:
         return []
     total = batches.size(source.sample)
     sizes = batches.micro_batch_sizes(total, number)
@@ -55,7 +56,9 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     known: Reading | None = None  # of the micro-batch that was captured
     found: dict[Reading, Batch] = {}
     for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
-        readings = _readings(replace(source, sample=sample), choices, looked_at, len(reads))
+        running = _on_fakes if trace.source == "fake" else _for_real
+        with running(replace(source, sample=sample), choices) as (program, micro_batches):
+            readings = _readings(program, micro_batches, looked_at, len(reads))
         known = readings.get(number - 1) if known is None else known
         if known is None:
             return []
@@ -75,18 +78,31 @@ def _spread(number: int, most: int) -> list[int]:
     return list(range(number)) if number <= most else [*(number * each // most for each in range(most)), number - 1]
 
 
-def _readings(source: StepSource, choices: Choices, looked_at: Sequence[int], reads: int) -> dict[int, Reading]:
-    """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out."""
-    found: dict[int, Reading] = {}
+@contextmanager
+def _on_fakes(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgram, list[Batch]]]:
     with on_fakes(source, choices, device_of(source.model)) as (source, micro_batches, _):  # noqa: PLR1704 - without meta tensors
         convert(choices, source.model)
-        program = StepProgram(source.model, source.loss_fn, choices=choices)
-        for number in looked_at:
-            look = _Look(reads)
-            with suppress(Exception):
-                with suppress(_Seen), look:
-                    program.loss(micro_batches[number])
-                found[number] = tuple(look.values)
+        yield StepProgram(source.model, source.loss_fn, choices=choices), micro_batches
+
+
+@contextmanager
+def _for_real(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgram, list[Batch]]]:
+    micro_batches = source.micro_batches(choices.micro_batches)
+    with forward_for_real(source, choices) as program, torch.no_grad():  # a whole micro-batch's activations may not fit
+        yield program, micro_batches
+
+
+def _readings(
+    program: StepProgram, micro_batches: Sequence[Batch], looked_at: Sequence[int], reads: int
+) -> dict[int, Reading]:
+    """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out."""
+    found: dict[int, Reading] = {}
+    for number in looked_at:
+        look = _Look(reads)
+        with suppress(Exception):
+            with suppress(_Seen), look:
+                program.loss(micro_batches[number])
+            found[number] = tuple(look.values)
     return found
 
 

@@ -48,28 +48,34 @@ def branches(trace: Trace) -> tuple[Trace, ...]:
 def _beginning(one: Trace, other: Trace) -> tuple[int, dict[int, int]]:
     """With how many operations two paths begin alike, 0 where the names of the next ones do not tell them apart.
 
-    And the storages of the other path that these make, read or write, each with its number in the one.
+    And the storages of the other path that these make, each with its number in the one. What was there before may be numbered otherwise, or be one tensor
+    here and two there (labels that are the tokens).
     """
     numbers: dict[int, int] = {}
     for alike, (first, second) in enumerate(zip(one.in_forward(), other.in_forward(), strict=False)):
         if first.name != second.name:
-            return (alike, numbers) if _saved(one, alike, {}) == _saved(other, alike, numbers) else (0, {})
-        mine = (*first.makes, *first.reads, *first.writes)
-        theirs = (*second.makes, *second.reads, *second.writes)
-        told = [(path.module, path.wanted, path.outputs, len(path.makes), len(path.reads)) for path in (first, second)]
-        if told[0] != told[1] or len(mine) != len(theirs):
+            return (
+                (alike, numbers)
+                if _saved(one, alike, {s: s for s in numbers.values()}) == _saved(other, alike, numbers)
+                else (0, {})
+            )
+        told = [(path.module, path.wanted, path.outputs, len(path.makes)) for path in (first, second)]
+        numbers.update(zip(second.makes, first.makes, strict=False))
+        sizes = [[path.storages[s].bytes for s in op.makes] for path, op in ((one, first), (other, second))]
+        known = set(numbers.values())
+        touched = [
+            [numbers.get(s) for s in (*second.reads, *second.writes)],
+            [s if s in known else None for s in (*first.reads, *first.writes)],
+        ]
+        if told[0] != told[1] or sizes[0] != sizes[1] or touched[0] != touched[1]:
             break
-        for a, b in zip(mine, theirs, strict=True):
-            if numbers.setdefault(b, a) != a or one.storages[a].bytes != other.storages[b].bytes:
-                return 0, {}
     return 0, {}
 
 
-def _saved(trace: Trace, operations: int, numbers: Mapping[int, int]) -> list[int]:
-    """Storages that autograd saves for the first operations of a forward."""
+def _saved(trace: Trace, operations: int, numbers: Mapping[int, int]) -> list[int | None]:
+    """What autograd saves for the first operations of a forward: storages made by these, by these numbers; None for others."""
     events = [event for event, code in enumerate(trace.events[: trace.forward_events]) if code >= 0]
-    saved = [save.storage for save in trace.saves if save.by < events[operations]]
-    return [numbers.get(storage, storage) for storage in saved]
+    return [numbers.get(save.storage) for save in trace.saves if save.by < events[operations]]
 
 
 def _renumbered(trace: Trace, numbers: Mapping[int, int]) -> Trace:

@@ -17,6 +17,7 @@ import memfit
 import small
 from memfit import batches
 from models import build_gpt
+from models.padded import LENGTH, Padded, loss_of, tokens
 
 Built = tuple[nn.Module, Any, Any]
 
@@ -106,6 +107,11 @@ def tagger() -> Built:
     labels = torch.randint(0, 10, (8, 12))
     labels[:4, 1:] = -100
     return model, {"tokens": tokens, "labels": labels}, of_labels
+
+
+def padded() -> Built:
+    """Half of the first samples have padding, none of the last ones."""
+    return Padded(), tokens([40, LENGTH, 50, LENGTH, *[LENGTH] * 4]), loss_of
 
 
 def part_of(sample: Any, rank: int, ranks: int) -> Any:

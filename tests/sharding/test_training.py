@@ -11,6 +11,7 @@ import torch
 import memfit
 import small
 from memfit import api
+from memfit.planner.solvers import SLACK_BYTES
 from memfit.sharding.agreement import IN_A_STEP
 from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import steps
@@ -77,6 +78,29 @@ def compared(
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_every_way_takes_what_is_predicted_and_trains_as_one_device_does(optimizer: str) -> None:
     compared(2, steps.chain, optimizer, SOME)
+
+
+def test_ranks_may_take_another_path_than_each_other() -> None:
+    """One's samples have padding and the other's have none, so that its forward runs other operations than that of the sample that was planned for."""
+
+    def of_rank() -> steps.Built:
+        model, sample, loss_fn = steps.padded()
+        return model, steps.part_of(sample, 0, 2), loss_fn
+
+    plans = [planned(of_rank, "sgd", setting_of(way, 2), parts, least=least) for way, parts, least in SOME]
+    assert any(plan.script.branches for plan in plans)
+    losses, parameters = steps.alone(steps.padded, "sgd")
+    measured = on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.padded, "sgd")
+    for number, plan in enumerate(plans):
+        peaks = [of_one[number][2] for of_one in measured]
+        for peak, rank in zip(peaks, plan.prediction.ranks, strict=True):
+            assert peak <= rank.peak_bytes + SLACK_BYTES
+        assert max(peaks) >= plan.prediction.peak_bytes, plan.choices
+        for of_one in measured:
+            told, trained, _ = of_one[number]
+            assert told == pytest.approx(losses, rel=1e-5), plan.choices
+            for mine, expected in zip(trained, parameters, strict=True):
+                torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6, msg=str(plan.choices))
 
 
 @pytest.mark.slow

@@ -64,3 +64,10 @@ def test_shared_whole_blocks_are_one_block() -> None:
 
     assert repeated_blocks(model) == ()
     assert torch.is_tensor(model[2].weight)
+
+
+def test_lists_of_modules_are_no_blocks() -> None:
+    """They are never called: nothing could gather, load or run them as one."""
+    model = nn.Module()
+    model.layers, model.gates = (nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+    assert [blocks.path for blocks in repeated_blocks(model)] == ["layers", "gates"]

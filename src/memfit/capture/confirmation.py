@@ -18,13 +18,13 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.capture import capture
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
-from memfit.capture.draws import with_other_draws
+from memfit.capture.draws import with_other_draws, with_other_samples
 from memfit.capture.extreme_draws import End, drawing, drawn_one_by_one
 from memfit.capture.real_forward import looked_at, on_few, real_forward_names, refused_by_torch
 from memfit.capture.samples import rows_of, shortened
 from memfit.capture.scaling import scaled
 from memfit.capture.source import StepSource
-from memfit.capture.values_read import other_samples
+from memfit.capture.values_read import other_samples, rows_alone
 from memfit.errors import CaptureError, InputError
 from memfit.step.device import device_of
 from memfit.step.other_kernels import explained
@@ -86,7 +86,7 @@ def _trustworthy(
         return replace(made, trace=replace(made.trace, notes=(*made.trace.notes, CPU_KERNELS)))
 
     if choices.sharding:
-        return _sharded(source, choices, on_fakes(None), others)
+        return _sharded(source, choices, lambda of: on_fakes(None, of), others)
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
         captured = on_fakes(None)
@@ -114,8 +114,12 @@ def _trustworthy(
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))
 
 
-def _sharded(source: StepSource, choices: Choices, captured: Captured, others: Iterable[Captured]) -> Captured:
+def _sharded(
+    source: StepSource, choices: Choices, on_fakes: Callable[[StepSource], Captured], others: Iterable[Captured]
+) -> Captured:
     """A rank's step, whose forward is that of the step on one device with collectives in between: so it is believed where that one was.
+
+    No rank learns a path while it trains. So where forward tells the samples of a batch apart, each is taken for what a whole batch may be like.
 
     Raises:
         CaptureError: that one was captured on real tensors.
@@ -129,6 +133,11 @@ def _sharded(source: StepSource, choices: Choices, captured: Captured, others: I
             f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
             "its bytes would not be known"
         )
+    captured = on_fakes(source)
+    if source.draws:
+        each = replace(source, other_samples=source.other_samples or (lambda _: rows_alone(source.sample)))
+        samples = other_samples(each, choices.but(sharding=""), alone)
+        captured = with_other_samples(captured, on_fakes, source, samples)
     return replace(
         captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
     )

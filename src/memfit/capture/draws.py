@@ -98,6 +98,30 @@ def with_other_draws(
     return replace(longest, trace=trace, calls=calls, steady=not drawn and not taken and not failed)
 
 
+def with_other_samples(
+    captured: Captured, again: Callable[[StepSource], Captured], source: StepSource, samples: Sequence[Batch]
+) -> Captured:
+    """The capture with the paths of these samples alone; arguments as for `with_other_draws`."""
+    if not samples:
+        return captured
+    seen, failed = [captured], 0
+    for sample in samples:
+        try:
+            seen.append(again(replace(source, sample=sample)))
+        except Exception:  # noqa: BLE001 - as above
+            failed += 1
+    longest = max(seen, key=_length)
+    taken = _other_paths(longest, seen)
+    told = _paths(len(taken), failed, 1 + len(samples), _reason(draws=False, samples=True))
+    trace = replace(
+        longest.trace,
+        paths=tuple(replace(each.trace, notes=()) for each in taken),
+        notes=(*longest.trace.notes, *([told] if told else [])),
+    )
+    calls = {key: call for each in (*taken, longest) for key, call in each.calls.items()}
+    return replace(longest, trace=trace, calls=calls)
+
+
 def _seen(
     captured: Captured,
     again: Callable[[StepSource], Captured],

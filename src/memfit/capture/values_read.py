@@ -17,6 +17,7 @@ from memfit.batches import Batch
 from memfit.capture.capture import on_fakes
 from memfit.capture.captured import Captured
 from memfit.capture.constants import run_recorded
+from memfit.capture.isolation import with_copied_storage
 from memfit.capture.real_forward import forward_for_real
 from memfit.capture.source import StepSource
 from memfit.step.device import device_of
@@ -28,6 +29,8 @@ from memfit.values.trace import Operation
 READING: Final = frozenset({"aten._local_scalar_dense.default", "aten.equal.default"})
 # Looks may run as many operations as this many forwards, ...
 MOST_FORWARDS: Final = 4
+# ... so many samples of a batch are looked at by themselves, ...
+MOST_ROWS: Final = 8
 # ... and so many micro-batches are taken for others at most.
 MOST_OTHERS: Final = 3
 
@@ -66,7 +69,31 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
             if reading != known and reading not in found and sizes[place]:
                 start = sum(sizes[:place])
                 found[reading] = batches.rows(sample, [start + row % sizes[place] for row in range(total)])
-    return [found[reading] for reading in _few(found)]
+    return [_stored_as(source.sample, found[reading]) for reading in _few(found)]
+
+
+def _stored_as(sample: Batch, other: Batch) -> Batch:
+    """The other batch in storages as large, and as shared, as those of the sample: a view of a larger batch holds all of it."""
+    copied: dict[int, torch.UntypedStorage] = {}
+    placed = []
+    leaves, structure = batches.flattened(other)
+    for leaf, like in zip(leaves, batches.flattened(sample)[0], strict=True):
+        placed.append(leaf)
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf is not like
+            and dispatch.has_storage(like)
+            and leaf.shape == like.shape
+        ):
+            with suppress(RuntimeError):  # torch writes into no tensor of which several elements are one
+                placed[-1] = with_copied_storage(like.detach(), copied).copy_(leaf)
+    return batches.rebuilt(placed, structure)
+
+
+def rows_alone(sample: Batch) -> list[Batch]:
+    """Some samples of a batch, each over and over in one of its size."""
+    total = batches.size(sample)
+    return [batches.rows(sample, [row] * total) for row in _spread(total, MOST_ROWS)[:MOST_ROWS]]
 
 
 def _reads(operation: Operation) -> bool:

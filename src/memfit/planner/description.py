@@ -54,13 +54,12 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         for r in runs:
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
-    ranks = _of_ranks(solvers, found)
     beside = [(other, _beside(other, budget_bytes - solvers.extra_bytes)) for other in solver.branches]
     script = script_of(solver, solution, beside)
-    here = max(
-        evaluation.peak_bytes, *_on_paths(fullest, solution), *_in_branches([(solver, solution), *beside], script)
-    )
+    on_each = [solution, *(plan for _, plan in beside)]
+    here = max(evaluation.peak_bytes, *_on_paths(fullest, solution), *_in_branches(fullest, on_each, script))
     own_peak = here + solvers.extra_bytes
+    ranks = _of_ranks(solvers, found, on_each, script)
     prediction = Prediction(
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
         step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
@@ -121,8 +120,16 @@ class PlainStep:
     plain_with: str
 
 
-def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
-    """Of each rank of a sharded step; all follow the same plan."""
+def _of_ranks(
+    solvers: Solvers, found: Found, solutions: Sequence[Solution], script: Script
+) -> tuple[RankPrediction, ...]:
+    """Of each rank of a sharded step; all follow the same plan.
+
+    Args:
+        solvers, found: of the step.
+        solutions: what is found, and the plans for other paths of forward.
+        script: of all of them.
+    """
     if not found.candidate.sharding:
         return ()
     sharding = found.candidate.sharding
@@ -133,7 +140,8 @@ def _of_ranks(solvers: Solvers, found: Found) -> tuple[RankPrediction, ...]:
         there = found.candidate.but(sharding=at_rank(sharding, role))
         solver = found.solver if role == roles[own] else solvers.of(found.number, there)
         peak = solver.problem.timeline.peak(found.solution.recomputations)
-        peak = max(peak, *_on_paths(solver, found.solution)) + solvers.extra_bytes
+        beside = _in_branches(solver, solutions, script)
+        peak = max(peak, *_on_paths(solver, found.solution), *beside) + solvers.extra_bytes
         figures[role] = peak, solver.trace.planned_step_seconds + solver.trace.micro_batches * found.solution.seconds
     return tuple(RankPrediction(rank, *figures[role]) for rank, role in enumerate(roles))
 
@@ -149,7 +157,7 @@ def plain_step(solvers: Solvers) -> PlainStep:
     """The baseline with nothing dropped."""
     plain = solvers.baseline
     full, _ = plain.fullest(plain.plain)
-    others = (other.plain.peak for other in plain.branches)
+    others = (other.plain.peak for other in full.branches)
     peak = max(full.worst(full.plain)[1].peak_bytes, *_on_paths(full, full.plain), *others)
     return PlainStep(peak + solvers.extra_bytes, plain.trace.plain_step_seconds, _fixed_for(plain.trace.choices))
 
@@ -252,19 +260,21 @@ def _beside(solver: Solver, free_bytes: int) -> Solution:
     return solver.plain if solver.plain.peak <= free_bytes else solver.within(free_bytes - SLACK_BYTES)
 
 
-def _in_branches(plans: Sequence[tuple[Solver, Solution]], script: Script) -> list[int]:
+def _in_branches(solver: Solver, solutions: Sequence[Solution], script: Script) -> list[int]:
     """Peaks on all of a few paths that have a plan each; 0 where there is one path.
 
     Until it is known which one forward takes, what any of them wants is held.
     """
-    if not script.branches:
-        return [solution.peak for _, solution in plans]
+    if not solver.branches:
+        return [0]
     peaks = []
-    for (solver, solution), own in zip(plans, (script, *script.branches), strict=True):
-        events = [event for event, code in enumerate(solver.trace.events) if code >= 0]
-        more = sum(solver.trace.storages[s].bytes for s in own.released)
-        before = int(solution.evaluation.levels[: events[own.decided]].max(initial=0)) + more if own.decided > 0 else 0
-        peaks.append(max(solution.peak, before))
+    scripts = (script, *script.branches) if script.branches else (script,) * len(solutions)
+    for path, solution, own in zip((solver, *solver.branches), solutions, scripts, strict=True):
+        found = path.timeline.evaluate(solution.recomputations)
+        events = [event for event, code in enumerate(path.trace.events) if code >= 0]
+        more = sum(path.trace.storages[s].bytes for s in own.released)
+        before = int(found.levels[: events[own.decided]].max(initial=0)) + more if own.decided > 0 else 0
+        peaks.append(max(found.peak_bytes, before))
     return peaks
 
 

@@ -95,6 +95,8 @@ class Solvers:
                     self._known[choices] = self._made(choices)
             self.asked[choices] = self._known[choices]
             self.asked[choices].other_roles = partial(self._other_roles, choices)
+            for place, branch in enumerate(self.asked[choices].branches):
+                branch.other_roles = partial(self._branch_of_other_roles, choices, place)
         return self.asked[choices]
 
     def _made(self, choices: Choices) -> Solver:
@@ -107,6 +109,9 @@ class Solvers:
         """For the ranks of a sharded step whose roles are others than that of these choices."""
         _, *others = roles(self.bundle, choices)
         return tuple(self.of(choices.micro_batches, each) for each in others)
+
+    def _branch_of_other_roles(self, choices: Choices, place: int) -> tuple[Solver, ...]:
+        return tuple(role.branches[place] for role in self._other_roles(choices))
 
     def of_request(self, request: Request) -> Solvers:
         """Of the same traces under another request with the same candidates."""

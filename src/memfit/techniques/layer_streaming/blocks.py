@@ -32,14 +32,17 @@ class Blocks:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[Blocks, ...]:
-    """Every family of repeated blocks, those with the most parameter bytes first; blocks within blocks are families of their own."""
+    """Every family of repeated blocks, those with the most parameter bytes first; blocks within blocks are families of their own.
+
+    A list of modules is none: it is never called.
+    """
     homes = parameter_homes(model)
     found: list[Blocks] = []
     for path, parent in model.named_modules():
         families: dict[object, list[str]] = {}
         for name, child in parent.named_children():
             shapes = tuple(tuple(p.shape) for p in child.parameters())
-            if not shapes:
+            if not shapes or type(child).forward is nn.Module.forward:
                 continue
             kind = type(child) if isinstance(parent, nn.ModuleList) else (type(child), shapes)
             families.setdefault(kind, []).append(f"{path}.{name}" if path else name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -58,7 +59,10 @@ def seconds_of_operations(request: pytest.FixtureRequest) -> Iterator[None]:
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured costs and temporary files go into folders of this run: what a user's cache holds must not change a test, nor the other way round."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        # Of all workers: what gloo takes is measured for seconds.
+        shared = tmp_path_factory.getbasetemp()
+        shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+        patch.setenv("MEMFIT_CACHE_DIR", str(shared / "cache"))
         # Some tests look at what is left behind there, and others run at the same time.
         temporary = str(tmp_path_factory.mktemp("temporary"))
         patch.setenv("TMPDIR", temporary)

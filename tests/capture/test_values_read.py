@@ -96,6 +96,23 @@ def test_a_look_ends_where_the_last_value_is_read() -> None:
     assert len(captured.trace.paths) == 1
 
 
+def test_a_loss_that_is_noted_tells_no_micro_batches_apart() -> None:
+    """Reading it is no operation on fake tensors, so the step is captured for real; it is another one each time and decides nothing."""
+    noted = []
+
+    def noting(model: nn.Module, batch: Any) -> Tensor:
+        loss = small.squared_error(model, batch)
+        noted.append(loss.item())
+        return loss
+
+    source = StepSource(small.chain(), small.rows(ROWS), noting, small.adamw)
+    choices = BASELINE.but(micro_batches=4)
+    captured = trustworthy(source, choices)
+    assert captured.trace.source != "fake"
+    assert values_read.other_samples(source, choices, captured) == []
+    assert len(set(noted)) > 1
+
+
 class Chosen(nn.Module):
     """Works on the labelled rows only, of which every micro-batch has another number."""
 

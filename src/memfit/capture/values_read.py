@@ -61,7 +61,7 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
         running = _on_fakes if trace.source == "fake" else _for_real
         with running(replace(source, sample=sample), choices) as (program, micro_batches):
-            readings = _readings(program, micro_batches, looked_at, len(reads))
+            readings = _readings(program, micro_batches, looked_at, len(reads), floats=trace.source == "fake")
         known = readings.get(number - 1) if known is None else known
         if known is None:
             return []
@@ -120,12 +120,17 @@ def _for_real(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgra
 
 
 def _readings(
-    program: StepProgram, micro_batches: Sequence[Batch], looked_at: Sequence[int], reads: int
+    program: StepProgram, micro_batches: Sequence[Batch], looked_at: Sequence[int], reads: int, *, floats: bool
 ) -> dict[int, Reading]:
-    """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out."""
+    """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out.
+
+    Args:
+        program, micro_batches, looked_at, reads: of the step.
+        floats: count as well. Fake tensors have those of the batch alone; in a real forward they are losses that somebody notes, each another.
+    """
     found: dict[int, Reading] = {}
     for number in looked_at:
-        look = _Look(reads)
+        look = _Look(reads, floats=floats)
         with suppress(Exception):
             with suppress(_Seen), look:
                 program.loss(micro_batches[number])
@@ -156,17 +161,17 @@ class _Look(dispatch.DispatchMode):
         values: of each reading operation the value, or the sizes of its results.
     """
 
-    def __init__(self, reads: int) -> None:
+    def __init__(self, reads: int, *, floats: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values: list[tuple[Any, ...]] = []
-        self._reads = reads
+        self._reads, self._floats = reads, floats
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             result = run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
         if str(func) in READING:
-            self.values.append((result,))
+            self.values.append((result,) if self._floats or not isinstance(result, float) else ())
         elif dispatch.is_sized_by_values(func, args):
             self.values.append(tuple(n for t in dispatch.tensors_in(result) for n in t.shape))
         if len(self.values) == self._reads:

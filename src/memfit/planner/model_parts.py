@@ -44,8 +44,8 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
     """
     if trace.paths:
         raise InputError(
-            "forward takes another path from step to step, so the model cannot be cut into stages: make it take one (where it makes a mask only for batches with "
-            "padding: pad every batch to one length longer than any text)"
+            "forward takes another path from step to step, so the model cannot be cut into stages: make it take one (where it makes a mask only for batches "
+            "with padding: pad every batch to one length longer than any text)"
         )
     with_parameters = [call for call in trace.calls if call.module and _reads_parameters(trace, call)]
     blocks = {_outer(block.path, outwards) for block in repeated_blocks(trace)}

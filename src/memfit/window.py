@@ -33,6 +33,7 @@ from memfit.values.request import Request
 from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
 
 LOSS_BYTES: Final = 4
+LOOKED_AT: Final = 8  # about so many batches of a step, where forward may tell them apart
 
 
 def _none(_: int) -> int:
@@ -113,6 +114,7 @@ def of_loader(
     size = samples // loader_batches
     # A copy: a view would hold the bytes of all samples.
     part = batches.map_tensors(lambda t: t.clone(), batches.split(sample, [samples - size, size])[-1])
+    before = batches.split(sample, [size] * loader_batches)[:-1]
     possible, asked = doubled_up_to(size), request.micro_batches
     if asked is not None and (asked % loader_batches or not 1 <= asked // loader_batches <= size):
         raise InputError(
@@ -131,6 +133,7 @@ def of_loader(
         summed=False,
         released=True,
         every_sample=sample,
+        other_samples=lambda _: before[:: max(1, loader_batches // LOOKED_AT)],
         own_model=True,
     )
     return window, request.settling(streamed="", update="after")

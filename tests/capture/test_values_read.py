@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import memfit
 import small
+from memfit.batches import map_tensors, split
 from memfit.capture import values_read
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.source import StepSource
@@ -94,6 +95,24 @@ def test_a_look_ends_where_the_last_value_is_read() -> None:
     assert all(t.shape == s.shape for t, s in zip(samples[0], RISING, strict=True))
     assert samples[0][0].unique(dim=0).shape[0] == 1  # one row over and over
     assert len(captured.trace.paths) == 1
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8])
+def test_each_batch_of_a_loader_may_have_padding_or_none(micro_batches: int) -> None:
+    """One at a time they are in memory, and nothing of a step can be begun anew."""
+    batch = tokens([40] * ROWS + [LENGTH] * ROWS)
+    named: Any = {"loader_batches": 2, "fixed": {"micro_batches": micro_batches}}
+    with pytest.raises(memfit.InfeasibleError) as needed:
+        memfit.plan(Padded(), batch, loss_of, "1KiB", small.adamw, **named)
+    budget = needed.value.minimum_bytes
+    assert budget is not None
+    plan = memfit.plan(Padded(), batch, loss_of, budget, small.adamw, **named)
+    engine = memfit.apply(plan, Padded(), loss_of, small.adamw)
+    for halves in (split(batch, [ROWS] * 2), split(batch, [ROWS] * 2)[::-1]):
+        record = engine.accumulate((map_tensors(torch.clone, half) for half in halves), meter=True)
+        assert record.divergences == ()
+        assert record.peak_bytes is not None
+        assert record.peak_bytes <= plan.prediction.peak_bytes
 
 
 def test_a_loss_that_is_noted_tells_no_micro_batches_apart() -> None:

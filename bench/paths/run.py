@@ -123,6 +123,39 @@ def opt() -> tuple[Any, Any, None]:
     return OPTForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}, None
 
 
+def bert_padded() -> tuple[Any, Any, None]:
+    """BERT, of whose micro-batches half have padding: forward makes a mask or none."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=200, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256
+    )
+    return BertForSequenceClassification(config).train(), _padded(torch.randint(0, 2, (32,))), None
+
+
+def gpt2_padded() -> tuple[Any, Any, None]:
+    """GPT-2, likewise."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=200, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, use_cache=False
+    )
+    return GPT2LMHeadModel(config).train(), _padded(None), None
+
+
+def _padded(labels: Any) -> dict[str, Any]:
+    import torch
+
+    tokens, mask = torch.randint(3, 200, (32, 64)), torch.ones(32, 64, dtype=torch.long)
+    mask[:16, 48:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone() if labels is None else labels}
+
+
+PARTS = {"BERT, half padded": 4, "GPT-2, half padded": 4}
+"""Programs that are run in micro-batches, compared with the same ones under a plan that keeps everything; all others are whole, and beside plain PyTorch."""
+
+
 def programs() -> dict[str, Build]:
     """Those of the tests, and models of Hugging Face's transformers."""
     from models import paths
@@ -131,7 +164,8 @@ def programs() -> dict[str, Build]:
         return lambda: (cls(), paths.sample(), paths.loss_of)
 
     own = {name: small(cls) for name, cls in paths.PROGRAMS.items()}
-    return {**own, "Whisper": whisper, "wav2vec 2.0": wav2vec2, "BART": bart, "OPT": opt}
+    padded = dict(zip(PARTS, (bert_padded, gpt2_padded), strict=True))
+    return {**own, "Whisper": whisper, "wav2vec 2.0": wav2vec2, "BART": bart, "OPT": opt, **padded}
 
 
 def row_of(name: str, build: Build, share: float | None, steps: int) -> dict[str, Any]:
@@ -149,33 +183,44 @@ def row_of(name: str, build: Build, share: float | None, steps: int) -> dict[str
         return build()
 
     model, batch, loss_fn = made()
-    plain = memfit.plan(model, batch, loss_fn, 1 << 50, default_optimizer, fixed={"micro_batches": 1})
+    fixed = {
+        "micro_batches": PARTS.get(name, 1),
+        "loss_chunks": 1,
+    }  # chunks of the loss head are added up in another order
+    plain = memfit.plan(model, batch, loss_fn, 1 << 50, default_optimizer, fixed=fixed)
     smallest = memfit.smallest_budget(plain)
     budget = smallest if share is None else max(smallest, int(share * plain.prediction.plain_peak_bytes))
     plan = memfit.replan(plain, budget)
     planning = planning_of(plain)
     assert planning is not None
+    solver = planning.solver(PARTS.get(name, 1))
     engine = memfit.apply(plan, model, loss_fn, default_optimizer)
     reference = made()[0]
+    if name in PARTS:
+        keeping = memfit.apply(plain, reference, loss_fn, default_optimizer)
     optimizer = default_optimizer(reference.parameters())
     peaks, different, diverged = [], 0, 0
     for step in range(steps):
         seeded(1000 + step)
         record = engine.step(batch, meter=True)
         seeded(1000 + step)
-        loss = batches.loss_of(reference, batch, loss_fn)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if name in PARTS:
+            expected = keeping.step(batch).loss
+        else:
+            loss = batches.loss_of(reference, batch, loss_fn)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = loss.item()
         peaks.append(record.peak_bytes or 0)
-        different += record.loss != loss.item()
+        different += record.loss != expected
         diverged += bool(record.divergences)
     equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     return {
         "program": name,
         "budget_bytes": budget,
         "plain_peak_bytes": plain.prediction.plain_peak_bytes,
-        "paths": 1 + len(planning.solver(1).trace.paths),
+        "paths": 1 + len(solver.trace.paths) + len(solver.branches),
         "predicted_bytes": plan.prediction.peak_bytes,
         "largest_bytes": max(peaks),
         "peaks": len(set(peaks)),

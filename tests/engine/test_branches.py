@@ -57,6 +57,8 @@ def test_micro_batches_on_any_path_are_inside_the_budget_and_as_plain_pytorch(se
     least = memfit.smallest_budget(plan)
     for budget in (least, (least + plan.prediction.plain_peak_bytes) // 2):
         tight = memfit.replan(plan, budget)
+        told = tight.prediction
+        assert sum(told.categories_at_peak.values()) == told.peak_bytes
         engine = memfit.apply(tight, program(seed)[0], loss_of, small.adamw)
         assert losses(engine, kinds, tight.prediction.peak_bytes) == expected
         assert max(r.peak_bytes for r in engine.records) + SLACK >= tight.prediction.peak_bytes

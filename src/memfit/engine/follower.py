@@ -238,6 +238,7 @@ class Follower(dispatch.DispatchMode):
             self._diverge(f"autograd saved {self.save} tensors, the plan has {len(self.compiled.script.saves)}")
         if self._sizes is not None and self.divergence is None:
             self._too_large(self._sizes.ended())
+        self._open.clear()
         self.tape.storages.forward_ends()
         self.compiled.ran(followed=not self.unfollowed, as_planned=self.divergence is None)
 

@@ -15,7 +15,7 @@ from memfit.planner.script_compiler import compile_branches, compile_calls, comp
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
-from memfit.planner.timeline import Timeline
+from memfit.planner.timeline import Recomputations, Timeline
 from memfit.techniques.choices import Choices, in_words, named
 from memfit.techniques.sharding import at_rank, way_of
 from memfit.units import format_bytes
@@ -34,18 +34,21 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
     fullest, there = solver.fullest(solution)  # of several ranks
-    timeline, evaluation = fullest.worst(there)
-    nothing_dropped = fullest.worst(fullest.plain)[1].levels
-    phase, module, operation = where(fullest.trace, evaluation.peak_event)
-    bands = timeline.by_category(solution.recomputations)
-    moments = _moments(fullest.trace, evaluation.peak_event)
+    copying = fullest.worst(there)[1].copying
+    beside = [(other, _beside(other, budget_bytes - solvers.extra_bytes)) for other in solver.branches]
+    # What is told of the peak is of the path that has it.
+    timeline, its_plan = _with_the_peak(fullest, there, beside)
+    evaluation = timeline.evaluate(its_plan)
+    nothing_dropped = timeline.plain().levels
+    phase, module, operation = where(timeline.trace, evaluation.peak_event)
+    bands = timeline.by_category(its_plan)
+    moments = _moments(timeline.trace, evaluation.peak_event)
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     bound = solver.bound(capacity, solution) if solution.recomputations else 0.0
     kept: dict[str, int] = defaultdict(int)
     dropped: dict[str, int] = defaultdict(int)
     again: dict[str, float] = defaultdict(float)
     below: dict[str, int] = defaultdict(int)
-    copying = evaluation.copying
     rebuilt = {m for runs in solution.recomputations.values() for r in runs for m in recipes.recipes[r].makes}
     for s in recipes.saved:
         fate = below if s in copying.offloaded else dropped if s in rebuilt and s in solution.dropped else kept
@@ -54,7 +57,6 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         for r in runs:
             for op in recipes.recipes[r].operations:
                 again[trace.operations[op].module] += trace.operations[op].seconds
-    beside = [(other, _beside(other, budget_bytes - solvers.extra_bytes)) for other in solver.branches]
     script = script_of(solver, solution, beside)
     on_each = [solution, *(plan for _, plan in beside)]
     here = max(evaluation.peak_bytes, *_on_paths(fullest, solution), *_in_branches(fullest, on_each, script))
@@ -73,7 +75,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
             str(c): int(b[evaluation.peak_event]) for c, b in bands.items() if int(b[evaluation.peak_event])
         },
         moments=tuple(moments),
-        phases=tuple(where(fullest.trace, m)[0] for m in moments),
+        phases=tuple(where(timeline.trace, m)[0] for m in moments),
         curve={str(c): tuple(int(b[m]) for m in moments) for c, b in bands.items() if b.any()},
         plain_curve=tuple(int(nothing_dropped[m]) for m in moments),
         copy_seconds=trace.transfer_seconds + trace.micro_batches * copying.copy_seconds,
@@ -99,7 +101,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         rejected=tuple(map(str, rejected)),
         notes=(
             *trace.notes,
-            *_reserved(solvers, prediction, timeline, solution),
+            *_reserved(solvers, prediction, timeline, its_plan),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
             *_each_its_own(prediction, budget_bytes, [(solver, solution), *beside], solvers.extra_bytes),
@@ -255,6 +257,18 @@ def _at_most(prediction: Prediction, budget_bytes: int) -> str:
     )
 
 
+def _with_the_peak(
+    solver: Solver, solution: Solution, beside: Sequence[tuple[Solver, Solution]]
+) -> tuple[Timeline, Recomputations]:
+    """The path, and the sizes, in which a plan takes most, and what it runs again there."""
+    if beside:
+        fullest, plan = max((solver, solution), *beside, key=lambda each: each[1].peak)
+        return fullest.timeline, plan.recomputations
+    if solver.trace.paths:
+        return solver.draws.with_the_peak(solution.recomputations)
+    return solver.worst(solution)[0], solution.recomputations
+
+
 def _beside(solver: Solver, free_bytes: int) -> Solution:
     """The plan for another path: the fastest that fits, else the smallest. As plain PyTorch needs the slack, too, that is not asked for it."""
     return solver.plain if solver.plain.peak <= free_bytes else solver.within(free_bytes - SLACK_BYTES)
@@ -299,11 +313,13 @@ def _on_paths(solver: Solver, solution: Solution) -> list[int]:
     return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
 
 
-def _reserved(solvers: Solvers, prediction: Prediction, timeline: Timeline, solution: Solution) -> tuple[str, ...]:
+def _reserved(
+    solvers: Solvers, prediction: Prediction, timeline: Timeline, recomputations: Recomputations
+) -> tuple[str, ...]:
     """What the allocator of a GPU takes from the card for the plan."""
     if not any(machine.kind == "cuda" for machine in solvers.bundle.topology.devices):
         return ()
-    found = allocator_bytes(timeline, solution.recomputations)
+    found = allocator_bytes(timeline, recomputations)
     more = found.allocated - prediction.peak_bytes
     blocks = f" and {format_bytes(more)} in blocks larger than their tensors" if more >= MIB else ""
     note = (

@@ -88,6 +88,15 @@ class Draws:
             *(path.largest_peak(path.recomputations(decisions)) for path in others),
         ]
 
+    def with_the_peak(self, recomputations: Recomputations) -> tuple[Timeline, Recomputations]:
+        """The path, and the sizes on it, in which a plan takes most, and what the plan is there."""
+        decisions = self.decisions(recomputations)
+        assert decisions is not None, "plans that decide across calls are not taken"
+        first, *others = self.paths
+        carried = [(first, recomputations), *((path, path.recomputations(decisions)) for path in others)]
+        every = [(timeline, plan) for path, plan in carried for timeline in path.timelines]
+        return max(every, key=lambda each: each[0].peak(each[1]))
+
     def known_sizes(self, recomputations: Recomputations, capacity_bytes: int) -> tuple[KnownSizes, ...]:
         """Of each path on which values decide sizes, what a plan takes in others; empty where one of them cannot be told.
 

@@ -479,6 +479,7 @@ class Trace:
                     "first",
                     "before",
                     "gathered",
+                    "shared_operations",
                 }
             }
             if "gathered" not in data and data["choices"].get("sharding", "").startswith(("zero2", "zero3")):
@@ -502,6 +503,7 @@ class Trace:
                 gathered=tuple(
                     (int(s), tuple((int(a), int(b)) for a, b in each)) for s, each in data.get("gathered", ())
                 ),
+                shared_operations=int(data.get("shared_operations", 0)),
                 **rest,
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:

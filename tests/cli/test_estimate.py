@@ -144,7 +144,8 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence(
     assert message in ran.err
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow  # half a minute each; the Python for one GPU is run above
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_several_gpus_are_told_way_by_way_and_their_python_runs_on_two_ranks(
     capsys: pytest.CaptureFixture[str], folder: Path, method: str
 ) -> None:

@@ -46,7 +46,9 @@ def losses(engine: memfit.Engine, kinds: list[int], predicted: int) -> list[floa
     return found
 
 
-@each_seed(12, 300)
+@each_seed(
+    (0, 4, 7, 9, 60), 300
+)  # three paths, inputs saved where they part, something held for one path alone, no branches
 def test_micro_batches_on_any_path_are_inside_the_budget_and_as_plain_pytorch(seed: int) -> None:
     model, kinds = program(seed)
     fixed = {"micro_batches": len(kinds)}

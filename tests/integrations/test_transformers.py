@@ -434,6 +434,26 @@ def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budge
         assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
 
 
+def test_a_sample_with_padding_is_planned_for_without_it_too(trainer: Make) -> None:
+    """Of a stream nothing else is known than the batch that was shown."""
+    data = [
+        {"input_ids": [5] * length, "attention_mask": [1] * length, "labels": 0}
+        for length in [24, 24, 9, 24, *[24] * 8]
+    ]
+    settings = {**SGD, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "max_steps": 3}
+    shown: Any = {"sample": Padding()(data[:4]), "fixed": {"micro_batches": 1}}
+    with pytest.raises(InfeasibleError) as needed:
+        memfit.transformers.fit(trainer(classifier(0.0), data, kind=Padded, **settings), "1KiB", **shown)
+    budget = needed.value.minimum_bytes
+    assert budget is not None
+    inside = trainer(classifier(0.0), data, kind=Padded, **settings)
+    fitted: Any = memfit.transformers.fit(inside, budget, **shown, meter=True)
+    inside.train()
+
+    assert not any(record.divergences for record in fitted.engine.records)
+    assert max(peaks(fitted)) <= budget
+
+
 def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     loader: Any = torch.utils.data.DataLoader(ragged(29), collate_fn=Padding())  # type: ignore[arg-type]
     largest, others = batches_of(loader, 8)

@@ -182,6 +182,7 @@ def disk() -> Iterator[Callable[[Path, str], Callable[[], None]]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)  # noqa: S607 - wherever this system has it
 
 
+@pytest.mark.slow  # half a minute; disks that are full elsewhere are below
 def test_a_disk_that_is_full_for_what_a_run_writes_ends_it_with_the_reason(
     serve: Callable[..., Serving], disk: Callable[[Path, str], Callable[[], None]]
 ) -> None:

@@ -124,7 +124,7 @@ def test_nothing_is_run_again_while_a_parameter_that_it_reads_is_away() -> None:
 
     plain = planned(of_rank, "sgd", "zero3/2", 1)
     least, most = memfit.smallest_budget(plain), plain.prediction.peak_bytes
-    plans = [plain, *(api.replan(plain, least + (most - least) * part // 6) for part in range(6))]
+    plans = [plain, *(api.replan(plain, least + (most - least) * part // 6) for part in range(0, 6, 2))]
     assert plans[1].script.recomputations > 0
     for of_one in on_ranks(2, steps.judged, [plan.to_json() for plan in plans], steps.repeated, "sgd"):
         (losses, parameters, _), *others = of_one

@@ -21,6 +21,7 @@ from torch import nn
 
 from memfit import api, batches
 from memfit.batches import Batch, LossFunction
+from memfit.capture.values_read import rows_alone
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError, MemfitError
 from memfit.integrations.ranks import SharedStep, fit_on_ranks, plan_window_on_ranks, ranks_here, refuse_alone
@@ -201,7 +202,8 @@ class Adapter:
             why_whole=step.why_whole,
             allows=self.ALLOWS,
             losses_held=self._losses_held,
-            other_samples=None if step.others is None else step.others.of,
+            # A trainer hands no batches over, so no path is learnt: where the data is not known, a batch may be like any sample that was shown.
+            other_samples=(lambda _: rows_alone(step.sample)) if step.others is None else step.others.of,
         )
         if "sharding" in self.fixed:
             refuse_alone(str(self.fixed["sharding"]))

@@ -16,6 +16,7 @@ from typing import Any, Final
 from memfit import batches
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
+from memfit.capture.values_read import spread
 from memfit.errors import InfeasibleError, InputError, MemfitError, Remedy, SplitError
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
@@ -133,7 +134,7 @@ def of_loader(
         summed=False,
         released=True,
         every_sample=sample,
-        other_samples=lambda _: before[:: max(1, loader_batches // LOOKED_AT)],
+        other_samples=lambda _: [before[number] for number in spread(len(before), LOOKED_AT)],
         own_model=True,
     )
     return window, request.settling(streamed="", update="after")

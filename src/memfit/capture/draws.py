@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def with_other_draws(
         )
         if note
     ]
-    paths = tuple(replace(each.trace, notes=()) for each in taken)
+    paths = _alone(taken)
     first = _first_forward(captured, again, source) if not captured.repeats and not taken and not failed else None
     trace = replace(
         trace,
@@ -94,7 +94,7 @@ def with_other_draws(
         paths=paths,
         first=None if first is None else replace(first.trace, notes=(), calls=(), before=tuple(first.before.items())),
     )
-    calls = {key: call for each in (*taken, *((first,) if first else ()), longest) for key, call in each.calls.items()}
+    calls = _calls(*taken, *((first,) if first else ()), longest)
     return replace(longest, trace=trace, calls=calls, steady=not drawn and not taken and not failed)
 
 
@@ -104,22 +104,36 @@ def with_other_samples(
     """The capture with the paths of these samples alone; arguments as for `with_other_draws`."""
     if not samples:
         return captured
-    seen, failed = [captured], 0
-    for sample in samples:
-        try:
-            seen.append(again(replace(source, sample=sample)))
-        except Exception:  # noqa: BLE001 - as above
-            failed += 1
+    others, failed = _of_samples(samples, again, source)
+    seen = [captured, *others]
     longest = max(seen, key=_length)
     taken = _other_paths(longest, seen)
     told = _paths(len(taken), failed, 1 + len(samples), _reason(draws=False, samples=True))
-    trace = replace(
-        longest.trace,
-        paths=tuple(replace(each.trace, notes=()) for each in taken),
-        notes=(*longest.trace.notes, *([told] if told else [])),
-    )
-    calls = {key: call for each in (*taken, longest) for key, call in each.calls.items()}
-    return replace(longest, trace=trace, calls=calls)
+    trace = replace(longest.trace, paths=_alone(taken), notes=(*longest.trace.notes, *([told] if told else [])))
+    return replace(longest, trace=trace, calls=_calls(*taken, longest))
+
+
+def _of_samples(
+    samples: Sequence[Batch], again: Callable[[StepSource], Captured], source: StepSource
+) -> tuple[list[Captured], int]:
+    """The step captured with each of these samples; how many could not be."""
+    seen = []
+    for sample in samples:
+        with suppress(
+            Exception
+        ):  # what it runs cannot be captured, or is the user's own error: no step that was planned for
+            seen.append(again(replace(source, sample=sample)))
+    return seen, len(samples) - len(seen)
+
+
+def _alone(taken: Iterable[Captured]) -> tuple[Trace, ...]:
+    """Other paths as the longest one has them."""
+    return tuple(replace(each.trace, notes=()) for each in taken)
+
+
+def _calls(*captures: Captured) -> dict[str, Any]:
+    """Of all of these, those of later ones where they have them, too."""
+    return {key: call for each in captures for key, call in each.calls.items()}
 
 
 def _seen(
@@ -143,12 +157,8 @@ def _seen(
                 continue
             if path_taken(other.trace) != path_taken(captured.trace):
                 seen.append(other)
-    for sample in samples:
-        tried += 1
-        try:
-            seen.append(again(replace(source, sample=sample)))
-        except Exception:  # noqa: BLE001 - as below
-            failed += 1
+    shown, refused = _of_samples(samples, again, source)
+    seen, failed, tried = [*seen, *shown], failed + refused, tried + len(samples)
     for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
         tried += 1
         with _drawing(draw):

@@ -55,7 +55,7 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> l
     others = source.other_samples(sizes[-1]) if source.other_samples is not None else ()
     if number == 1 and not others:
         return []
-    looked_at = _spread(number, max(2, MOST_FORWARDS * trace.forward_operations // reads[-1]))
+    looked_at = spread(number, max(2, MOST_FORWARDS * trace.forward_operations // reads[-1]))
     known: Reading | None = None  # of the micro-batch that was captured
     found: dict[Reading, Batch] = {}
     for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
@@ -93,14 +93,14 @@ def _stored_as(sample: Batch, other: Batch) -> Batch:
 def rows_alone(sample: Batch) -> list[Batch]:
     """Some samples of a batch, each over and over in one of its size."""
     total = batches.size(sample)
-    return [batches.rows(sample, [row] * total) for row in _spread(total, MOST_ROWS)[:MOST_ROWS]]
+    return [batches.rows(sample, [row] * total) for row in spread(total, MOST_ROWS)[:MOST_ROWS]]
 
 
 def _reads(operation: Operation) -> bool:
     return operation.by_values or operation.name in READING
 
 
-def _spread(number: int, most: int) -> list[int]:
+def spread(number: int, most: int) -> list[int]:
     """So many of the first numbers, evenly spaced, and the last of them; all where there are no more."""
     return list(range(number)) if number <= most else [*(number * each // most for each in range(most)), number - 1]
 

@@ -30,7 +30,8 @@ class CompiledScript:
         recipe_of: by storage, the operations that make it again.
         kept_stretches: stretches in which nothing is dropped, by the operation that they begin with.
         first: the script of a first forward that builds something, and what modules hold before it; None where none does.
-        parting: by the number of a branch and of an operation of it, the functions by which others go on there, each with the number of that branch.
+        offloads: whether the script, or that of another branch, copies anything to a lower tier.
+        parting: of each branch, by operation, the functions by which others go on there, each with the number of that branch.
     """
 
     def __init__(self, script: Script) -> None:
@@ -65,6 +66,7 @@ class CompiledScript:
         self._modules: tuple[nn.Module, dict[int, tuple[nn.Module, nn.Module]]] | None = None
         self.first = None if script.first is None else (CompiledScript(script.first.script), script.first.before)
         self._others = tuple(map(CompiledScript, script.branches))
+        self.offloads: bool = bool(script.swaps) or any(other.offloads for other in self._others)
         self.parting = _parting(self.branches)
         self.recipe_of: dict[int, tuple[int, ...]] = {}
         for step in script.steps:
@@ -119,11 +121,11 @@ def _resolve(name: str) -> OpOverload | None:
     return getattr(packet, parts[2], None)
 
 
-def _parting(branches: Sequence[CompiledScript]) -> dict[tuple[int, int], dict[OpOverload, int]]:
-    out: dict[tuple[int, int], dict[OpOverload, int]] = {}
+def _parting(branches: Sequence[CompiledScript]) -> list[dict[int, dict[OpOverload, int]]]:
+    out: list[dict[int, dict[OpOverload, int]]] = [{} for _ in branches]
     for (n, one), (m, other) in permutations(enumerate(branches), 2):
         at = shared_beginning(one.script.operations, other.script.operations)
         function = other.functions[at]
         if function is not None:
-            out.setdefault((n, at), {}).setdefault(function, m)
+            out[n].setdefault(at, {}).setdefault(function, m)
     return out

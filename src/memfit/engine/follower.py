@@ -141,11 +141,10 @@ class Follower(dispatch.DispatchMode):
         self._count = compiled.count
         self._wanted = compiled.script.wanted
         self._all = compiled  # with its branches
-        self._branch = 0
-        self._parts_at = frozenset(at for branch, at in compiled.parting if branch == 0)
+        self._parting = compiled.parting[0]
         self._open: list[_OpenSave] = []
         self._rest = ExitStack()  # what is left with forward
-        if any(each.script.swaps for each in compiled.branches) and self.tape.storages.arenas is None:
+        if compiled.offloads and self.tape.storages.arenas is None:
             self._diverge(
                 "an earlier forward, whose backward has not run yet, still has offloaded activations on the lower tier"
             )
@@ -272,7 +271,7 @@ class Follower(dispatch.DispatchMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._act(index, func, args, kwargs or {})
         if self.divergence is None:
-            branch = self._all.parting.get((self._branch, index), {}).get(func)
+            branch = self._parting.get(index, {}).get(func)
             if branch is not None:
                 self._follow(branch)
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -285,12 +284,11 @@ class Follower(dispatch.DispatchMode):
 
     def _follow(self, branch: int) -> None:
         """Forward takes the path of another branch from here on."""
-        self._branch = branch
+        self._parting = self._all.parting[branch]
         self.compiled = compiled = self._all.branches[branch]
         self.tape.follow(compiled)
         self._functions, self._acts = list(compiled.functions), compiled.acts
         self._count, self._wanted = compiled.count, compiled.script.wanted
-        self._parts_at = frozenset(at for number, at in self._all.parting if number == branch)
 
     def _is_decided(self) -> None:
         """No other branch can be the one that is taken: what is held for others alone goes, and what autograd has just saved is answered for as planned."""
@@ -398,7 +396,7 @@ class Follower(dispatch.DispatchMode):
         save = self.save
         self.save = save + 1
         if self.divergence is None:
-            if self.index in self._parts_at:
+            if self.index in self._parting:
                 # For the operation before, or already for the next, which another branch may have otherwise.
                 self._open.append(_OpenSave(Handle(self.tape, save, tensor), kept_by_autograd(tensor)))
                 return self._open[-1]

@@ -50,7 +50,7 @@ class KeptStorages:
         self._returning: dict[int, Copy] = {}
         self.arenas: Mapping[str, Arena] | None = None
         self._lower_tiers: LowerTiers | None = None
-        if any(branch.script.swaps for branch in compiled.branches):
+        if compiled.offloads:
             assert lower_tiers is not None, "an engine whose plan offloads has tiers to offload to"
             self._lower_tiers, self.arenas = lower_tiers, lower_tiers.lend(self)
 

@@ -74,8 +74,8 @@ def _beginning(one: Trace, other: Trace) -> tuple[int, dict[int, int]]:
 
 def _saved(trace: Trace, operations: int, numbers: Mapping[int, int]) -> list[int | None]:
     """What autograd saves for the first operations of a forward: storages made by these, by these numbers; None for others."""
-    events = [event for event, code in enumerate(trace.events[: trace.forward_events]) if code >= 0]
-    return [numbers.get(save.storage) for save in trace.saves if save.by < events[operations]]
+    known = trace.events_in_forward[operations]
+    return [numbers.get(save.storage) for save in trace.saves if save.by < known]
 
 
 def _renumbered(trace: Trace, numbers: Mapping[int, int]) -> Trace:

@@ -59,8 +59,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
                 again[trace.operations[op].module] += trace.operations[op].seconds
     script = script_of(solver, solution, beside)
     on_each = [solution, *(plan for _, plan in beside)]
-    here = max(evaluation.peak_bytes, *_on_paths(fullest, solution), *_in_branches(fullest, on_each, script))
-    own_peak = here + solvers.extra_bytes
+    own_peak = max(evaluation.peak_bytes, *_in_branches(fullest, on_each, script)) + solvers.extra_bytes
     ranks = _of_ranks(solvers, found, on_each, script)
     prediction = Prediction(
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
@@ -285,9 +284,12 @@ def _in_branches(solver: Solver, solutions: Sequence[Solution], script: Script) 
     scripts = (script, *script.branches) if script.branches else (script,) * len(solutions)
     for path, solution, own in zip((solver, *solver.branches), solutions, scripts, strict=True):
         found = path.timeline.evaluate(solution.recomputations)
-        events = [event for event, code in enumerate(path.trace.events) if code >= 0]
         more = sum(path.trace.storages[s].bytes for s in own.released)
-        before = int(found.levels[: events[own.decided]].max(initial=0)) + more if own.decided > 0 else 0
+        before = (
+            int(found.levels[: path.trace.events_in_forward[own.decided]].max(initial=0)) + more
+            if own.decided > 0
+            else 0
+        )
         peaks.append(max(found.peak_bytes, before))
     return peaks
 

@@ -92,9 +92,8 @@ class Draws:
         """The path, and the sizes on it, in which a plan takes most, and what the plan is there."""
         decisions = self.decisions(recomputations)
         assert decisions is not None, "plans that decide across calls are not taken"
-        first, *others = self.paths
-        carried = [(first, recomputations), *((path, path.recomputations(decisions)) for path in others)]
-        every = [(timeline, plan) for path, plan in carried for timeline in path.timelines]
+        plans = [recomputations, *(path.recomputations(decisions) for path in self.paths[1:])]
+        every = [(timeline, plan) for path, plan in zip(self.paths, plans, strict=True) for timeline in path.timelines]
         return max(every, key=lambda each: each[0].peak(each[1]))
 
     def known_sizes(self, recomputations: Recomputations, capacity_bytes: int) -> tuple[KnownSizes, ...]:

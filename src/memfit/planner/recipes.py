@@ -297,7 +297,7 @@ class Recipes:
         trace, link = self.trace, self.tiers[tier]
         if trace.sized_by_values or trace.paths:
             return  # the places on a lower tier are of fixed sizes, and copies are waited for at fixed operations
-        events = [e for e, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
+        events = trace.events_in_forward
         begin = events[trace.shared_operations] if trace.shared_operations else 0
         ends = [self.clock[e + 1] for e in events]
         wanted = self.saved | {s for r in self.recipes if r.runnable for s in r.inputs}

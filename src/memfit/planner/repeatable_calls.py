@@ -155,7 +155,7 @@ class _Facts:
 
     def __init__(self, trace: Trace, managed: frozenset[int]) -> None:
         self._trace, self._managed = trace, managed
-        self._events = [event for event, op in enumerate(trace.events[: trace.forward_events]) if op >= 0]
+        self._events = trace.events_in_forward
         self._written: dict[int, list[int]] = defaultdict(list)  # events that write each storage
         self._last_read: dict[int, int] = {}  # in forward
         for event, op in enumerate(trace.events[: trace.pass_events]):

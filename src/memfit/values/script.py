@@ -190,13 +190,13 @@ class Script:
         own = sum(operation >= 0 for step in self.steps for run in step.runs for operation in run)
         repeated = sum(call.operations for call in self.repeated_calls)
         own += repeated + sum(call.script.recomputations for call in self.calls)
-        return max(own, *(branch.recomputations for branch in self.branches), 0)
+        return max([own, *(branch.recomputations for branch in self.branches)])
 
     @property
     def whole_calls(self) -> int:
         """Calls of modules that are made again as wholes in one micro-batch, on the path on which most are."""
         own = sum(len(again.modules) for again in self.repeated_calls)
-        return max(own, *(branch.whole_calls for branch in self.branches), 0)
+        return max([own, *(branch.whole_calls for branch in self.branches)])
 
     @property
     def lower_bytes(self) -> Mapping[str, int]:

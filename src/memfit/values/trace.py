@@ -340,6 +340,11 @@ class Trace:
         return (self.operations[e] for e in self.events[: self.forward_events] if e >= 0)
 
     @cached_property
+    def events_in_forward(self) -> tuple[int, ...]:
+        """The events at which these ran."""
+        return tuple(event for event, code in enumerate(self.events[: self.forward_events]) if code >= 0)
+
+    @cached_property
     def forward_operations(self) -> int:
         """Number of operations in forward and loss; the engine counts these."""
         return sum(1 for e in self.events[: self.forward_events] if e >= 0)

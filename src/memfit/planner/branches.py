@@ -52,6 +52,7 @@ def _beginning(one: Trace, other: Trace) -> tuple[int, dict[int, int]]:
     here and two there (labels that are the tokens).
     """
     numbers: dict[int, int] = {}
+    known: set[int] = set()  # their numbers in the one
     for alike, (first, second) in enumerate(zip(one.in_forward(), other.in_forward(), strict=False)):
         if first.name != second.name:
             return (
@@ -62,7 +63,7 @@ def _beginning(one: Trace, other: Trace) -> tuple[int, dict[int, int]]:
         told = [(path.module, path.wanted, path.outputs, len(path.makes)) for path in (first, second)]
         numbers.update(zip(second.makes, first.makes, strict=False))
         sizes = [[path.storages[s].bytes for s in op.makes] for path, op in ((one, first), (other, second))]
-        known = set(numbers.values())
+        known.update(first.makes)
         touched = [
             [numbers.get(s) for s in (*second.reads, *second.writes)],
             [s if s in known else None for s in (*first.reads, *first.writes)],

@@ -76,10 +76,8 @@ def test_micro_batches_that_are_read_alike_are_captured_once(monkeypatch: pytest
         raise AssertionError("nothing is looked at")
 
     monkeypatch.setattr(values_read, "_readings", never)
-    # Nothing is read, or there is one micro-batch.
     chain = StepSource(small.chain(), small.rows(ROWS), small.squared_error, small.adamw)
-    assert values_read.other_samples(chain, BASELINE.but(micro_batches=4), captured=trustworthy(chain)) == []
-    assert values_read.other_samples(source, BASELINE, captured) == []
+    assert values_read.other_samples(chain, BASELINE.but(micro_batches=4), captured=trustworthy(chain)) == ([], "")
 
 
 def test_a_look_ends_where_the_last_value_is_read() -> None:
@@ -88,13 +86,52 @@ def test_a_look_ends_where_the_last_value_is_read() -> None:
     captured = trustworthy(source, choices)
     seen = []
     model.register_forward_hook(lambda *_: seen.append(1))
-    samples = values_read.other_samples(source, choices, captured)
+    samples, told = values_read.other_samples(source, choices, captured)
+    assert told == ""
     assert seen == []
     assert model.forwards == 0
     assert [bool(filled.all()) for _, filled in samples] == [False]  # the last one is full
     assert all(t.shape == s.shape for t, s in zip(samples[0], RISING, strict=True))
     assert samples[0][0].unique(dim=0).shape[0] == 1  # one row over and over
     assert len(captured.trace.paths) == 1
+
+
+@pytest.mark.parametrize("kind", [Padded, Looking])
+def test_a_whole_batch_of_one_kind_of_row_is_planned_for_before_it_comes(kind: type[Padded]) -> None:
+    """Half of the rows are full, so of eight drawn by chance all are in one batch of 256."""
+    half, full = tokens([40, 42, 45, 50, *[LENGTH] * 4]), tokens([LENGTH] * ROWS)
+    whole: Any = {"fixed": {"micro_batches": 1}}
+    plan = memfit.plan(kind(), half, loss_of, 1 << 50, small.adamw, **whole)
+    assert any("values of the batch" in note for note in plan.notes)
+    engine = memfit.fit(kind(), half, loss_of, memfit.smallest_budget(plan), small.adamw, **whole)
+    plain = Padded()
+    optimizer = small.adamw(plain.parameters())
+    for batch in (half, full, half):
+        optimizer.zero_grad()
+        expected = loss_of(plain, batch)
+        expected.backward()
+        optimizer.step()
+        record = engine.step(batch, meter=True)
+        assert record.divergences == record.begun_anew == ()
+        assert record.loss == expected.item()
+        assert record.peak_bytes is not None
+        assert record.peak_bytes <= engine.plan.prediction.peak_bytes
+    for batch in (full, half):  # in a loop of one's own nothing is begun anew
+        with engine.forward(batch=batch) as follower:
+            loss = loss_of(engine.model, batch)
+        loss.backward()
+        assert follower is not None
+        assert follower.divergence is None
+
+
+# Of eight rows drawn by chance all are full in one batch of 2,500 where three of eight are, and in one of 65,000 where two are.
+@pytest.mark.parametrize(("full", "planned"), [(0, False), (2, False), (3, True), (7, True), (8, False)])
+def test_a_kind_of_batch_that_is_unlikely_to_come_is_not_planned_for(*, full: int, planned: bool) -> None:
+    batch = tokens([40] * (ROWS - full) + [LENGTH] * full)
+    trace = trustworthy(StepSource(Padded(), batch, loss_of, small.adamw)).trace
+    assert bool(trace.paths) is planned
+    # Where the rows tell nothing of the other kind of batch, the plan says so.
+    assert any("one answer in all of the sample" in note for note in trace.notes) is (full in {0, ROWS})
 
 
 @pytest.mark.parametrize("micro_batches", [2, 8])
@@ -128,7 +165,7 @@ def test_a_loss_that_is_noted_tells_no_micro_batches_apart() -> None:
     choices = BASELINE.but(micro_batches=4)
     captured = trustworthy(source, choices)
     assert captured.trace.source != "fake"
-    assert values_read.other_samples(source, choices, captured) == []
+    assert values_read.other_samples(source, choices, captured) == ([], "")
     assert len(set(noted)) > 1
 
 

@@ -95,20 +95,22 @@ def _trustworthy(
         return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, NOT_AS_STREAMED)))
     with outside_torch_kept():
         outside, one_by_one = outside_torch(), drawn_one_by_one()
-        found = _confirmed(source, choices, on_fakes, believed)
+        found = confirmed(source, choices, on_fakes, believed)
         decides = drawn_one_by_one() > one_by_one or outside_torch() != outside
         if isinstance(found, str) and decides:
             # Fake operations draw nothing, so what decides the path was another number in the real forward: at an end of the range it is the same.
             with drawing(End.HIGHEST):
-                at_the_end = _confirmed(source, choices, on_fakes, None)
+                at_the_end = confirmed(source, choices, on_fakes, None)
             found = at_the_end if isinstance(at_the_end, Captured) else found
         captured = for_real(found) if isinstance(found, str) else found
         as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
         if source.draws:
-            samples = other_samples(source, choices, captured)
+            samples, told = other_samples(source, choices, captured)
             captured = with_other_draws(
                 captured, lambda of: as_believed(of=of), source, others, decides=decides, samples=samples
             )
+            if told:
+                captured = replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, told)))
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))
@@ -136,14 +138,14 @@ def _sharded(
     captured = on_fakes(source)
     if source.draws:
         each = replace(source, other_samples=source.other_samples or (lambda _: rows_alone(source.sample)))
-        samples = other_samples(each, choices.but(sharding=""), alone)
+        samples, _ = other_samples(each, choices.but(sharding=""), alone)
         captured = with_other_samples(captured, on_fakes, source, samples)
     return replace(
         captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
     )
 
 
-def _confirmed(
+def confirmed(
     source: StepSource,
     choices: Choices,
     on_fakes: Callable[[Captured | None], Captured],

@@ -5,7 +5,8 @@ A look at one is cheap: its forward runs up to the last operation that reads val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -23,7 +24,7 @@ from memfit.capture.source import StepSource
 from memfit.step.device import device_of
 from memfit.step.program import StepProgram
 from memfit.techniques.choices import Choices, convert
-from memfit.values.trace import Operation
+from memfit.values.trace import Category, Operation, Trace
 
 # Operations that hand a value to Python.
 READING: Final = frozenset({"aten._local_scalar_dense.default", "aten.equal.default"})
@@ -31,45 +32,117 @@ READING: Final = frozenset({"aten._local_scalar_dense.default", "aten.equal.defa
 MOST_FORWARDS: Final = 4
 # ... so many samples of a batch are looked at by themselves, ...
 MOST_ROWS: Final = 8
+# (fewer where the batches that are made of them, each of one row over and over, would take more than this on the sample's device)
+MOST_BYTES: Final = 1 << 28
 # ... and so many micro-batches are taken for others at most.
 MOST_OTHERS: Final = 3
+# Of a kind of micro-batch that the sample has none of, in a step; what is rarer is not planned for.
+LEAST_LIKELY: Final = 1e-4
 
 Reading = tuple[Any, ...]
 
 
-def other_samples(source: StepSource, choices: Choices, captured: Captured) -> list[Batch]:
+def other_samples(source: StepSource, choices: Choices, captured: Captured) -> tuple[list[Batch], str]:
     """Samples whose micro-batches are all alike, each like one of which forward reads other values than of the one that was captured.
 
     Args:
-        source: the step. Its own micro-batches are looked at, and those of its other samples.
+        source: the step. Its own micro-batches are looked at, and those of its other samples; where it knows of none, what rows like its own are likely to
+            make together.
         choices: how it is run.
         captured: the step. Forward is looked at on fake tensors where that is what it was captured on, else on real ones.
+
+    Returns:
+        The samples; and what the user should know of something that forward asks of the batch where all that was looked at gives one answer.
     """
     number = choices.micro_batches // source.loader_batches
     trace = captured.trace
-    reads = [place for place, operation in enumerate(trace.in_forward(), 1) if _reads(operation)]
-    if not reads or source.on_meta:
-        return []
+    reading = {place: operation for place, operation in enumerate(trace.in_forward(), 1) if _reads(operation)}
+    if not reading or source.on_meta:
+        return [], ""
     total = batches.size(source.sample)
     sizes = batches.micro_batch_sizes(total, number)
-    others = source.other_samples(sizes[-1]) if source.other_samples is not None else ()
-    if number == 1 and not others:
-        return []
-    looked_at = spread(number, max(2, MOST_FORWARDS * trace.forward_operations // reads[-1]))
+    others = None if source.other_samples is None else source.other_samples(sizes[-1])
+    if number == 1 and others is not None and not others:
+        return [], ""
+    most = max(2, MOST_FORWARDS * trace.forward_operations // max(reading))
+
+    def look(sample: Batch, number: int, looked_at: Sequence[int]) -> dict[int, Reading]:
+        fake = trace.source == "fake"
+        running = _on_fakes if fake else _for_real
+        of = replace(source, sample=sample, loader_batches=1)
+        with running(of, choices.but(micro_batches=number)) as (program, micro_batches):
+            return _readings(program, micro_batches, looked_at, len(reading), floats=fake)
+
     known: Reading | None = None  # of the micro-batch that was captured
-    found: dict[Reading, Batch] = {}
-    for sample in (source.sample, *(_beside(source.sample, other) for other in others)):
-        running = _on_fakes if trace.source == "fake" else _for_real
-        with running(replace(source, sample=sample), choices) as (program, micro_batches):
-            readings = _readings(program, micro_batches, looked_at, len(reads), floats=trace.source == "fake")
+    found: dict[Reading, tuple[Batch, int, int]] = {}  # a batch, from which of its samples on how many are meant
+    for sample in (source.sample, *(_beside(source.sample, other) for other in others or ())):
+        readings = look(sample, number, spread(number, most))
         known = readings.get(number - 1) if known is None else known
         if known is None:
-            return []
-        for place, reading in readings.items():
-            if reading != known and reading not in found and sizes[place]:
-                start = sum(sizes[:place])
-                found[reading] = batches.rows(sample, [start + row % sizes[place] for row in range(total)])
-    return [_stored_as(source.sample, found[reading]) for reading in _few(found)]
+            return [], ""
+        for place, each in readings.items():
+            if sizes[place]:
+                found.setdefault(each, (sample, sum(sizes[:place]), sizes[place]))
+    assert known is not None, "the sample was looked at"
+    told = ""
+    if others is None and any(isinstance(value, bool) for each in known for value in each):
+        rows = _rows(source.sample)[:most]
+        alone = batches.rows(source.sample, [row for row in rows for _ in range(sizes[-1])])
+        readings = look(alone, len(rows), range(len(rows)))
+        told = _always_the_same({*found, *readings.values()}, list(reading.values()), _made_of_the_batch(trace))
+        for place in _likely(readings, known, sizes):
+            found.setdefault(readings[place], (source.sample, rows[place], 1))
+    found.pop(known, None)
+    samples = [
+        _stored_as(source.sample, batches.rows(sample, [start + row % size for row in range(total)]))
+        for sample, start, size in map(found.__getitem__, _few(found))
+    ]
+    return samples, told
+
+
+def _made_of_the_batch(trace: Trace) -> set[int]:
+    """Storages that hold what forward has computed of the batch; positions and other constants are not among them."""
+    found = {number for number, storage in enumerate(trace.storages) if storage.category is Category.BATCH}
+    for operation in trace.in_forward():
+        if not found.isdisjoint(operation.reads):
+            found.update(operation.makes, operation.writes)
+    return found
+
+
+def _always_the_same(readings: Collection[Reading], operations: Sequence[Operation], of_batch: set[int]) -> str:
+    """A note where something true or false that forward asks of the batch has one answer in all readings; empty where there is none.
+
+    Args:
+        readings, operations: what was read, and by which operations.
+        of_batch: storages that hold what was made of the batch.
+    """
+    for values, operation in zip(zip(*readings, strict=False), operations, strict=False):
+        if (
+            len(set(values)) == 1
+            and not of_batch.isdisjoint(operation.reads)
+            and all(isinstance(value, bool) for value in values[0])
+        ):
+            where = operation.module or "the model"
+            return (
+                f"{where} asks something of the batch (whether there is padding, say) that has one answer in all of the sample: batches with another answer "
+                "may run other operations and hold other bytes, and are planned for before they come if the sample has some of their rows"
+            )
+    return ""
+
+
+def _likely(alone: Mapping[int, Reading], known: Reading, sizes: Sequence[int]) -> Iterator[int]:
+    """Rows whose kind is likely to fill a micro-batch, were rows drawn by chance: of a kind are those of which forward finds the same true and the same false.
+
+    Args:
+        alone: what is read of micro-batches that have one row over and over.
+        known: what is read of the captured one.
+        sizes: of the step's micro-batches.
+    """
+    kinds = Counter(alone.values())
+    for place, reading in alone.items():
+        told = {type(value) for one, other in zip(reading, known, strict=False) if one != other for value in one}
+        if told == {bool} and len(sizes) * (kinds[reading] / len(alone)) ** sizes[-1] >= LEAST_LIKELY:
+            yield place
 
 
 def _stored_as(sample: Batch, other: Batch) -> Batch:
@@ -92,8 +165,13 @@ def _stored_as(sample: Batch, other: Batch) -> Batch:
 
 def rows_alone(sample: Batch) -> list[Batch]:
     """Some samples of a batch, each over and over in one of its size."""
-    total = batches.size(sample)
-    return [batches.rows(sample, [row] * total) for row in spread(total, MOST_ROWS)[:MOST_ROWS]]
+    return [batches.rows(sample, [row] * batches.size(sample)) for row in _rows(sample)]
+
+
+def _rows(sample: Batch) -> list[int]:
+    """Which of a batch's samples are looked at by themselves."""
+    most = max(2, min(MOST_ROWS, MOST_BYTES // max(1, sum(leaf.nbytes for leaf in batches.leaves(sample)))))
+    return spread(batches.size(sample), most)[:most]
 
 
 def _reads(operation: Operation) -> bool:

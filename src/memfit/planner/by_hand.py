@@ -153,10 +153,10 @@ def every_block_but_products(solver: Solver) -> Solution:
     window_of = windows(boundaries_after(solver.recipes, cut.ends), trace.forward_events)
     products = dict.fromkeys(cut.dropped_in, 0)
     kept: set[int] = set()
-    for event, code in enumerate(trace.events[: trace.forward_events]):
-        if code < 0 or window_of[event] not in products:
+    for event in trace.events_in_forward:
+        if window_of[event] not in products:
             continue
-        operation = trace.operations[code]
+        operation = trace.operations[trace.events[event]]
         if operation.name.startswith(_PRODUCTS):
             products[window_of[event]] += 1
         if operation.name.startswith(_ATTENTION) or (

@@ -31,7 +31,7 @@ class Following:
 
     def __init__(self, recipes: Recipes) -> None:
         trace = recipes.trace
-        forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+        forward = [trace.events[event] for event in trace.events_in_forward]
         bounds = part_bounds(trace.calls, len(forward))
         self.seconds = [
             trace.dispatch_seconds * sum(trace.operations[op].host_factor for op in forward[begin:end])

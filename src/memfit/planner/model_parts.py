@@ -40,13 +40,8 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
             `stages.0.layers.1`, then `stages.0`.
 
     Raises:
-        InputError: forward takes several paths, or the model has one part at most.
+        InputError: the model has one part at most.
     """
-    if trace.paths:
-        raise InputError(
-            "forward takes another path from step to step, so the model cannot be cut into stages: make it take one (where it makes a mask only for batches "
-            "with padding: pad every batch to one length longer than any text)"
-        )
     with_parameters = [call for call in trace.calls if call.module and _reads_parameters(trace, call)]
     blocks = {_outer(block.path, outwards) for block in repeated_blocks(trace)}
     found: list[ModuleCall] = []
@@ -97,6 +92,11 @@ def _parameters_read(trace: Trace, first: int, end: int) -> set[int]:
     }
 
 
+def part_ends(trace: Trace, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """Of each part, the forward operation before which it ends."""
+    return (*(call.operations[1] for call in calls[:-1]), trace.forward_operations)
+
+
 def chain(trace: Trace, calls: Sequence[ModuleCall], boundaries: Sequence[Boundary]) -> Parts:
     """What each part takes in a step of this trace, with everything kept.
 
@@ -105,7 +105,7 @@ def chain(trace: Trace, calls: Sequence[ModuleCall], boundaries: Sequence[Bounda
         calls: as `part_calls` has found.
         boundaries: after each part but the last.
     """
-    ends = [*(call.operations[1] for call in calls[:-1]), trace.forward_operations]
+    ends = part_ends(trace, calls)
     part_of = [bisect_right(ends[:-1], op) for op in range(trace.forward_operations)]
     forward, backward = [0.0] * len(calls), [0.0] * len(calls)
     kept, used = [0] * len(calls), [set[int]() for _ in calls]

@@ -40,10 +40,8 @@ def module_calls(trace: Trace) -> dict[str, list[ModuleCall]]:
     spans: dict[str, list[list[int]]] = {}
     around: dict[str, tuple[str, ...]] = {"": ()}
     before: tuple[str, ...] = ()
-    for event, op in enumerate(trace.events[: trace.forward_events]):
-        if op < 0:
-            continue
-        module = trace.operations[op].module
+    for event in trace.events_in_forward:
+        module = trace.operations[trace.events[event]].module
         if module not in around:
             parts = module.split(".")
             around[module] = tuple(".".join(parts[: i + 1]) for i in range(len(parts)))

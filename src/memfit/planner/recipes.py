@@ -102,10 +102,10 @@ class Recipes:
         self.lower_tier = lower_tier
         self.tiers: tuple[Link, ...] = lower_tier.chain if lower_tier is not None else ()
         operations = trace.operations
-        forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+        forward = [trace.events[event] for event in trace.events_in_forward]
         self.managed: list[int] = sorted(s for op in forward for s in operations[op].makes)
         managed = set(self.managed)
-        event_of = {op: event for event, op in enumerate(trace.events[: trace.forward_events]) if op >= 0}
+        event_of = {trace.events[event]: event for event in trace.events_in_forward}
         self.event_of_operation = event_of
         maker: dict[int, int] = {}
         last_write: dict[int, int] = {}
@@ -395,5 +395,4 @@ class Recipes:
     def last_reads(self) -> dict[int, int]:
         """The last event of forward that reads each storage."""
         trace = self.trace
-        forward = enumerate(trace.events[: trace.forward_events])
-        return {s: e for e, op in forward if op >= 0 for s in trace.operations[op].reads}
+        return {s: event for event in trace.events_in_forward for s in trace.operations[trace.events[event]].reads}

@@ -133,7 +133,7 @@ def compile_script(
     if not recomputations and not calls and asked_of is None:
         return Script()
     trace = recipes.trace
-    forward = [e for e in trace.events[: trace.forward_events] if e >= 0]
+    forward = [trace.events[event] for event in trace.events_in_forward]
     saves = range(len(trace.saves))
     if within is not None:
         forward, saves = forward[slice(*within.operations)], saves[slice(*within.saves)]

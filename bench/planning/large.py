@@ -61,6 +61,14 @@ QUESTIONS: Final[Mapping[str, tuple[str, dict[str, Any], int]]] = {
         {"model": BERT, "fit": {"budget": "8GiB", "global_batch": 32}},
         128,
     ),
+    "stages": (
+        "BERT-large, batch 32, as a pipeline over four devices of 4 GiB",
+        {
+            "model": BERT,
+            "fit": {"budget": "4GiB", "devices": "4x4GiB", "global_batch": 32, "fixed": {"sharding": "pipeline"}},
+        },
+        128,
+    ),
     "tiny": (
         "BERT-large, batch 32, 100 MB",
         {"model": BERT, "fit": {"budget": "100MB", "global_batch": 32}},

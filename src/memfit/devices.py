@@ -15,7 +15,7 @@ from memfit.hardware.machine_file import Devices, named_devices
 from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
-from memfit.pipelining.planning import PipelinePlanning, settings_for
+from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
 from memfit.planning import changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
@@ -251,6 +251,7 @@ class _Planning:
     topology: Topology
     make: Callable[[Request], Plan] | None
     _pipelines: dict[str, PipelinePlanning] = field(default_factory=dict)
+    _planners: StagePlanners = field(default_factory=dict)
 
     def plan(self, setting: str, budget_bytes: int | None = None) -> Plan:
         """The plan for one way. It is searched for the rank with the most state, and fits on every one.
@@ -263,7 +264,9 @@ class _Planning:
             if self.make is not None:
                 raise InputError("a trainer runs the whole model in every process, so it trains no stages")
             if setting not in self._pipelines:
-                self._pipelines[setting] = PipelinePlanning(self.source, self.request, self.topology, setting)
+                self._pipelines[setting] = PipelinePlanning(
+                    self.source, self.request, self.topology, setting, self._planners
+                )
             return self._pipelines[setting].plan(budget_bytes)
         if not self.topology.alike:
             raise InputError("it deals out equal parts, and these devices are not alike")

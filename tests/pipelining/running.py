@@ -15,6 +15,7 @@ import memfit
 import small
 from memfit import batches
 from memfit.sharding.pipelined import PipelinedModel
+from models.padded import LENGTH, Padded, loss_of, tokens
 from parallel import stage_models
 from sharding import steps
 from sharding.ranks import on_ranks
@@ -63,6 +64,12 @@ def encoder_decoder() -> steps.Built:
 
 def sequential() -> steps.Built:
     return staged("sequential")
+
+
+def padded() -> steps.Built:
+    """Nothing of the first micro-batch is padding, some of all others is."""
+    lengths = [LENGTH] * 8 + [LENGTH - 1 - number % 20 for number in range(SAMPLES - 8)]
+    return Padded(), tokens(lengths), loss_of
 
 
 def squared() -> steps.Built:

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import memfit
 from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
 from memfit.pipelining import stages
+from memfit.pipelining.alike_stretches import AlikeStretches
 from memfit.pipelining.planning import PipelinePlanning, settings_for
+from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planning import origin_of
 from memfit.techniques.sharding import Pipelines, way_of
 from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
 from memfit.views import write_report
+from models.padded import LENGTH, Padded, loss_of, tokens
 from models.transformer import build_gpt
 from pipelining import running
 from sharding import steps
@@ -173,6 +177,65 @@ def test_stages_run_no_more_again_than_the_bytes_of_their_devices_ask_for() -> N
     assert memfit.Plan.from_json(less.to_json()) == less
 
 
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The stretches of parts that are captured as stages from now on."""
+    found: list[tuple[int, int]] = []
+    capture = StagePlanner._trace
+
+    def noting(planner: StagePlanner, first: int, end: int, *of: Any) -> Any:
+        found.append((first, end))
+        return capture(planner, first, end, *of)
+
+    monkeypatch.setattr(StagePlanner, "_trace", noting)
+    return found
+
+
+def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the stages of the cut that is taken: the plan is the one that is found where each stretch is captured."""
+    made, found = [], captured(monkeypatch)
+    for alike in (True, False):
+        if not alike:
+            monkeypatch.setattr(AlikeStretches, "kind", lambda _, first, end: (first, end))
+        model, sample, loss_fn = build_gpt(layers=8, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+        fixed = {"sharding": "1f1b/4", "micro_batches": 4}
+        plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=4, fixed=fixed)
+        tight = memfit.replan(plain, int(0.8 * plain.prediction.peak_bytes))
+        assert tight.pipeline is not None
+        assert {(stage.first, stage.end) for stage in tight.pipeline.cut.stages} <= set(found)
+        made.append((plain.to_json(), tight.to_json(), len(found)))
+        found.clear()
+    (*few_plans, few), (*all_plans, every) = made
+    assert few_plans == all_plans
+    assert few < every
+
+
+def test_stretches_are_alike_by_what_they_run_train_and_send() -> None:
+    model, sample, loss_fn = build_gpt(layers=5, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+    frozen = [name for name, module in model.named_modules() if type(module).__name__ == "Block"][1]
+    fixed = {"sharding": "1f1b/2", "micro_batches": 4}
+    plan = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=2, fixed=fixed, freeze=[frozen])
+    planning = origin_of(plan)
+    assert isinstance(planning, PipelinePlanning)
+    (planner,) = planning.planners.values()
+    paths = [call.path for call in planner.calls.calls]
+    first = paths.index(frozen) - 1  # of the blocks
+    kinds = [planner._alike.kind(number, number + 1) for number in range(first, first + 5)]
+    assert kinds[2] == kinds[3] == kinds[4]
+    assert (
+        len(set(kinds[:3])) == 3
+    )  # before the first nothing is trained that its input could tell apart, the second is frozen
+    assert planner._alike.kind(first + 2, first + 4) == planner._alike.kind(first + 3, first + 5)
+    assert planner._alike.kind(first + 2, first + 4) != kinds[2]
+    assert planner._alike.kind(first, len(paths)) != planner._alike.kind(0, len(paths))
+
+
+def test_pipelines_of_one_length_share_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured(monkeypatch)
+    made = planned({"sharding": "pipeline/2x2", "micro_batches": 4})
+    assert len(found) == len(set(found))
+    assert sum("interleaved 1F1B" in each for each in made.rejected) + ("interleaved" in made.choices.sharding) == 1
+
+
 def test_stages_that_share_a_device_run_something_again_where_each_alone_would_fit_with_everything_kept() -> None:
     model, sample, loss_fn = steps.chain()
     fixed = {"sharding": "interleaved/2", "micro_batches": 4}
@@ -217,6 +280,20 @@ def test_stages_that_share_a_device_run_something_again_where_each_alone_would_f
 def test_what_stages_cannot_have_is_one_sentence(fixed: Any, named: dict[str, Any], says: str) -> None:
     with pytest.raises(memfit.MemfitError, match=says):
         planned(fixed, **named)
+
+
+class OneMoreForPadding(Padded):
+    """Calls a layer only where some token is padding."""
+
+    def forward(self, tokens: Tensor, filled: Tensor) -> Tensor:
+        x = super().forward(tokens, filled)
+        return x if bool(filled.all()) else self.mixing[0](x)
+
+
+def test_parts_that_are_called_for_some_batches_only_are_refused() -> None:
+    fixed = {"sharding": "1f1b/2", "micro_batches": 2}
+    with pytest.raises(memfit.InputError, match="decide which parts the forward calls or what they give"):
+        memfit.plan(OneMoreForPadding(), tokens([LENGTH] * 4 + [9] * 4), loss_of, 1 << 40, devices=2, fixed=fixed)
 
 
 def test_settings_are_written_in_a_few_letters() -> None:

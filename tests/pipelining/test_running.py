@@ -11,6 +11,7 @@ import torch
 
 import memfit
 from memfit.pipelining import planning, stage_planner, stages
+from memfit.pipelining.planning import SEVERAL_PATHS
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
@@ -164,6 +165,18 @@ def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str
     plan = planned(running.squared, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4})
     ran = compared(2, running.squared, "sgd", [plan])
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
+def test_what_micro_batches_with_and_without_padding_hold_is_predicted() -> None:
+    """Stages run nothing again then, which is told."""
+    plan = planned(running.padded, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
+    assert plan.pipeline is not None
+    assert all(script.plain for script in plan.pipeline.scripts)
+    assert SEVERAL_PATHS in plan.notes
+    ran = compared(2, running.padded, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    with pytest.raises(memfit.InfeasibleError, match="padded to one length longer than any text"):
+        memfit.replan(plan, int(0.6 * plan.prediction.peak_bytes))
 
 
 def of_calls(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:

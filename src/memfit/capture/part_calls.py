@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
+from memfit.capture.constants import run_recorded
 from memfit.capture.isolation import lent
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
@@ -80,7 +81,7 @@ def find_part_calls(
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, micro_batch)
         with forked_generators(), lent(model, fake, loss_fn), mode:
             # The first forward may build what later ones find, so the second is looked at.
-            with around():
+            with around(), _Look(model, sample):
                 batches.loss_of(model, sample, loss_fn)
             torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
             look = _Look(model, sample)
@@ -117,9 +118,13 @@ class Marks(dispatch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self.result(func, args, kwargs)
         self.ran(func, args, kwargs, result, self.of((args, kwargs)))
         return result
+
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of an operation, which is run."""
+        return func(*args, **kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: _Marks) -> None:
         """An operation has run: what it has made or written depends on what it read."""
@@ -167,6 +172,10 @@ class _Look(Marks):
         self._changed: set[Label] = set()
         self._current = ""
         self._opaque: tuple[int, str] | None = None  # a boundary, and why the model cannot be cut from there on
+
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: _Marks) -> None:
         if self._inside:  # what a part reads of the batch may be among its attributes, and no argument

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -35,10 +35,15 @@ from memfit.values.stages import Line, Schedule
 
 MOST_ROUNDS: Final = 8  # micro-batches for each stage: with as many the textbook's bubble is below an eighth
 ROUNDS: Final = 4  # of cutting anew where the ranks of a cut hold more than it has counted, or less
+SEVERAL_PATHS: Final = (
+    "values of the batch (whether there is padding, say) decide which operations run, so stages run nothing again; they can where every batch is padded to one "
+    "length longer than any text"
+)
 OWN_NUMBERS: Final = (
     "forward draws random numbers (dropout): each rank draws its own, also those with the same stage, so masks are not those of one device, and losses are "
     "equal to its losses in distribution only"
 )
+StagePlanners: TypeAlias = dict[tuple[int, int, Choices, int], StagePlanner]
 TOO_MUCH: Final = 0.1  # of a budget: no cut counts so much more than its ranks hold
 
 
@@ -83,6 +88,7 @@ class PipelinePlanning:
         request: whose budget is that of each device.
         topology: the devices.
         setting: as `Pipelines` writes it; in "1f1b" GPipe is taken where there are fewer micro-batches than stages.
+        planners: of stages, by length of a pipeline, micro-batches, techniques and how many ranks share out state; those of other settings serve this one, too.
 
     Raises:
         InputError: the request asks for more than stages can have, or the devices cannot form such pipelines.
@@ -92,7 +98,7 @@ class PipelinePlanning:
     request: Request
     topology: Topology
     setting: str
-    _planners: dict[tuple[int, Choices], StagePlanner] = field(default_factory=dict)
+    planners: StagePlanners = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pipelines = Pipelines.of(self.setting)
@@ -213,11 +219,11 @@ class PipelinePlanning:
             number *= 2
 
     def _planner(self, techniques: Choices, number: int) -> StagePlanner:
-        key = number, techniques
-        if key not in self._planners:
-            sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
-            self._planners[key] = StagePlanner(self.source, self._batch, number, techniques, self._weights, sharing)
-        return self._planners[key]
+        sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
+        key = self.pipelines.ranks, number, techniques, sharing
+        if key not in self.planners:
+            self.planners[key] = StagePlanner(self.source, self._batch, number, techniques, self._weights, sharing)
+        return self.planners[key]
 
     def _found(self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool) -> StagesFound:
         """The fastest cut found.
@@ -231,7 +237,13 @@ class PipelinePlanning:
         check_schedule(used, length, number, per_rank)
         planner = self._planner(techniques, number)
         line = self._line(budget_bytes)
-        found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))
+        try:
+            found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))
+        except InfeasibleError as error:
+            why = _why_nothing_again(planner)
+            if not why:
+                raise
+            raise InfeasibleError(f"{error}; {why}", **error.facts) from error
         return refined(planner, found, line) if refines else found
 
     def _line(self, budget_bytes: int) -> Line:
@@ -246,8 +258,8 @@ class PipelinePlanning:
         assert made.pipeline is not None, "it is of a pipeline"
         cut = made.pipeline.cut
         techniques = next(one for one in self._candidates if one.techniques == _techniques_of(made.choices).techniques)
-        planner = self._planner(techniques, cut.micro_batches)
         with frozen(self.source.model, self.request.freeze):
+            planner = self._planner(techniques, cut.micro_batches)
             line = self._line(budget_bytes)
             found = self._within(line, lambda line: same_stages(planner, line, cut))
             found = refined(planner, found, line) if refines else found
@@ -319,6 +331,7 @@ class PipelinePlanning:
             f"{length} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
         )
         own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
+        why = _why_nothing_again(self._planner(techniques, number))
         on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
         named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))
         return Plan(
@@ -344,7 +357,7 @@ class PipelinePlanning:
             device=source.machine.name,
             torch_version=torch.__version__,
             clip_norm=self.request.clip_norm,
-            notes=(told, *own_numbers, *on_meta),
+            notes=(told, *own_numbers, *filter(None, (why,)), *on_meta),
             changed_buffers=found.changed_buffers,
             device_kind=source.machine.kind,
             pipeline=pipeline,
@@ -402,6 +415,15 @@ def _with_more(line: Line, more: Sequence[int]) -> Line:
     """Devices with so many more bytes each; fewer where that is less than nothing."""
     devices = zip(line.devices, more, strict=True)
     return replace(line, devices=tuple(replace(device, bytes=max(1, device.bytes + size)) for device, size in devices))
+
+
+def _why_nothing_again(planner: StagePlanner) -> str:
+    """What the user should know where stages run nothing again; empty where they may."""
+    if planner.kinds:
+        return SEVERAL_PATHS
+    if not planner.unconfirmed:
+        return ""
+    return f"{planner.unconfirmed}, and stages are captured on fake tensors alone: so they run nothing again, and may hold other bytes than predicted"
 
 
 def _techniques_of(choices: Choices) -> Choices:

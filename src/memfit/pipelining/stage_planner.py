@@ -5,9 +5,9 @@ Each stage is captured alone, in this process, fed with what it would receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -17,15 +17,20 @@ from torch import Tensor, nn
 from memfit import batches
 from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import capture
+from memfit.capture.captured import Captured
+from memfit.capture.comparing import path_taken
+from memfit.capture.confirmation import confirmed
 from memfit.capture.part_calls import Around, find_part_calls
 from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
+from memfit.capture.values_read import other_samples, rows_alone
 from memfit.errors import InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
+from memfit.pipelining.alike_stretches import AlikeStretches, Stretch
 from memfit.pipelining.batch_reads import with_real_reads
-from memfit.planner.model_parts import Boundary, chain, part_calls
+from memfit.planner.model_parts import Boundary, chain, part_calls, part_ends
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, gradients_of, menu, seconds_of, stage_levels
@@ -33,13 +38,11 @@ from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
 from memfit.step.device import device_of
-from memfit.step.part_calls import PartCalls
+from memfit.step.part_calls import PartCalls, TensorMeta
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import BASELINE, Choices, regions
 from memfit.values.stages import Cut, Parts, Recompute, Schedule, Shared, StageCost
 from memfit.values.trace import Trace
-
-Stretch = tuple[int, int]  # of parts: the first of a stage, and the first after it
 
 LEVELS: Final = 3  # how far out blocks within blocks are looked at
 
@@ -50,8 +53,8 @@ def chain_of(
     loss_fn: LossFunction | None,
     trace: Trace,
     around: Around = nullcontext,
-) -> tuple[PartCalls, Parts]:
-    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut; and the calls of them.
+) -> tuple[PartCalls, Parts, tuple[int, ...]]:
+    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut; the calls of them, and before which operations they end.
 
     Args:
         model, micro_batch, loss_fn: the step.
@@ -76,7 +79,7 @@ def chain_of(
         )
     calls = with_real_reads(calls, model, micro_batch, loss_fn, around)
     boundaries = [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))]
-    return calls, chain(trace, found, boundaries)
+    return calls, chain(trace, found, boundaries), part_ends(trace, found)
 
 
 @dataclass(eq=False)
@@ -95,6 +98,10 @@ class StagePlanner:
         whole: the trace of the undivided model for one micro-batch.
         calls: of its parts.
         parts: what they take by themselves.
+        kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say). Where there are some,
+            stages run nothing again, and hold what the kind takes that takes most.
+        unconfirmed: how the real forward differs from the one on fake tensors, by which stages are captured; "" where it does not. Where it does, stages run
+            nothing again, too.
 
     Raises:
         BatchError: the batch does not divide into so many micro-batches.
@@ -110,7 +117,10 @@ class StagePlanner:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        self._timelines: dict[tuple[int, int, tuple[int, ...]], Timeline] = {}
+        self._timelines: dict[tuple[int, int, tuple[int, ...], int], Timeline] = {}
+        self._receiving: dict[
+            tuple[int, int, int], frozenset[str]
+        ] = {}  # parameters that get gradients, by stretch and kind
         self._solvers: dict[Stretch, Solver] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
         self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
@@ -119,16 +129,48 @@ class StagePlanner:
         self._divided_bytes = _divided_bytes(self.batch)
         self.own_part_bytes = sum(_divided_bytes(self.source.sample).values())
         source, model = self.source, self.source.model
-        one = equal_micro_batches(self.batch, self.micro_batches)[0]
+        one = equal_micro_batches(self.batch, self.micro_batches)[-1]  # as `other_samples` has it
         step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
-        self.whole = _without_calls(source.priced(capture(step, self.techniques.but(frozen=()))))
+        techniques = self.techniques.but(frozen=())
+        found_one = confirmed(step, techniques, lambda after: capture(step, techniques, after=after), None)
+        self.unconfirmed = found_one if isinstance(found_one, str) else ""
+        captured = capture(step, techniques) if isinstance(found_one, str) else found_one
+        self.whole = _without_calls(source.priced(captured))
         around = partial(regions, self.techniques, model, device_of(model).type)
-        self.calls, found = chain_of(model, one, source.loss_fn, self.whole, around)
+        self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
+        self.kinds = self._other_kinds(step, captured, around)
+        self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
+        self._of_kind: dict[Hashable, Stretch] = {}
         undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
         read = (Shared(f"batch {place}", size, self._readers(place)) for place, size in self._divided_bytes.items())
         self.parts = replace(
             found, shared=(*found.shared, *read), fixed_bytes=undivided + self.own_part_bytes, recompute=True
         )
+
+    def _other_kinds(self, step: StepSource, captured: Captured, around: Around) -> tuple[Batch, ...]:
+        """Of what the rows of the batch show. No rank learns a path while it trains, so each row is taken for what a whole batch may be like.
+
+        Raises:
+            InputError: on some, forward calls other parts, or parts give other things.
+        """
+        of_all = replace(step, sample=self.batch, other_samples=lambda _: rows_alone(self.batch))
+        techniques = self.techniques.but(micro_batches=self.micro_batches, frozen=())
+        kinds = []
+        for sample in other_samples(of_all, techniques, captured)[0]:
+            one = equal_micro_batches(sample, self.micro_batches)[-1]
+            trace = capture(replace(step, sample=one), self.techniques.but(frozen=())).trace
+            if path_taken(trace) == path_taken(captured.trace):
+                continue
+            paths = [call.path for call in self.calls.calls]
+            calls = find_part_calls(step.model, one, step.loss_fn, paths, around)
+            if not calls.hands_on_as(self.calls):
+                raise InputError(
+                    "values of the batch (whether there is padding, say) decide which parts the forward calls or what they give, so the model cannot be cut "
+                    "into stages: make it take one path (pad every batch to one length longer than any text)"
+                )
+            self.calls = self.calls.reading_also(with_real_reads(calls, step.model, one, step.loss_fn, around))
+            kinds.append(sample)
+        return tuple(kinds)
 
     def _read(self, first: int, end: int) -> frozenset[int]:
         """Places of the tensors of the batch that the rank of a stage is sent."""
@@ -144,23 +186,38 @@ class StagePlanner:
         return tuple(part for part in range(len(self.calls.calls)) if place in self._read(part, part + 1))
 
     @property
-    def known(self) -> tuple[Stretch, ...]:
-        """The stretches that were captured so far."""
-        return tuple(self._solvers)
+    def keeps_everything(self) -> bool:
+        """Stages run nothing again: what their forwards run is not known well enough to follow it."""
+        return bool(self.kinds or self.unconfirmed)
+
+    def is_captured(self, first: int, end: int) -> bool:
+        """Whether this stretch itself was, as a stage."""
+        return (first, end) in self._solvers
 
     def solver(self, first: int, end: int) -> Solver:
         """For the step of this stretch as one stage, on the rank with the most state."""
         if (first, end) not in self._solvers:
-            shares = [share[first, end] for share in self.shares([(first, end)])]
-            most = max(shares, key=lambda share: sum(self._sizes[name] for name in share))
-            self._solvers[first, end] = Solver(self.timeline(first, end, most))
+            self._solvers[first, end] = Solver(self.timeline(first, end, self._most_of(first, end)))
         return self._solvers[first, end]
 
-    def timeline(self, first: int, end: int, share: Sequence[str]) -> Timeline:
-        """Of the step of this stretch as one stage, on a rank that has the optimizer's state of these parameters; shares of the same sizes have one."""
-        key = first, end, tuple(self._sizes[name] for name in share)
+    def _most_of(self, first: int, end: int) -> tuple[str, ...]:
+        """Parameters of which the rank with the most optimizer's state has it, where this stretch is its stage."""
+        shares = [share[first, end] for share in self.shares([(first, end)])]
+        return max(shares, key=lambda share: sum(self._sizes[name] for name in share))
+
+    def timeline(self, first: int, end: int, share: Sequence[str], kind: int = 0) -> Timeline:
+        """Of the step of this stretch as one stage.
+
+        Args:
+            first, end: its parts.
+            share: parameters of which its rank has the optimizer's state; shares of the same sizes have one timeline.
+            kind: of batch: 0 for the pipeline's own, n for the n-th of `kinds`.
+        """
+        key = first, end, tuple(self._sizes[name] for name in share), kind
         if key not in self._timelines:
-            self._timelines[key] = Timeline(self._trace(first, end, frozenset(share)))
+            batch = (self.batch, *self.kinds)[kind]
+            trace, self._receiving[first, end, kind] = self._trace(first, end, frozenset(share), batch)
+            self._timelines[key] = Timeline(trace)
         return self._timelines[key]
 
     def shares(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
@@ -205,7 +262,7 @@ class StagePlanner:
         share: Sequence[str] | None = None,
         later: Sequence[Stretch] = (),
     ) -> StageLevels:
-        """What the stage holds under a plan.
+        """What the stage holds under a plan; where forward takes several paths, the most on any of them.
 
         Args:
             first, end, recomputations: its parts, and the plan.
@@ -213,25 +270,34 @@ class StagePlanner:
             later: stages of the same rank, whose backward is before this one's. Gradients of what they have, too, are counted in them.
         """
         last = end == len(self.calls.calls)
-        timeline = self.solver(first, end).timeline if share is None else self.timeline(first, end, share)
-        return stage_levels(
-            timeline,
-            recomputations,
-            self.received_gradient_bytes(first),
-            0 if last else self.calls.crossing_bytes(end),
-            0 if last else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
-            self.buffers_bytes(first, end) + self.own_part_bytes + self.solver(first, end).trace.changed_buffer_bytes,
-            self._made_by(timeline.trace, (first, end), later),
-        )
+        share = self._most_of(first, end) if share is None else share
+        assert not (self.keeps_everything and recomputations), "of several paths none is decided about"
 
-    def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch]) -> frozenset[int]:
+        def of_kind(kind: int) -> StageLevels:
+            timeline = self.timeline(first, end, share, kind)
+            return stage_levels(
+                timeline,
+                recomputations,
+                self.received_gradient_bytes(first),
+                0 if last else self.calls.crossing_bytes(end),
+                0
+                if last
+                else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
+                self.buffers_bytes(first, end) + self.own_part_bytes + timeline.trace.changed_buffer_bytes,
+                self._made_by(timeline.trace, (first, end), later, kind),
+            )
+
+        found = [of_kind(kind) for kind in range(1 + len(self.kinds))]
+        return StageLevels(*map(max, *map(astuple, found))) if self.kinds else found[0]
+
+    def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch], kind: int) -> frozenset[int]:
         """Gradients of a stage's trace, by storage, whose parameters these stages have, too."""
         if not later:
             return frozenset()
         model = self.source.model
         own = self.calls.parameters(model, *stretch)
         others = frozenset[str]().union(*(self.calls.parameters(model, *each) for each in later))
-        trained = [name for name, p in own.items() if p.requires_grad]
+        trained = [name for name in own if name in self._receiving[*stretch, kind]]
         return frozenset(s for s, name in zip(gradients_of(trace), trained, strict=True) if name in others)
 
     def shared_bytes(self, stretches: Sequence[Stretch]) -> int:
@@ -250,12 +316,16 @@ class StagePlanner:
     def cost(self, first: int, end: int, found: Cut, has_bytes: int) -> StageCost:
         """What the stage takes, for the cut: nowhere less than `rank_peak` says of it.
 
+        For a stretch that is not captured yet, the first one of its kind stands.
+
         Args:
             first, end: its parts.
             found: whose schedule it is to run.
             has_bytes: the least that a device has. Where it fits there with everything kept, or in its share of it beside other stages, no other way is
                 looked for.
         """
+        if not self.is_captured(first, end):
+            first, end = self._of_kind.setdefault(self._alike.kind(first, end), (first, end))
         solver = self.solver(first, end)
         forward, backward, update = seconds_of(solver.trace, found.schedule)
         plain = self.levels(first, end, {})
@@ -264,7 +334,10 @@ class StagePlanner:
         most = self.micro_batches if found.schedule is Schedule.GPIPE else len(found.stages)
         one = self._with_messages(kept[0][0], plain, found.schedule)
         per_device = len(found.stages) // len(found.devices)
-        if state + one.pass_bytes + (most - 1) * max(one.kept_bytes, one.done_bytes) > has_bytes // per_device:
+        if (
+            not self.keeps_everything
+            and state + one.pass_bytes + (most - 1) * max(one.kept_bytes, one.done_bytes) > has_bytes // per_device
+        ):
             kept = self._menu(first, end)
         ways = (
             self._with_messages(way, self.levels(first, end, solution.recomputations), found.schedule)
@@ -299,14 +372,15 @@ class StagePlanner:
             if (known.kept_bytes, known.extra_seconds) == (way.kept_bytes, way.extra_seconds)
         )
 
-    def _trace(self, first: int, end: int, share: frozenset[str]) -> Trace:
+    def _trace(self, first: int, end: int, share: frozenset[str], batch: Batch) -> tuple[Trace, frozenset[str]]:
+        """Of a stage; and the parameters of the model that get gradients in it."""
         source, model = self.source, self.source.model
         with without_other_stages(model, self.calls, [(first, end)]):
             stage = StageModule(model, source.loss_fn, self.calls, first, end)
             size = batches.size(self.batch) // self.micro_batches
             sample = {
                 "samples": torch.empty((size * self.micro_batches, 0)),  # tells how many there are; the rest may not
-                "batch": only(self.batch, self._given(first, end)),
+                "batch": only(batch, self._given(first, end)),
                 "received": tuple(_buffers(meta, size, self.micro_batches) for meta in stage.received),
                 "gradients": tuple(_buffers(m, size, self.micro_batches) for m in stage.sent if m.requires_grad),
             }
@@ -314,7 +388,7 @@ class StagePlanner:
             make = None if source.optimizer is None else partial(self._optimizer, source.optimizer, stage, names, share)
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
-            return source.priced(captured)
+            return source.priced(captured), frozenset(name.removeprefix("model.") for name in captured.receiving)
 
     def _optimizer(
         self,
@@ -358,11 +432,22 @@ def _without_calls(trace: Trace) -> Trace:
     return replace(trace, calls=tuple(replace(call, repeatable=False) for call in trace.calls))
 
 
-def _buffers(meta: Any, size: int, number: int) -> Tensor:
-    """What stands for the buffers of all micro-batches: one after the other, so that splitting the batch gives one to each."""
-    many = number if meta.shape and meta.shape[0] == size else 1
-    shape = (many * meta.shape[0], *meta.shape[1:]) if meta.shape else ()
+def _buffers(meta: TensorMeta, size: int, number: int) -> Tensor:
+    """What stands for the buffers of all micro-batches: one after the other, so that splitting the batch gives one to each.
+
+    What has no samples in front is there once; where it has as many rows as there are samples, a dimension more keeps it from being split.
+    """
+    shape = meta.shape
+    if shape[:1] == (size,):
+        shape = (number * size, *shape[1:])
+    elif shape[:1] == (number * size,):
+        shape = (1, *shape)
     return torch.empty(shape, dtype=meta.dtype, device="meta")
+
+
+def _message(buffer: Tensor, meta: TensorMeta) -> Tensor:
+    """That of one micro-batch, as it is sent."""
+    return buffer if buffer.shape == meta.shape else buffer.view(meta.shape)
 
 
 class _GivenGradients(torch.autograd.Function):
@@ -384,7 +469,7 @@ class _GivenGradients(torch.autograd.Function):
 def _stage_loss(stage: nn.Module, sample: Any) -> Tensor:
     assert isinstance(stage, StageModule)
     received = [
-        tensor.detach().requires_grad_(meta.requires_grad)
+        _message(tensor.detach(), meta).requires_grad_(meta.requires_grad)
         for tensor, meta in zip(sample["received"], stage.received, strict=True)
     ]
     result = stage(sample["batch"], *received)
@@ -392,5 +477,7 @@ def _stage_loss(stage: nn.Module, sample: Any) -> Tensor:
         return result
     # Where nothing is trained up to here, something of no bytes, so that there is a backward to write down.
     outputs = [one for one in result if one.requires_grad] or [result[0].new_empty(0).requires_grad_()]
-    given: Tensor = _GivenGradients.apply(sample["gradients"], result, *outputs)  # type: ignore[no-untyped-call]
+    wanted = [meta for meta in stage.sent if meta.requires_grad]
+    gradients = [_message(*each) for each in zip(sample["gradients"], wanted, strict=True)]
+    given: Tensor = _GivenGradients.apply(gradients, result, *outputs)  # type: ignore[no-untyped-call]
     return given

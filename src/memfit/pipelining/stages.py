@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
+from memfit.pipelining.alike_stretches import Stretch
 from memfit.pipelining.refinement import faster
 from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.cut_costs import cost_of
@@ -80,7 +81,7 @@ def find_stages(
     cuts: list[Cut] = []
     for tried in count(1):
         found = cut_parts(exact, line, planner.micro_batches, schedule, stages=ranks, per_device=per_rank)
-        new = [(s.first, s.end) for s in found.stages if (s.first, s.end) not in known]
+        new = [stretch for stretch in _stretches(found) if stretch not in known] or _captured_now(planner, found)
         if not new:
             break
         for stretch in new:
@@ -88,9 +89,23 @@ def find_stages(
         cuts.append(found)
         # Stages may take longer than their parts by themselves, and then those that are not captured yet always look faster.
         if tried >= ROUNDS and (best := _best_of(cuts, exact, line)) is not None:
-            found = best
+            for stretch in _captured_now(planner, best):
+                known[stretch] = planner.cost(*stretch, best, least)
+            found = _cost_anew(best, exact, line)
             break
     return _described(planner, found, line, exact)
+
+
+def _stretches(cut: Cut) -> list[Stretch]:
+    return [(stage.first, stage.end) for stage in cut.stages]
+
+
+def _captured_now(planner: StagePlanner, cut: Cut) -> list[Stretch]:
+    """Capture the stages for which others of their kind stood until now; which these were."""
+    lacking = [stretch for stretch in _stretches(cut) if not planner.is_captured(*stretch)]
+    for stretch in lacking:
+        planner.solver(*stretch)
+    return lacking
 
 
 def _best_of(cuts: Sequence[Cut], parts: Parts, line: Line) -> Cut | None:
@@ -117,7 +132,8 @@ def same_stages(planner: StagePlanner, line: Line, cut: Cut) -> StagesFound:
         cut: of the planner's batch.
     """
     least = min(device.bytes for device in line.devices)
-    known = {(s.first, s.end): planner.cost(s.first, s.end, cut, least) for s in cut.stages}
+    _captured_now(planner, cut)
+    known = {stretch: planner.cost(*stretch, cut, least) for stretch in _stretches(cut)}
     exact = replace(planner.parts, known=known)
     found = _cost_anew(cut, exact, line)
     return _described(planner, found, line, exact)
@@ -163,7 +179,7 @@ def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -
     """What each rank holds, in each of the pipelines, and in which phase, where its stages run this again."""
     ranks = len(cut.devices)
     orders = rank_orders(cut.schedule, ranks, cut.micro_batches, len(cut.stages) // ranks)
-    stretches = [(stage.first, stage.end) for stage in cut.stages]
+    stretches = _stretches(cut)
 
     def of_rank(rank: int) -> list[tuple[int, str]]:
         mine = {number: stretches[number] for number in range(rank, len(stretches), ranks)}
@@ -203,7 +219,7 @@ def _described(
     scripts = []
     for solver, solution in zip(solvers, solutions, strict=True):
         scripts.append(compile_stage(solver.recipes, solution.recomputations))
-    stretches = [(stage.first, stage.end) for stage in found.stages]
+    stretches = _stretches(found)
     of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions])
     plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [{} for _ in stretches])]
     calls, model = planner.calls, planner.source.model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -118,6 +118,23 @@ class PartCalls:
         if end == len(self.calls):
             read |= self.batch_reads[end] | {place for place, (name, _) in enumerate(self.batch) if name == counted}
         return frozenset(place for place in read if self.batch[place][1] is not None)
+
+    def hands_on_as(self, other: PartCalls) -> bool:
+        """Whether the same parts are called, give the same, read the same of each other, and may be cut at the same places."""
+
+        def told(each: PartCalls) -> tuple[Any, ...]:
+            calls = [(call.path, call.structure, call.leaves) for call in each.calls]
+            return calls, each.needs, each.outside, each.read_between, each.refused
+
+        return told(self) == told(other)
+
+    def reading_also(self, other: PartCalls) -> PartCalls:
+        """For a forward that may run as another one does that hands on the same: with what either reads of the batch."""
+        return replace(
+            self,
+            batch_reads=tuple(own | others for own, others in zip(self.batch_reads, other.batch_reads, strict=True)),
+            values_read=self.values_read | other.values_read,
+        )
 
     def crossing(self, boundary: int) -> tuple[Label, ...]:
         """The tensors made before call `boundary` that it or something later reads."""

@@ -195,10 +195,10 @@ def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(mon
     made, found = [], captured(monkeypatch)
     for alike in (True, False):
         if not alike:
-            monkeypatch.setattr(AlikeStretches, "kind", lambda _, first, end: (first, end))
-        model, sample, loss_fn = build_gpt(layers=8, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
-        fixed = {"sharding": "1f1b/4", "micro_batches": 4}
-        plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=4, fixed=fixed)
+            monkeypatch.setattr(AlikeStretches, "description", lambda _, first, end: (first, end))
+        model, sample, loss_fn = build_gpt(layers=5, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+        fixed = {"sharding": "1f1b/3", "micro_batches": 4}
+        plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=3, fixed=fixed)
         tight = memfit.replan(plain, int(0.8 * plain.prediction.peak_bytes))
         assert tight.pipeline is not None
         assert {(stage.first, stage.end) for stage in tight.pipeline.cut.stages} <= set(found)
@@ -219,14 +219,14 @@ def test_stretches_are_alike_by_what_they_run_train_and_send() -> None:
     (planner,) = planning.planners.values()
     paths = [call.path for call in planner.calls.calls]
     first = paths.index(frozen) - 1  # of the blocks
-    kinds = [planner._alike.kind(number, number + 1) for number in range(first, first + 5)]
-    assert kinds[2] == kinds[3] == kinds[4]
+    described = [planner._alike.description(number, number + 1) for number in range(first, first + 5)]
+    assert described[2] == described[3] == described[4]
     assert (
-        len(set(kinds[:3])) == 3
+        len(set(described[:3])) == 3
     )  # before the first nothing is trained that its input could tell apart, the second is frozen
-    assert planner._alike.kind(first + 2, first + 4) == planner._alike.kind(first + 3, first + 5)
-    assert planner._alike.kind(first + 2, first + 4) != kinds[2]
-    assert planner._alike.kind(first, len(paths)) != planner._alike.kind(0, len(paths))
+    assert planner._alike.description(first + 2, first + 4) == planner._alike.description(first + 3, first + 5)
+    assert planner._alike.description(first + 2, first + 4) != described[2]
+    assert planner._alike.description(first, len(paths)) != planner._alike.description(0, len(paths))
 
 
 def test_pipelines_of_one_length_share_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

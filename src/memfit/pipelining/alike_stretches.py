@@ -1,4 +1,4 @@
-"""Stretches of a model's parts that are alike, as those of repeated blocks are: while a cut is searched, what one takes stands for all of its kind.
+"""Stretches of a model's parts that are alike, as those of repeated blocks are: while a cut is searched, what one takes stands for all that are alike.
 
 The stages of the cut that is taken are captured themselves, so where two stretches are held to be alike and are not, that costs time and no byte.
 """
@@ -17,7 +17,7 @@ Stretch = tuple[int, int]  # of parts: the first of a stage, and the first after
 
 
 class AlikeStretches:
-    """Kinds of stretches of one model's parts.
+    """Tells stretches of one model's parts that are alike by their descriptions.
 
     Args:
         trace: of the undivided model for one micro-batch.
@@ -37,7 +37,7 @@ class AlikeStretches:
             for call, bounds in zip(calls.calls, pairwise((0, *ends)), strict=True)
         ]
 
-    def kind(self, first: int, end: int) -> Hashable:
+    def description(self, first: int, end: int) -> Hashable:
         """What two stretches have in common that take the same as stages: operations, what they read of the batch, parameters, messages."""
         calls, number = self._calls, len(self._parts)
         received = calls.crossing(first) if first else ()

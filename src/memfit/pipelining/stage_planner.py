@@ -118,9 +118,8 @@ class StagePlanner:
 
     def __post_init__(self) -> None:
         self._timelines: dict[tuple[int, int, tuple[int, ...], int], Timeline] = {}
-        self._receiving: dict[
-            tuple[int, int, int], frozenset[str]
-        ] = {}  # parameters that get gradients, by stretch and kind
+        # Parameters that get gradients, by stretch and kind of batch.
+        self._receiving: dict[tuple[int, int, int], frozenset[str]] = {}
         self._solvers: dict[Stretch, Solver] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
         self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
@@ -140,7 +139,7 @@ class StagePlanner:
         self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
         self.kinds = self._other_kinds(step, captured, around)
         self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
-        self._of_kind: dict[Hashable, Stretch] = {}
+        self._first_alike: dict[Hashable, Stretch] = {}
         undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
         read = (Shared(f"batch {place}", size, self._readers(place)) for place, size in self._divided_bytes.items())
         self.parts = replace(
@@ -316,7 +315,7 @@ class StagePlanner:
     def cost(self, first: int, end: int, found: Cut, has_bytes: int) -> StageCost:
         """What the stage takes, for the cut: nowhere less than `rank_peak` says of it.
 
-        For a stretch that is not captured yet, the first one of its kind stands.
+        For a stretch that is not captured yet, the first one that is alike stands.
 
         Args:
             first, end: its parts.
@@ -325,7 +324,7 @@ class StagePlanner:
                 looked for.
         """
         if not self.is_captured(first, end):
-            first, end = self._of_kind.setdefault(self._alike.kind(first, end), (first, end))
+            first, end = self._first_alike.setdefault(self._alike.description(first, end), (first, end))
         solver = self.solver(first, end)
         forward, backward, update = seconds_of(solver.trace, found.schedule)
         plain = self.levels(first, end, {})

@@ -101,7 +101,7 @@ def _stretches(cut: Cut) -> list[Stretch]:
 
 
 def _captured_now(planner: StagePlanner, cut: Cut) -> list[Stretch]:
-    """Capture the stages for which others of their kind stood until now; which these were."""
+    """Capture the stages for which others like them stood until now; which these were."""
     lacking = [stretch for stretch in _stretches(cut) if not planner.is_captured(*stretch)]
     for stretch in lacking:
         planner.solver(*stretch)

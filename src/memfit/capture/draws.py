@@ -119,9 +119,8 @@ def _of_samples(
     """The step captured with each of these samples; how many could not be."""
     seen = []
     for sample in samples:
-        with suppress(
-            Exception
-        ):  # what it runs cannot be captured, or is the user's own error: no step that was planned for
+        # What fails cannot be captured, or is the user's own error: no step that was planned for.
+        with suppress(Exception):
             seen.append(again(replace(source, sample=sample)))
     return seen, len(samples) - len(seen)
 

@@ -6,8 +6,9 @@ lists of plain values (names, paths) that are as long.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -330,7 +331,7 @@ def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunc
     """
     try:
         if loss_fn is not None:
-            return loss_fn(model, batch)
+            return loss_fn(model, _own_containers(batch))
         output = _called(model, batch)
     except (TypeError, AttributeError) as error:
         note = _note_on_forms(str(error), model, batch, has_loss=loss_fn is not None)
@@ -339,6 +340,18 @@ def what_the_model_gives(model: torch.nn.Module, batch: Batch, loss_fn: LossFunc
         raise
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def _own_containers(batch: Batch) -> Batch:
+    """The same leaves in dictionaries and lists of its own: one batch is given to a loss function several times, and many take the labels out of it."""
+    if isinstance(batch, dict | tuple | list):
+        if _is_list_of_values(batch):
+            return copy.copy(batch)
+        if type(batch) is dict:
+            return {name: _own_containers(each) for name, each in batch.items()}
+        if type(batch) in (tuple, list):
+            return type(batch)(map(_own_containers, batch))
+    return copy.copy(batch) if isinstance(batch, MutableMapping) else batch
 
 
 def _called(model: torch.nn.Module, batch: Batch) -> Any:

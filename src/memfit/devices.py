@@ -16,6 +16,7 @@ from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
 from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
+from memfit.planner.candidates import check_names
 from memfit.planning import changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
@@ -91,6 +92,7 @@ def plan_sharded(
         InfeasibleError: no way fits; carries the smallest budget of all.
         InputError: the request cannot be honoured; or the way that it fixes.
     """
+    check_names(request.allow, request.fixed)  # once, and not as what each way says of it
     ranks = len(topology.devices)
     asked = str(request.fixed.get("sharding", ""))
     if ranks == 1:

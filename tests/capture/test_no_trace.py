@@ -252,6 +252,65 @@ def test_a_criterion_of_the_loss_function_is_as_before(named: str) -> None:
     assert type(criterion.centre) is Tensor
 
 
+class Normalises(nn.Module):
+    """Changes what it is given: in place (Whisper masks its features so), and each sample by itself, so that the batch splits.
+
+    Args:
+        reads: forward asks an activation for a number, so that it is captured for real.
+    """
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.body, self.reads = small.chain(2), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.sub_(x.mean(1, keepdim=True)).div_(1 + x.std(1, keepdim=True))
+        made: Tensor = self.body(x)
+        return made * 2 if self.reads and made.sum().item() > 1e9 else made
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fixed", [{"micro_batches": 1}, {"micro_batches": 4}])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_sample_that_forward_writes_into_is_as_before(fixed: dict[str, int], ranks: int, *, reads: bool) -> None:
+    torch.manual_seed(0)
+    model, sample = Normalises(reads=reads), small.rows(16)
+    before = [(each.clone(), each._version) for each in sample]
+    with suppress(memfit.InputError):  # ranks of a model that reads an activation
+        memfit.plan(model, sample, small.squared_error, 1 << 50, small.adamw, fixed=fixed, devices=ranks)
+    assert all(torch.equal(now, then) for now, (then, _) in zip(sample, before, strict=True))
+    assert [each._version for each in sample] == [version for _, version in before]
+
+
+def test_a_dataset_that_the_sample_is_a_part_of_is_as_before() -> None:
+    data, targets = torch.randn(64, small.WIDTH), torch.randn(64, small.WIDTH)
+    before = data.clone()
+    memfit.plan(Normalises(), (data[8:24], targets[8:24]), small.squared_error, 1 << 50, small.adamw)
+    assert torch.equal(data, before)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_function_may_take_entries_out_of_its_batch(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = small.chain(2), small.rows(16)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, rest = batch
+        labels = inputs.pop("labels")
+        rest.append(inputs["x"].mean())
+        inputs["x"] = inputs["x"] + 1
+        return (model(inputs["x"]) - labels).square().mean()
+
+    kept: list[Any] = []
+    sample = ({"x": x, "labels": y}, kept)
+    plan = memfit.plan(model, sample, loss, 1 << 50, small.adamw, fixed={"micro_batches": micro_batches})
+    memfit.apply(plan, model, loss).step(sample)
+    assert list(sample[0]) == ["x", "labels"]
+    assert sample[0]["x"] is x
+    assert not kept
+
+
 class Listed(nn.Module):
     """Blocks in a plain list of lists, and their parameters in a list that is registered (as N-BEATS has them)."""
 

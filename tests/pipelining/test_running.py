@@ -136,11 +136,12 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
     """Torch's interleaved schedule holds all that it sends, as its GPipe does. The gradients of four stages, two of them run again."""
     plan = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})
     tight = memfit.replan(plan, int(0.7 * plan.prediction.peak_bytes))
+    whole = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 1})
     assert plan.pipeline is not None
     assert (plan.pipeline.stages, plan.pipeline.ranks) == (4, 2)
     assert tight.pipeline is not None
     assert any(script.recomputations for script in tight.pipeline.scripts)
-    ran = compared(2, running.decoder, "sgd", [plan, tight])
+    ran = compared(2, running.decoder, "sgd", [plan, tight, whole])
     for number, made in enumerate((plan, tight)):
         assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
 

@@ -188,6 +188,16 @@ def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: 
         memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=fixed)
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [({"fixed": {"stages": 2}}, "'stages' is no choice"), ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed")],
+)
+def test_a_name_that_no_way_knows_is_told_once(named: dict[str, Any], told: str) -> None:
+    with pytest.raises(memfit.InputError) as caught:
+        planned(2, **named)
+    assert str(caught.value).count(told) == 1
+
+
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="devices names one device"):
         planned("1x1GiB")

@@ -19,7 +19,7 @@ from memfit import batches, dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
-from memfit.capture.isolation import lent, with_copied_storage
+from memfit.capture.isolation import batch_kept, lent, with_copied_storage
 from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
 from memfit.capture.source import StepSource, model_digest
@@ -120,7 +120,7 @@ def on_fakes(
     # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
     micro_batches = source.micro_batches(choices.micro_batches)
     cuda_kernels = nullcontext() if cuda is None else cuda.on()
-    with forked_generators(), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
+    with forked_generators(), batch_kept(source.sample), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
         yield source, micro_batches, cuda
 
 
@@ -183,7 +183,7 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
 
     micro_batches = source.micro_batches(choices.micro_batches)
     identity = model_digest(source.model)
-    with forked_generators(), lent(source.model, copy, source.loss_fn):
+    with forked_generators(), batch_kept(source.sample), lent(source.model, copy, source.loss_fn):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")
     return replace(captured, trace=replace(captured.trace, model=_identity(identity, captured, choices)))

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memfit.batches import Batch, leaves
 from memfit.dispatch import DispatchMode, has_storage, storage_key, written
 from memfit.step.absent import Absent
 from memfit.step.attributes import Attributes, Container, held_by
@@ -161,6 +162,33 @@ def parameters_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def batch_kept(batch: Batch) -> Iterator[None]:
+    """What forwards write into the tensors of a batch (Whisper's masks into its features) is undone at exit, versions included.
+
+    Each is copied first, whatever comes: a capture computes what is real beneath all modes, where nothing sees a first write.
+    """
+    before = [
+        (leaf, _version(leaf), leaf.detach().clone())
+        for leaf in leaves(batch)
+        if leaf.device.type != "meta" and has_storage(leaf)
+    ]
+    try:
+        yield
+    finally:
+        for leaf, version, contents in before:
+            if version is None:  # of an inference tensor nobody counts writes
+                with torch.inference_mode():
+                    leaf.copy_(contents)
+            elif leaf._version != version:
+                leaf.detach().copy_(contents)
+                torch._C._autograd._unsafe_set_version_counter((leaf,), (version,))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class _CopiesAtWrite(DispatchMode):

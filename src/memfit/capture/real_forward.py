@@ -12,7 +12,7 @@ from torch import nn
 from memfit import batches, dispatch
 from memfit.batches import Batch
 from memfit.capture.extreme_draws import at_the_end
-from memfit.capture.isolation import lent, parameters_kept
+from memfit.capture.isolation import batch_kept, lent, parameters_kept
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
 from memfit.step.generators import forked_generators
@@ -43,16 +43,17 @@ def real_forward_names(
     with forward_for_real(source, choices) as program:
         for _ in range(2 if twice else 1):
             names.names.clear()
-            with names:
+            with batch_kept(sample), names:
                 program.loss(sample)
     return names.names
 
 
 @contextmanager
 def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterator[StepProgram]:
-    """Forwards run inside leave the model and the generators as they were."""
+    """Forwards run inside leave the model, the sample and the generators as they were."""
     with (
         forked_generators(),
+        batch_kept(source.sample),
         parameters_kept(source.model),
         lent(source.model, _copied if converting(choices) else _private, source.loss_fn),
     ):
@@ -86,6 +87,7 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
     model = source.model
     with (
         forked_generators(),
+        batch_kept(few),
         parameters_kept(model),
         lent(model, _copied if converting(choices) else _private, source.loss_fn),
     ):

@@ -20,7 +20,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.capture.isolation import lent, parameters_kept
+from memfit.capture.isolation import batch_kept, lent, parameters_kept
 from memfit.capture.samples import rows_of, shortened
 from memfit.dispatch import DispatchMode
 from memfit.step.generators import forked_generators
@@ -241,10 +241,10 @@ def _gradients(
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         gradients = []
         for micro_batch in micro_batches:
-            loss = batches.loss_of(
-                model, batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch, loss_fn
-            )
-            found = torch.autograd.grad(loss, compared, allow_unused=True)
+            given = batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch
+            with batch_kept(given):
+                loss = batches.loss_of(model, given, loss_fn)
+                found = torch.autograd.grad(loss, compared, allow_unused=True)
             gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)])
             del loss, found
         mode.moved.update(dict.fromkeys(name for name in written() if name in untrained))

@@ -290,8 +290,8 @@ class StagePlanner:
         return StageLevels(*map(max, *map(astuple, found))) if self.kinds else found[0]
 
     def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch], kind: int) -> frozenset[int]:
-        """Gradients of a stage's trace, by storage, whose parameters these stages have, too."""
-        if not later:
+        """Gradients of a stage's trace that are there before it, by storage, whose parameters these stages have, too."""
+        if not later or self.micro_batches == 1:
             return frozenset()
         model = self.source.model
         own = self.calls.parameters(model, *stretch)

@@ -58,14 +58,8 @@ def candidates(
     Raises:
         InputError: a name or setting there is not, or one that this step cannot have.
     """
-    if isinstance(allow, str):
-        raise InputError(f"allow={allow!r} is a word: give a list of them, allow=[{allow!r}]")
+    check_names(allow, fixed or {})
     allow = tuple(dict.fromkeys(allow))
-    for name in allow:
-        if name not in ALLOWED:
-            raise InputError(
-                f"allow={list(allow)!r}: {name!r} is nothing that can be allowed; there is {listed(ALLOWED)}"
-            )
     pinned = _pinned(fixed or {}, offers)
     refused: list[str] = []
     settings: dict[str, tuple[Any, ...]] = {}
@@ -105,14 +99,26 @@ def candidates(
     return tuple(found), (*refused, *told.values())
 
 
-def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
+def check_names(allow: Sequence[str], fixed: Mapping[str, Any]) -> None:
+    """Raise InputError where a word can not be allowed, or a name is that of no choice."""
+    if isinstance(allow, str):
+        raise InputError(f"allow={allow!r} is a word: give a list of them, allow=[{allow!r}]")
+    for name in allow:
+        if name not in ALLOWED:
+            raise InputError(
+                f"allow={list(allow)!r}: {name!r} is nothing that can be allowed; there is {listed(ALLOWED)}"
+            )
     known = ["micro_batches", *(technique.name for technique in TECHNIQUES if technique.pinned)]
+    for name in fixed:
+        if name != "micro_batches" and name not in BY_NAME:
+            raise InputError(f"fixed={dict(fixed)!r}: {name!r} is no choice; there is {listed(known)}")
+
+
+def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:
     pinned: dict[str, Any] = {}
     for name, value in fixed.items():
         if name == "micro_batches":
             continue
-        if name not in BY_NAME:
-            raise InputError(f"fixed={dict(fixed)!r}: {name!r} is no choice; there is {listed(known)}")
         technique = BY_NAME[name]
         technique.check(value)
         possible = tuple(dict.fromkeys((*offers.values.get(name, ()), *offers.on_request.get(name, ()))))

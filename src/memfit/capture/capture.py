@@ -19,6 +19,7 @@ from memfit import batches, dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent, with_copied_storage
 from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
@@ -120,7 +121,14 @@ def on_fakes(
     # Split before any mode is on: micro-batches are views of the user's tensors, as in the step.
     micro_batches = source.micro_batches(choices.micro_batches)
     cuda_kernels = nullcontext() if cuda is None else cuda.on()
-    with forked_generators(), batch_kept(source.sample), lent(source.model, fake, source.loss_fn), mode, cuda_kernels:
+    with (
+        indices_checked(target),  # what is computed from a part of the batch alone runs for real
+        forked_generators(),
+        batch_kept(source.sample),
+        lent(source.model, fake, source.loss_fn),
+        mode,
+        cuda_kernels,
+    ):
         yield source, micro_batches, cuda
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
 from memfit.capture.constants import run_recorded
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent
 from memfit.errors import CaptureError, MemfitError
 from memfit.step.device import device_of
@@ -79,7 +80,7 @@ def find_part_calls(
 
     try:
         sample = batches.map_tensors(lambda t: fake(t) if t.device.type == "meta" else t, micro_batch)
-        with forked_generators(), batch_kept(sample), lent(model, fake, loss_fn), mode:
+        with indices_checked(target), forked_generators(), batch_kept(sample), lent(model, fake, loss_fn), mode:
             # The first forward may build what later ones find, so the second is looked at.
             with around(), _Look(model, sample):
                 batches.loss_of(model, sample, loss_fn)

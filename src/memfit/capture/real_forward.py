@@ -12,9 +12,11 @@ from torch import nn
 from memfit import batches, dispatch
 from memfit.batches import Batch
 from memfit.capture.extreme_draws import at_the_end
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent, parameters_kept
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
+from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
 from memfit.step.program import StepProgram
 from memfit.techniques.choices import BASELINE, Choices, convert, converting
@@ -52,6 +54,7 @@ def real_forward_names(
 def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterator[StepProgram]:
     """Forwards run inside leave the model, the sample and the generators as they were."""
     with (
+        indices_checked(device_of(source.model)),
         forked_generators(),
         batch_kept(source.sample),
         parameters_kept(source.model),
@@ -86,6 +89,7 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
     few, _ = looked_at(source, choices)
     model = source.model
     with (
+        indices_checked(device_of(model)),
         forked_generators(),
         batch_kept(few),
         parameters_kept(model),

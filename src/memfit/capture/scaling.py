@@ -15,10 +15,12 @@ from memfit.capture.calls import CallSpec, TensorSpec
 from memfit.capture.capture import capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import same_operations
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.real_forward import looked_at, on_few
 from memfit.capture.samples import rows_of
 from memfit.capture.source import StepSource
 from memfit.errors import CaptureError, InputError
+from memfit.step.device import device_of
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Storage, Trace
 
@@ -48,7 +50,8 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
     def captured_at(size: int) -> Captured:
         small = replace(source, sample=rows_of(source.sample, size * passes), loader_batches=1)
         try:
-            return capture_real(small, replace(choices, micro_batches=passes))
+            with indices_checked(device_of(source.model)):
+                return capture_real(small, replace(choices, micro_batches=passes))
         except InputError:
             raise
         except Exception as error:  # it has run on two
@@ -106,7 +109,8 @@ def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bo
     alone = replace(choices, micro_batches=1)
 
     def captured(some: Batch) -> Captured:
-        return capture_real(StepSource(source.model, some, source.loss_fn), alone)
+        with indices_checked(device_of(source.model)):
+            return capture_real(StepSource(source.model, some, source.loss_fn), alone)
 
     few, two = on_few(few, source.sample, captured)
     step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target

@@ -20,9 +20,11 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent, parameters_kept
 from memfit.capture.samples import rows_of, shortened
 from memfit.dispatch import DispatchMode
+from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
 
 SAMPLES: Final = 4
@@ -170,7 +172,7 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     """On the first samples; None where their gradient is zero."""
     few = _with_masked_labels(rows_of(sample, count))
     mode = _Deterministic()
-    with forked_generators():
+    with forked_generators(), indices_checked(device_of(model)):
         try:
             (whole,) = _gradients(model, [few], loss_fn, mode)
         except Exception:  # noqa: BLE001 - the model may not take the masked labels

@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent
 from memfit.capture.part_calls import Around, Marks, ValuesRead
 from memfit.parallel.other_stages import OtherStages
@@ -43,7 +44,13 @@ def with_real_reads(
         return calls
     number = len(calls.calls)
     reads = _Reads(micro_batch, number)
-    with forked_generators(), batch_kept(micro_batch), torch.no_grad(), lent(model, lambda tensor: tensor, loss_fn):
+    with (
+        indices_checked(device_of(model)),
+        forked_generators(),
+        batch_kept(micro_batch),
+        torch.no_grad(),
+        lent(model, lambda tensor: tensor, loss_fn),
+    ):
         others = OtherStages(model, [call.path for call in calls.calls], [], calls.read_between)
         try:
             stage = StageModule(model, loss_fn, calls, number, number)

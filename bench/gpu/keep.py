@@ -10,7 +10,10 @@ import argparse
 import importlib.metadata
 import json
 import sys
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -40,6 +43,14 @@ def predict_anew() -> None:
     (measuring.FOLDER / "gpu" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _is_asked_again(row: Mapping[str, Any], asked: Collection[tuple[Any, ...]] | None) -> bool:
+    return asked is None or _asked(row) in asked
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("case", "share", "way", "row", "batch", "step", "model", "technique"))
+
+
 def main() -> None:
     """Rows of other questions stay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -54,7 +65,11 @@ def main() -> None:
             # How a question ended (done, cut, failed) is no figure.
             found = [row for row in rows if not row.keys() & {"done", "cut_after_seconds"} and row.keys() != {"failed"}]
             if found:
-                measuring.keep_part("gpu", path.stem, first["machine"], found, lambda _row: True)
+                # A question that was cut short has asked again what it has rows of, and nothing else.
+                asked = {_asked(row) for row in found}
+                whole = any("done" in row for row in rows)
+                again = partial(_is_asked_again, asked=None if whole else asked)
+                measuring.keep_part("gpu", path.stem, first["machine"], found, again)
 
 
 if __name__ == "__main__":

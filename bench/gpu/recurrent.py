@@ -10,7 +10,7 @@ from typing import Any
 
 import measuring
 import torch
-from gpu.programs import generators, on_the_host, put
+from gpu.cases import generators, on_the_host, put
 from gpu.setting import Setting, adamw
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it

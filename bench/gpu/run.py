@@ -30,8 +30,11 @@ from gpu.absent import absent
 from gpu.alone import streaming, swap, techniques
 from gpu.asking import Question, answer, turns
 from gpu.beside import frontier_bert, frontier_llama, optimizers, recompute_layers
+from gpu.cases import calls, programs
 from gpu.failing import failing
-from gpu.programs import calls, programs
+from gpu.host import host
+from gpu.packages import packages
+from gpu.padding import padding
 from gpu.ranks import ranks
 from gpu.recurrent import recurrent
 from gpu.rows import plain_row, planned_row
@@ -145,7 +148,7 @@ def _batches_within(setting: Setting, limit: int, tokens: int) -> Iterator[dict[
                 break
             best = batch
         yield {"row": name, "batch": best, "limit_bytes": limit}
-    for batch in (64, 128, 192, 256, 384, 512, 768, 1024):
+    for batch in (128, 512, 768, 1024, 1536):  # planning takes longer than the steps
         setting.fresh()
         model, sample = bert(setting, batch, tokens)
         room = int(limit * 0.94)  # the rest is for blocks that do not fit together
@@ -202,6 +205,8 @@ QUESTIONS: dict[str, Question] = {
     "calls": Question(calls, 60),
     "recurrent": Question(recurrent, 50),
     "ranks": Question(ranks, 60),
+    "padding": Question(padding, 45),
+    "packages": Question(packages, 240),
     "predict": Question(predict, 60),
     "absent": Question(absent, 90),
     "techniques": Question(techniques, 60),
@@ -212,6 +217,7 @@ QUESTIONS: dict[str, Question] = {
     "largest_batch": Question(largest_batch, 150),
     "optimizers": Question(optimizers, 10),
     "overhead": Question(overhead, 20),
+    "host": Question(host, 120),
 }
 
 

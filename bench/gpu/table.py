@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,15 @@ def table(rows: Sequence[Row]) -> str:
     for name, told in SECTIONS.items():
         mine = [row for row in rows if row["part"] == name]
         if mine:
-            parts.append(told(mine))
+            parts.append(told(mine) + _elsewhere(mine, rows[0]))
     return "\n\n".join(parts)
+
+
+def _elsewhere(mine: Sequence[Row], first: Row) -> str:
+    """On which GPU and day, where that is another GPU than the page says."""
+    about = {(row["machine"]["device"], row["machine"]["date"]) for row in mine}
+    others = sorted(each for each in about if each[0] != first["machine"]["device"])
+    return "\n\n" + "; ".join(f"{device}, {date}" for device, date in others) + "." if others else ""
 
 
 def _mib(size: float) -> str:
@@ -81,6 +89,94 @@ def calls(rows: Sequence[Row]) -> str:
         + _apart(found)
         + (f" Not run: {', '.join(failed)}." if failed else "")
     )
+
+
+def padding(rows: Sequence[Row]) -> str:
+    """One table."""
+    return (
+        "### Batches with and without padding in turn\n\n"
+        "Planned for from a batch of which one row has padding; six steps. *Equal*: losses and parameters, bit by bit, where plain PyTorch repeats itself.\n\n"
+        + measuring.table(
+            ["model", "budget, from the smallest to plain", "largest peak", "predicted", "left the plan", "equal"],
+            [
+                [
+                    row["case"],
+                    f"{row['share']:.1f}",
+                    _mib(row["allocated_bytes"]),
+                    _off(row["predicted_bytes"], row["allocated_bytes"]),
+                    str(len(row["divergences"])),
+                    ("yes" if row["equal"] else "no") if row["plain_repeats"] else "plain does not repeat",
+                ]
+                for row in rows
+                if "share" in row
+            ],
+        )
+    )
+
+
+def packages(rows: Sequence[Row]) -> str:
+    """One paragraph and one table."""
+    ran = [row for row in rows if "budgets" in row]
+    tried = [each for row in ran for each in row["budgets"].values()]
+    repeated = [each for row in ran if row["plain_repeats"] for each in row["budgets"].values()]
+    kinds = Counter(row.get("kind", "failed") for row in rows)
+    return (
+        "### Programs of other people\n\n"
+        f"Those of [bench/programs](../programs/README.md), {sum(each['steps'] for each in tried):,} steps: "
+        f"{', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}. "
+        f"Steps with another loss, where plain PyTorch repeats itself: {sum(each['different_losses'] for each in repeated)}. "
+        f"Steps above the budget by more than the allocator's blocks (1 MiB each): {sum(_far_above(each) for each in tried)}.\n\n"
+        + measuring.table(
+            ["program", "what became of it", "reason"],
+            [
+                [
+                    row["case"],
+                    row.get("kind", "failed"),
+                    str(row.get("reason", row.get("failed", "")))[:200].replace("\n", " "),
+                ]
+                for row in rows
+                if row.get("kind") != "trained"
+            ],
+        )
+    )
+
+
+def _far_above(tried: Row) -> int:
+    return tried["above_budget"] if tried["largest_bytes"] - tried["budget_bytes"] > 2 * MIB else 0
+
+
+def host(rows: Sequence[Row]) -> str:
+    """One table."""
+    found = [row for row in rows if "forward" in row]
+
+    def counted(row: Row, what: str) -> int:
+        return int(row[f"forward_{what}"] + row[f"backward_{what}"])
+
+    return (
+        "### What the host takes\n\n"
+        "Forward and backward of the models of the table of plain steps with two samples, so that the GPU waits. *Launching*: each operation alone. "
+        "*Of a mode*: seconds over kernels, and over what a dispatch mode that does nothing takes "
+        f"({1e6 * found[0]['mode_seconds']:.1f} µs), which is what the prediction goes by.\n\n"
+        + measuring.table(
+            ["step", "host", "kernels", "launching", "of a mode"],
+            [
+                [
+                    row["step"],
+                    _ms(row["forward"] + row["backward"]),
+                    str(counted(row, "kernels")),
+                    _ms(_launching(row)),
+                    f"{(row['forward'] + row['backward']) / counted(row, 'kernels') / row['mode_seconds']:.1f}",
+                ]
+                for row in found
+                if row["forward_kernel_seconds"] + row["backward_kernel_seconds"] < row["forward"] + row["backward"]
+            ],
+        )
+    )
+
+
+def _launching(row: Row) -> float:
+    """Of launching forward and backward, operation by operation."""
+    return float(row["forward_launching"] + row["backward_launching"])
 
 
 def ranks(rows: Sequence[Row]) -> str:
@@ -328,6 +424,8 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "calls": calls,
     "recurrent": recurrent,
     "ranks": ranks,
+    "padding": padding,
+    "packages": packages,
     "exactness": exactness,
     "absent": plain_steps,
     "techniques": techniques,
@@ -338,6 +436,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "streaming": streaming,
     "optimizers": optimizers,
     "overhead": overhead,
+    "host": host,
     "failing": failing,
 }
 """By the name of a question, what tells its rows; the others have none."""

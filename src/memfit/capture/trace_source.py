@@ -55,9 +55,9 @@ RECOMPUTED: Final = 1.75
 PYTHON: Final = 0.36
 # Likewise, what counting one call of a module takes (by hand on three models, 0.3 to 0.9: log of 2026-11-26).
 COUNTED: Final = 0.55
-# Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping (by hand, beside an
-# H100: 33 to 56 microseconds where a mode adds 17).
-LAUNCHED: Final = 2.2
+# Likewise, what the host takes to launch a kernel of a step on a GPU, with the Python of its modules or autograd's bookkeeping: the median of eleven models,
+# from 2.6 to 4.3 (`bench/gpu`). To time the launch of each operation alone says no more of a step (docs/design/log.md).
+LAUNCHED: Final = 3.2
 RNG_STATE_BYTES: Final = {"cpu": 5056, "cuda": 16}
 
 

@@ -34,7 +34,7 @@ def programs(setting: Setting) -> Iterator[dict[str, Any]]:
     names = [case.name for case in CASES if not case.slow]
     names = names[:2] if setting.tiny else names
     workers = 1 if setting.tiny else PROCESSES
-    yield from _beside_each_other(names, _rows, workers, tiny=setting.tiny)
+    yield from beside_each_other(names, _rows, workers, tiny=setting.tiny)
 
 
 def calls(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -43,11 +43,12 @@ def calls(setting: Setting) -> Iterator[dict[str, Any]]:
     from models.calls import PROGRAMS
 
     names = list(PROGRAMS)[:2] if setting.tiny else list(PROGRAMS)
-    yield from _beside_each_other(names, _trained_rows, 1 if setting.tiny else PROCESSES, tiny=setting.tiny)
+    yield from beside_each_other(names, _trained_rows, 1 if setting.tiny else PROCESSES, tiny=setting.tiny)
 
 
-def _beside_each_other(names: Sequence[str], ask: Ask, workers: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+def beside_each_other(names: Sequence[str], ask: Ask, workers: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
+    # Each in a process of its own: after an assertion in a kernel a process can use the GPU for nothing any more.
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     try:
         asked = {pool.submit(case_rows, name, ask, tiny=tiny): name for name in names}
         for done in as_completed(asked):
@@ -169,6 +170,18 @@ def _trained_rows(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
             "captured_on": made.source,
         }
         del engine, made
+
+
+def repeatable() -> None:
+    """Kernels that add in the same order each time, attention's among them: with a mask its memory-efficient kernel does not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    for enable in (
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)
 
 
 def on_the_host(model: nn.Module) -> list[torch.Tensor]:

@@ -205,8 +205,8 @@ QUESTIONS: dict[str, Question] = {
     "calls": Question(calls, 60),
     "recurrent": Question(recurrent, 50),
     "ranks": Question(ranks, 60),
-    "padding": Question(padding, 45),
-    "packages": Question(packages, 240),
+    "padding": Question(padding, 35),
+    "packages": Question(packages, 100),
     "predict": Question(predict, 60),
     "absent": Question(absent, 90),
     "techniques": Question(techniques, 60),
@@ -214,10 +214,10 @@ QUESTIONS: dict[str, Question] = {
     "streaming": Question(streaming, 30),
     "frontier_bert": Question(frontier_bert, 45),
     "frontier_llama": Question(frontier_llama, 100),
-    "largest_batch": Question(largest_batch, 150),
+    "largest_batch": Question(largest_batch, 130),
     "optimizers": Question(optimizers, 10),
     "overhead": Question(overhead, 20),
-    "host": Question(host, 120),
+    "host": Question(host, 55),
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from memfit.hardware.machine import known_machine
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.meter import metered
+from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.techniques.choices import Choices
 from memfit.values.trace import Collective
@@ -199,3 +201,15 @@ def test_ranks_that_share_cores_compute_longer(monkeypatch: pytest.MonkeyPatch) 
     assert sharing(2, 2, 1) == 2.0
     assert sharing(4, 1, 2, processes=False) == 1.0
     assert gloo.core_sharing(None) == 1.0
+
+
+@pytest.mark.parametrize(("sends_from", "where"), [(("cpu", "meta"), "cpu"), (("meta",), "meta")])
+def test_what_ranks_tell_each_other_lies_in_the_hosts_memory_where_the_group_sends_from_there(
+    sends_from: tuple[str, ...], where: str
+) -> None:
+    """The ranks compute on "meta", as if on GPUs."""
+    group = SimpleNamespace(_device_types=[torch.device(kind) for kind in sends_from], rank=lambda: 0, size=lambda: 2)
+    agreement = Agreement(cast("dist.ProcessGroup", group), torch.device("meta"))
+    tensors = [value for value in vars(agreement).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4
+    assert {tensor.device.type for tensor in tensors} == {where}

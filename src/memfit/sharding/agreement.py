@@ -21,11 +21,14 @@ class Agreement:
 
     Args:
         group: of all ranks.
-        device: where the group's backend wants tensors.
+        device: on which the ranks compute. Messages lie there only where the group sends nothing from the host's memory: on a GPU they would take bytes that
+            are in no prediction, and wait for its kernels.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         wait_for_senders_at_exit()
+        host = torch.device("cpu")
+        device = host if host in group._device_types else device
         self._group = group
         self.rank = group.rank()
         # Made once: a backend's own thread may hold what it sends a little longer than the step does.

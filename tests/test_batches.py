@@ -128,6 +128,17 @@ def test_an_encoding_is_split_by_its_keys() -> None:
     assert [p["x"].tolist() for p in parts] == [[0, 1], [2, 3]]
 
 
+def test_what_is_made_of_an_encoding_is_one() -> None:
+    """Losses ask transformers' for its entries as attributes."""
+    batch = Encoding({"x": torch.arange(4)})
+    leaves, structure = batches.flattened(batch)
+    mapped = batches.map_tensors(lambda t: t + 1, batch)
+    made = [*batches.split(batch, [2, 2]), batches.rows(batch, [0, 3]), mapped, batches.rebuilt(leaves, structure)]
+    assert all(type(each) is Encoding for each in made)
+    assert mapped["x"].tolist() == [1, 2, 3, 4]
+    assert batch["x"].tolist() == [0, 1, 2, 3]
+
+
 # -- shares ----------------------------------------------------------------------------------------------------------------
 
 

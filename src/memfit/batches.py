@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
@@ -36,22 +37,33 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
 
 def _map_all(function: Callable[[Any], Any], batch: Batch) -> Batch:
     """The same batch with every leaf replaced."""
-    return pytree.tree_map(function, _plain(batch), is_leaf=_is_list_of_values)
+    return _in_its_class(pytree.tree_map(function, _plain(batch), is_leaf=_is_list_of_values), batch)
 
 
 def flattened(batch: Batch) -> tuple[list[Any], Any]:
     """All leaves of a batch, tensors and others, in a fixed order, and what `rebuilt` takes."""
-    return pytree.tree_flatten(_plain(batch), is_leaf=_is_list_of_values)
+    found, structure = pytree.tree_flatten(_plain(batch), is_leaf=_is_list_of_values)
+    return found, (structure, _in_its_class({}, batch))
 
 
 def rebuilt(leaves: Iterable[Any], structure: Any) -> Batch:
     """Inverse of `flattened`, with other leaves."""
-    return pytree.tree_unflatten(leaves, structure)
+    plain, like = structure
+    return _in_its_class(pytree.tree_unflatten(leaves, plain), like)
 
 
 def _plain(batch: Batch) -> Batch:
     # transformers' BatchEncoding is a UserDict, which pytree would take for a leaf.
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _in_its_class(made: Batch, given: Batch) -> Batch:
+    """A dictionary in the class of the batch that it is made of, where losses may ask for `batch.input_ids`."""
+    if not isinstance(given, UserDict):
+        return made
+    found = copy.copy(given)
+    found.data = made
+    return found
 
 
 def _is_list_of_values(node: Any) -> bool:
@@ -164,7 +176,7 @@ def leaf_name(path: Any) -> str:
 
 def map_leaves(function: Callable[[Any, Any], Any], batch: Batch) -> Batch:
     """The same batch with every leaf replaced by `function(path, leaf)`."""
-    return pytree.tree_map_with_path(function, _plain(batch), is_leaf=_is_list_of_values)
+    return _in_its_class(pytree.tree_map_with_path(function, _plain(batch), is_leaf=_is_list_of_values), batch)
 
 
 def names_and_leaves(batch: Batch) -> list[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 import small
@@ -364,3 +365,58 @@ def test_a_model_on_meta_is_checked_with_values_of_its_own() -> None:
     assert all(parameter.is_meta for parameter in absent.parameters())
     with pytest.raises(memfit.SplitError, match="cannot be honoured"):
         memfit.plan(normed, small.rows(16), small.squared_error, "1GiB", small.adamw, fixed={"micro_batches": 4})
+
+
+class Tables(nn.Module):
+    """A bag of words whose gradient is sparse, and weights that are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(100, small.WIDTH, mode="sum", sparse=True)
+        self.filters = nn.Parameter(torch.randn(small.WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.bag(words)) * self.filters, n=small.WIDTH)
+
+
+def test_gradients_that_are_sparse_or_complex_are_compared() -> None:
+    sample = torch.randint(100, (16, 5)), torch.randn(16, small.WIDTH)
+    assert find_splitting(Tables(), sample, small.squared_error).weights == "samples"
+
+
+class Again(nn.Module):
+    """Under checkpoints of the kind that runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small.chain(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.body, x.detach().requires_grad_(), use_reentrant=True)
+        return made
+
+
+def test_reentrant_checkpoints_are_compared_and_leave_no_gradient() -> None:
+    model, sample = Again(), small.rows(16)
+    assert find_splitting(model, sample, small.squared_error).weights == "samples"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_updates_parameters_as_their_gradients_come_is_not_set_off() -> None:
+    model, sample = Again(), small.rows(16)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    assert find_splitting(model, sample, small.squared_error).weights is None
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loss_that_leaves_a_class_out_is_found_where_a_sample_is_of_it() -> None:
+    """Only the last sample is."""
+    x, labels = torch.randn(16, small.WIDTH), torch.arange(16) % 9 + 1
+    labels[-1] = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+
+    assert find_splitting(small.chain(1), (x, labels), loss).weights != "samples"

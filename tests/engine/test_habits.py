@@ -407,3 +407,45 @@ def test_an_engine_that_is_let_go_takes_the_optimizer_state_with_it(fixed: dict[
         assert all(reference() is None for reference in held)
     finally:
         gc.enable()
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """A penalty on what `torch.func` differentiates."""
+    each = torch.func.vmap(torch.func.jacrev(model))(x[:4])
+    return squares(model, x) + each.square().mean()
+
+
+def ensemble(model: nn.Module, x: Tensor) -> Tensor:
+    """Calls modules on tensors that stand for several."""
+    made = torch.func.vmap(model, randomness="different")(x.reshape(4, -1, WIDTH))
+    return made.square().mean()
+
+
+def test_what_torch_runs_under_no_hooks_is_refused_in_a_sentence() -> None:
+    with pytest.raises(memfit.InputError, match="uses torch.func.grad, vjp, jacrev or hessian, which PyTorch runs"):
+        memfit.plan(layers(2).eval(), rows(), jacobian, 1 << 50)
+
+
+def test_modules_that_are_mapped_over_by_torch_func_train_as_in_plain_torch() -> None:
+    model = layers()
+    reference = outcome_of(model, rows(), ensemble)
+    for plan in plans_between(model, rows(), ensemble, torch.optim.SGD, (0.5, 0.0)):
+        assert reference.differs(outcome_of(model, rows(), ensemble, memfit.apply(plan, model, ensemble))) is None
+
+
+def test_what_a_loss_lets_its_input_gather_goes_with_the_micro_batch() -> None:
+    """The gradients that a penalty leaves in the input; the batch is larger than all else."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4096, WIDTH)
+
+    def penalty(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        given = batch[0].requires_grad_()
+        made = model(given)
+        (slope,) = torch.autograd.grad(made.sum(), given, create_graph=True)
+        return slope.square().mean() + made.square().mean()
+
+    plan = memfit.plan(model, (x,), penalty, 1 << 50, fixed={"micro_batches": 4})
+    engine = memfit.apply(plan, model, penalty)
+    engine.step((x.detach(),))
+    found = engine.step((x.detach(),), meter=True).peak_bytes
+    assert found is not None
+    assert found <= plan.prediction.peak_bytes

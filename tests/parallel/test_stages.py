@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
@@ -316,3 +317,31 @@ def test_each_stage_is_on_its_own_device() -> None:
     assert seen == ["meta"]
     with pytest.raises(InputError, match="one device for each stage"):
         place(Decoder(), calls, (3, 7), ("cpu",))
+
+
+class Checkpointing(nn.Module):
+    """Two layers, each in a checkpoint of its own.
+
+    Args:
+        reentrant: of which kind.
+    """
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_no_cut_goes_through_a_checkpoint_and_any_between_two(*, reentrant: bool) -> None:
+    """In backward the whole checkpoint is called again, and what an earlier stage has done of it is not there."""
+    paths = [f"layers.{layer}.{number}" for layer in range(2) for number in range(2)]
+    model, batch = Checkpointing(reentrant=reentrant), (torch.randn(4, 8, requires_grad=True),)
+    calls = find_part_calls(model, batch, lambda m, b: m(*b), paths)
+    assert [bool(reason) for reason in calls.refused] == [False, True, False, True]
+    assert "are in one checkpoint of the model's own" in calls.refused[1]

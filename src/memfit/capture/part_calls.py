@@ -8,8 +8,10 @@ them, a part's result has its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from memfit import batches, dispatch
 from memfit.batches import Batch, LossFunction
@@ -172,6 +175,7 @@ class _Look(Marks):
         self._refused: dict[int, str] = {}
         self._changed: set[Label] = set()
         self._current = ""
+        self._checkpoint: FrameType | None = None  # around the last call
         self._opaque: tuple[int, str] | None = None  # a boundary, and why the model cannot be cut from there on
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,6 +201,12 @@ class _Look(Marks):
             return own(*args, **kwargs)
         position = len(self._calls)
         self._find_changes(position)
+        before, self._checkpoint = self._checkpoint, _checkpoint_around()
+        if before is not None and self._checkpoint is before:
+            reason = (
+                f"{path} and what is called before it are in one checkpoint of the model's own, which calls both again"
+            )
+            self._refused.setdefault(position, reason)
         self._current = path
         self._needs.append(self.of((args, dict(kwargs))))
         self._inside = True
@@ -243,6 +253,7 @@ class _Look(Marks):
         return f"what {self._calls[label.call].path} returns is changed in place after it"
 
     def finished(self, loss: torch.Tensor) -> PartCalls:
+        self._checkpoint = None
         self._find_changes(len(self._calls))
         self._needs.append(self.of(loss))
         number = len(self._calls)
@@ -269,6 +280,14 @@ class _Look(Marks):
             tuple(reads),
             self._values_read,
         )
+
+
+def _checkpoint_around() -> FrameType | None:
+    """The innermost call of `torch.utils.checkpoint` among the callers, of either kind; None where there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame
 
 
 class ValuesRead(TorchFunctionMode):

@@ -11,16 +11,20 @@ SHORT_TOKENS: Final = 16
 
 
 def rows_of(sample: Batch, count: int) -> Batch:
-    """A few samples that show the batch's variety: those with the most and the fewest nonzero integers come first."""
+    """A few samples that show the batch's variety: those with the most and the fewest nonzero integers come first, or those of the least and largest class."""
     total = batches.size(sample)
     order = list(range(total))
-    for leaf in batches.leaves(sample):
-        if leaf.dim() > 1 and leaf.shape[0] == total and not leaf.is_floating_point() and leaf.device.type != "meta":
-            filled = (leaf.reshape(total, -1) != 0).sum(1).tolist()
-            by_filling = sorted(range(total), key=lambda i: filled[i])
-            if filled[by_filling[0]] != filled[by_filling[-1]]:
-                order = [by_filling[0], by_filling[-1], *by_filling[1:-1]]
-                break
+    of_samples = [
+        leaf
+        for leaf in batches.leaves(sample)
+        if batches.counts_samples(leaf, total) and not leaf.is_floating_point() and leaf.device.type != "meta"
+    ]
+    for leaf in sorted(of_samples, key=lambda leaf: leaf.dim() == 1):
+        ranks = leaf.tolist() if leaf.dim() == 1 else (leaf.reshape(total, -1) != 0).sum(1).tolist()
+        by_rank = sorted(range(total), key=lambda i: ranks[i])
+        if ranks[by_rank[0]] != ranks[by_rank[-1]]:
+            order = [by_rank[0], by_rank[-1], *by_rank[1:-1]]
+            break
     return batches.rows(sample, sorted(order[:count]))
 
 

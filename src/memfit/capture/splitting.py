@@ -11,6 +11,7 @@ models, which are not copied.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -245,12 +246,46 @@ def _gradients(
         for micro_batch in micro_batches:
             given = batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch
             with batch_kept(given):
-                loss = batches.loss_of(model, given, loss_fn)
-                found = torch.autograd.grad(loss, compared, allow_unused=True)
-            gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(compared, found, strict=True)])
-            del loss, found
+                found = _gradients_of(batches.loss_of(model, given, loss_fn), compared, model)
+            gradients.append([_dense(p, g) for p, g in zip(compared, found, strict=True)])
+            del found
         mode.moved.update(dict.fromkeys(name for name in written() if name in untrained))
         return gradients
+
+
+def _gradients_of(
+    loss: torch.Tensor, compared: Sequence[nn.Parameter], model: nn.Module
+) -> Sequence[torch.Tensor | None]:
+    """Of these parameters of the model, of which none has one before or afterwards."""
+    # Checkpoints of that kind run a backward of their own, in which gradients are only added to parameters.
+    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss))
+    # Nothing that updates parameters as their gradients come may be set off.
+    if not reentrant or any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
+        return torch.autograd.grad(loss, compared, allow_unused=True)
+    loss.backward()
+    found = [parameter.grad for parameter in compared]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def _nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """All nodes of a graph of autograd."""
+    seen = {loss.grad_fn}
+    to_come = [loss.grad_fn] if loss.grad_fn is not None else []
+    while to_come:
+        node = to_come.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                to_come.append(following)
+
+
+def _dense(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _differences_in_float64(
@@ -303,7 +338,8 @@ def _compared(trainable: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64 if tensor.numel() < 1 << 20 else None))
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64 if real.numel() < 1 << 20 else None))
 
 
 _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -365,8 +365,11 @@ class Engine:
                 self._history.add(record)
                 return
             total, compiled = Accumulated(), self._plans.compiled(plan)
-            for index, (micro_batch, weight) in enumerate(weighted):
-                last = index == len(weighted) - 1
+            to_come = list(reversed(weighted))
+            del weighted
+            while to_come:
+                micro_batch, weight = to_come.pop()  # held no longer: where the loss asks for its gradient, it has one
+                last = not to_come
                 inside = program.updates_in_backward and last
                 if inside:
                     transaction.begin_update(self._updated())

@@ -26,8 +26,9 @@ def tensors_passed(passed: Any) -> list[torch.Tensor] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is torch's own kind of tensor: one of another class may do anything when it is touched."""
-    return type(tensor) in _TENSORS or type(tensor).__name__ == "FakeTensor"
+    """Whether it is torch's own kind of tensor: one of another class may do anything when it is touched, and one of `torch.func`'s stands for others."""
+    own = type(tensor) in _TENSORS or type(tensor).__name__ == "FakeTensor"
+    return own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001 - torch has no public word for it
 
 
 def copied(passed: Any, kind: type | tuple[type, ...], made: Callable[[Any], Any]) -> Any:

@@ -32,6 +32,11 @@ _FLEX: Final = (
     f"torch.nn.functional.scaled_dot_product_attention, with the mask as attn_mask (a model of transformers is told so by {_TO_SDPA})"
 )
 
+_FUNC: Final = (
+    "the step uses torch.func.grad, vjp, jacrev or hessian, which PyTorch runs under no saved-tensor hooks, and by these memfit sees what autograd keeps: take "
+    "torch.autograd.grad(..., create_graph=True), or torch.autograd.functional.jacobian and hessian, in its place"
+)
+
 
 def compiled(what: str) -> InputError:
     """The refusal of compiled code.
@@ -190,7 +195,7 @@ def run_as_written() -> Iterator[bool]:
 
 
 def explained(error: BaseException, *, on_gpu: bool) -> InputError | None:
-    """What to say of an error that a capture ended with inside a kernel that is not PyTorch's own; None for any other.
+    """What to say of an error that a capture ended with inside a kernel that is not PyTorch's own, or in `torch.func`; None for any other.
 
     Args:
         error: that was raised.
@@ -200,6 +205,8 @@ def explained(error: BaseException, *, on_gpu: bool) -> InputError | None:
     while found is not None:
         if isinstance(found, torch.OutOfMemoryError):
             return None
+        if "torch.func" in str(found) and "saved tensor hooks" in str(found):
+            return InputError(_FUNC)
         traceback = found.__traceback__
         while traceback is not None:
             file = PurePath(traceback.tb_frame.f_code.co_filename)

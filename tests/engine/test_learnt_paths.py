@@ -458,7 +458,7 @@ def test_what_a_loop_of_ones_own_does_is_learnt_where_it_hands_over_the_batch() 
     for step in range(FIRST + 2):
         seeded(step)
         batch = sample()
-        with engine.forward(batch=batch) as follower:
+        with engine.forward(batch) as follower:
             loss = loss_of(engine.model, batch)
         assert follower is not None
         told.append(follower.divergence is not None)

@@ -433,16 +433,16 @@ class Engine:
 
     @contextmanager
     def forward(
-        self, *, retain_graph: bool = False, batch: Batch | None = None
+        self, batch: Batch | None = None, *, retain_graph: bool = False
     ) -> Iterator[Follower | CallFollower | UnfollowedForward | None]:
         """For your own training loop: run forward and loss of one micro-batch inside the block, backward and the update after it.
 
         Under a plan in 16 bits the block is an autocast region, too; in fp16, scale the loss with `engine.scaling.scaler`.
 
         Args:
-            retain_graph: backward will run more than once through this graph; then no tensor is freed early.
             batch: what forward is run on. Where it is given and forward takes a path that the plan does not know, that path is captured and planned for when
                 the next forward begins; the batch is kept until then.
+            retain_graph: backward will run more than once through this graph; then no tensor is freed early.
         """
         if self.stream is not None:
             raise EngineError(

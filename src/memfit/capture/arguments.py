@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -59,11 +60,16 @@ def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
         return flat.zero_()
     # Were they all alike, the processor would guess each comparison right: max pooling took a third of its time. To draw all of them would take longer
     # than most operations run. Probabilities, logarithms and roots ask for what is positive and below one.
-    some = torch.rand(VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.5).add_(0.25).to(device, dtype)
+    some = _values(dtype, device)
     repeated, rest = flat.split([count - count % VALUES, count % VALUES])
     repeated.view(-1, VALUES).copy_(some)
     rest.copy_(some[: len(rest)])
     return flat
+
+
+@cache
+def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.rand(VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.5).add_(0.25).to(device, dtype)
 
 
 def run(call: CallSpec, args: Any, kwargs: Any) -> Any:

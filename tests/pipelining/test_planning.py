@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import memfit
+from memfit.capture import confirmation, real_forward
 from memfit.capture.present_machine import present_machine
 from memfit.hardware.topology import Topology
 from memfit.pipelining import stages
@@ -234,6 +235,28 @@ def test_pipelines_of_one_length_share_what_is_captured(monkeypatch: pytest.Monk
     made = planned({"sharding": "pipeline/2x2", "micro_batches": 4})
     assert len(found) == len(set(found))
     assert sum("interleaved 1F1B" in each for each in made.rejected) + ("interleaved" in made.choices.sharding) == 1
+
+
+def test_a_forward_is_compared_with_a_real_one_once_for_all_numbers_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[int] = []
+    compared = confirmation.real_forward_names
+
+    def noted(*args: Any, **named: Any) -> list[str]:
+        ran.append(1)
+        return compared(*args, **named)
+
+    monkeypatch.setattr(confirmation, "real_forward_names", noted)
+    monkeypatch.setattr(real_forward, "real_forward_names", noted)
+
+    def times(**fixed: int) -> int:
+        ran.clear()
+        model, sample, loss_fn = steps.chain()
+        memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=2, fixed={"sharding": "1f1b/2", **fixed})
+        return len(ran)
+
+    assert times() == times(micro_batches=2) > 0
 
 
 def test_stages_that_share_a_device_run_something_again_where_each_alone_would_fit_with_everything_kept() -> None:

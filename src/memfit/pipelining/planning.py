@@ -222,7 +222,17 @@ class PipelinePlanning:
         sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
         key = self.pipelines.ranks, number, techniques, sharing
         if key not in self.planners:
-            self.planners[key] = StagePlanner(self.source, self._batch, number, techniques, self._weights, sharing)
+            alike = (one for (_, _, had, _), one in self.planners.items() if had == techniques and not one.unconfirmed)
+            known = next(alike, None)
+            self.planners[key] = StagePlanner(
+                self.source,
+                self._batch,
+                number,
+                techniques,
+                self._weights,
+                sharing,
+                believed=None if known is None else known.captured,
+            )
         return self.planners[key]
 
     def _found(self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool) -> StagesFound:

@@ -93,9 +93,11 @@ class StagePlanner:
         techniques: that the stages have, and what is frozen.
         weights: what micro-batches count for, in the words of `batches.weightings`.
         replicas: pipelines whose ranks with the same stage share out its optimizer's state; 1 where each has all of it.
+        believed: the undivided model's capture in another number of micro-batches, whose forward was compared with a real one; None where there is none.
 
     Attributes:
-        whole: the trace of the undivided model for one micro-batch.
+        captured: the undivided model's, for one micro-batch.
+        whole: its trace, with costs.
         calls: of its parts.
         parts: what they take by themselves.
         kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say). Where there are some,
@@ -115,6 +117,7 @@ class StagePlanner:
     techniques: Choices = BASELINE
     weights: str = "samples"
     replicas: int = 1
+    believed: Captured | None = None
 
     def __post_init__(self) -> None:
         self._timelines: dict[tuple[int, int, tuple[int, ...], int], Timeline] = {}
@@ -131,13 +134,22 @@ class StagePlanner:
         one = equal_micro_batches(self.batch, self.micro_batches)[-1]  # as `other_samples` has it
         step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
         techniques = self.techniques.but(frozen=())
-        found_one = confirmed(step, techniques, lambda after: capture(step, techniques, after=after), None)
+        on_fakes: list[Captured] = []
+
+        def looked_at(after: Captured | None) -> Captured:
+            on_fakes.append(capture(step, techniques, after=after))
+            return on_fakes[-1]
+
+        found_one = confirmed(step, techniques, looked_at, self.believed)
         self.unconfirmed = found_one if isinstance(found_one, str) else ""
-        captured = capture(step, techniques) if isinstance(found_one, str) else found_one
-        self.whole = _without_calls(source.priced(captured))
+        if on_fakes:
+            self.captured = on_fakes[-1] if isinstance(found_one, str) else found_one
+        else:
+            self.captured = capture(step, techniques)  # which says why it cannot
+        self.whole = _without_calls(source.priced(self.captured))
         around = partial(regions, self.techniques, model, device_of(model).type)
         self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
-        self.kinds = self._other_kinds(step, captured, around)
+        self.kinds = self._other_kinds(step, around)
         self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
         self._first_alike: dict[Hashable, Stretch] = {}
         undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
@@ -146,7 +158,7 @@ class StagePlanner:
             found, shared=(*found.shared, *read), fixed_bytes=undivided + self.own_part_bytes, recompute=True
         )
 
-    def _other_kinds(self, step: StepSource, captured: Captured, around: Around) -> tuple[Batch, ...]:
+    def _other_kinds(self, step: StepSource, around: Around) -> tuple[Batch, ...]:
         """Of what the rows of the batch show. No rank learns a path while it trains, so each row is taken for what a whole batch may be like.
 
         Raises:
@@ -155,10 +167,10 @@ class StagePlanner:
         of_all = replace(step, sample=self.batch, other_samples=lambda _: rows_alone(self.batch))
         techniques = self.techniques.but(micro_batches=self.micro_batches, frozen=())
         kinds = []
-        for sample in other_samples(of_all, techniques, captured)[0]:
+        for sample in other_samples(of_all, techniques, self.captured)[0]:
             one = equal_micro_batches(sample, self.micro_batches)[-1]
             trace = capture(replace(step, sample=one), self.techniques.but(frozen=())).trace
-            if path_taken(trace) == path_taken(captured.trace):
+            if path_taken(trace) == path_taken(self.captured.trace):
                 continue
             paths = [call.path for call in self.calls.calls]
             calls = find_part_calls(step.model, one, step.loss_fn, paths, around)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -420,6 +421,36 @@ def test_a_step_of_several_micro_batches_is_begun_anew(update: str) -> None:
     plan, records, _ = told(lambda: Growing(longer_from=2 * FIRST), 0.9, FIRST + 3, 2, update)
     assert (begun_anew(records), diverged(records)) == ([FIRST], [])
     assert not above(records, plan.budget_bytes)
+
+
+class Asking(Growing):
+    """Runs one of its blocks again where something of the batch is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same shape."""
+        self.longer_from = 0 if bool((x == 0.0).any()) else 1 << 50
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("optimizer", [small.adamw, partial(torch.optim.SGD, lr=1e-3)], ids=["state", "no state"])
+@pytest.mark.parametrize("update", ["after", "in_backward"])
+def test_a_path_that_comes_first_is_learnt_with_what_other_steps_and_micro_batches_leave(
+    update: str, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """No state tells yet which parameters are trained: gradients of the first micro-batch were not counted in the second."""
+    seeded(0)
+    model = Asking()
+    full, padded = torch.randn(128, HIDDEN), torch.randn(128, HIDDEN)
+    padded[:, -1] = 0.0
+    fixed = {"micro_batches": 2, "update": update}
+    most = memfit.plan(model, full, lambda m, x: m(x).square().mean(), 1 << 50, optimizer, fixed=fixed)
+    engine = memfit.apply(memfit.replan(most, round(0.9 * most.prediction.plain_peak_bytes)), model)
+    with pytest.warns(UserWarning, match="was begun anew"):
+        records = [engine.step(padded, meter=True) for _ in range(3)]
+    assert begun_anew(records) == [1]
+    learnt = engine.plan_for(padded)
+    assert above(records, learnt.budget_bytes) == []
+    assert records[-1].peak_bytes == learnt.prediction.peak_bytes
 
 
 @pytest.mark.parametrize("build", [Counting, Teacher])

@@ -104,6 +104,11 @@ def _trustworthy(
             found = at_the_end if isinstance(at_the_end, Captured) else found
         captured = for_real(found) if isinstance(found, str) else found
         as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
+        earlier = choices.micro_batches > 1 or choices.update == "in_backward"
+        if earlier and source.forwards_before == 0 and not captured.receiving <= source.trained_elsewhere:
+            # No pass was run before the one that is recorded: it alone tells which gradients earlier micro-batches leave, and which state earlier steps.
+            source = replace(source, trained_elsewhere=source.trained_elsewhere | captured.receiving)
+            captured = as_believed(of=source)
         if source.draws:
             samples, told = other_samples(source, choices, captured)
             captured = with_other_draws(

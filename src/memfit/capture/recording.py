@@ -183,6 +183,9 @@ class _StepRecording:
         # A rank weights its part of the batch by what the loss averages over on all of them.
         self._weight = None if len(micro_batches) == 1 and sharded is None else 1.0 / len(micro_batches)
         self._once: list[str] = []  # operations of the pass that is not recorded
+        self._updated: set[int] = (
+            set()
+        )  # identities of parameters whose gradients went into their updates inside backward
         for _ in range(source.steps_before):
             self._train()
 
@@ -313,7 +316,8 @@ class _StepRecording:
             self.graded = self._believed
         elif not inside:
             self.graded = _graded(model)
-        self.receiving = frozenset(name for name, p in model.named_parameters() if p.grad is not None)
+        named = model.named_parameters()
+        self.receiving = frozenset(name for name, p in named if p.grad is not None or id(p) in self._updated)
         self.changed = {
             name: b.numel() * b.element_size()
             for name, b in buffers.items()
@@ -331,6 +335,7 @@ class _StepRecording:
     @contextmanager
     def _around_update(self, parameter: torch.Tensor) -> Iterator[None]:
         if parameter.grad is not None:
+            self._updated.add(id(parameter))
             self.recorder.recategorise((parameter.grad,), Category.GRADIENT)
         self.recorder.phase = Phase.OPTIMIZER
         yield

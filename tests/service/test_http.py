@@ -41,7 +41,9 @@ def answered(serving: Serving, method: str, path: str, *, role: str | None = "su
     return httpx2.request(method, serving.url + path, headers=headers, trust_env=False, **named)
 
 
-def test_a_run_is_sent_with_its_code_streamed_and_fetched(serving: Serving, tmp_path: Path) -> None:
+def test_a_run_is_sent_with_its_code_streamed_and_fetched(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with client(serving) as asking:
         run = asking.submit(
             small_runs.run_file(steps=4), code=small_runs.code(tmp_path / "code"), name="first", key="k"
@@ -65,6 +67,12 @@ def test_a_run_is_sent_with_its_code_streamed_and_fetched(serving: Serving, tmp_
         assert {file.name: file.stat().st_size for file in fetched}.items() >= {
             "model.pt": asking.artifacts(run["run"])["model.pt"]
         }.items()
+        # A run that goes on removes snapshots between the moment they are listed and that in which they are fetched.
+        monkeypatch.setattr(asking, "artifacts", lambda _: {"step-000002/gone.pt": 8, "model.pt": 8})
+        assert [file.name for file in asking.fetch(run["run"], tmp_path / "later")] == ["model.pt"]
+        assert not (tmp_path / "later" / "step-000002").exists()
+        with pytest.raises(InputError, match="there is no file"):
+            asking.fetch(run["run"], tmp_path / "named", "step-000002/gone.pt")
         (cpu,) = asking.devices()
         assert [(each["name"], each["state"]) for each in cpu["runs"]] == [("first", "done")]
         assert cpu["runs"][0]["bytes"] == cpu["runs"][0]["measured_bytes"] <= cpu["capacity_bytes"]

@@ -188,23 +188,27 @@ class Client:
         Args:
             number: of the run.
             folder: that they are written into.
-            names: which; all where none is named.
+            names: which; all where none is named. A run that goes on removes older snapshots meanwhile: of what was there at first, those are left out.
         """
-        return self._fetched(f"/v1/runs/{number}/artifacts", folder, names or list(self.artifacts(number)))
+        path = f"/v1/runs/{number}/artifacts"
+        return self._fetched(path, folder, names or list(self.artifacts(number)), may_go=not names)
 
-    def _fetched(self, path: str, folder: str | Path, names: Sequence[str]) -> list[Path]:
+    def _fetched(self, path: str, folder: str | Path, names: Sequence[str], *, may_go: bool = False) -> list[Path]:
         found = []
         for name in names:
             file = Path(folder) / name
             if not file.resolve().is_relative_to(Path(folder).resolve()):
                 raise InputError(f"the service names a file out of the folder, {name!r}: it was not fetched")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with self._http.stream("GET", f"{path}/{name}") as answer, file.open("wb") as target:
+            with self._http.stream("GET", f"{path}/{name}") as answer:
+                if may_go and answer.status_code == httpx2.codes.NOT_FOUND:
+                    continue
                 if answer.status_code != httpx2.codes.OK:
                     answer.read()
                     _refused(answer)
-                for chunk in answer.iter_bytes(_CHUNK):
-                    target.write(chunk)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as target:
+                    for chunk in answer.iter_bytes(_CHUNK):
+                        target.write(chunk)
             found.append(file)
         return found
 
